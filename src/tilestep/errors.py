@@ -149,3 +149,8 @@ class RankError(TilestepError, RuntimeError):
     def __init__(self, message: str, ranks: list[int]) -> None:
         super().__init__(message)
         self.ranks = ranks
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; of one without a message its type's name."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,4 +1,4 @@
-"""Where parameters live: DTensors (FSDP2, tensor-parallel, HSDP) beside plain tensors; steps work on local parts."""
+"""Where parameters are: DTensors (FSDP2, tensor-parallel, HSDP) and plain tensors; steps work on local parts."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def is_distributed(tensor: Any) -> bool:
 
 
 def local_part(tensor: Any) -> Any:
-    """What of a DTensor lies on this rank; anything else is its own part."""
+    """The part of a DTensor on this rank; anything else is its own part."""
     return ready(local_parts([tensor])[0])
 
 
@@ -119,8 +119,9 @@ def _shape_of(like: torch.Tensor, over: Over | None, elements: int) -> torch.Siz
     return torch.Size(shape_of_entries(like.shape if over is None else _without(like.shape, over), elements))
 
 
-def _without(shape: torch.Size, over: Over) -> torch.Size:
-    return torch.Size([1 if dim in range(*over) else size for dim, size in enumerate(shape)])
+def _without(shape: torch.Size, *overs: Over) -> torch.Size:
+    gone = {dim for over in overs for dim in range(*over)}
+    return torch.Size([1 if dim in gone else size for dim, size in enumerate(shape)])
 
 
 def _placements(like: Any, *overs: Over | None) -> tuple[Any, ...]:
@@ -131,22 +132,16 @@ def _placements(like: Any, *overs: Over | None) -> tuple[Any, ...]:
     return tuple(Replicate() if not cut.is_replicate() and cut.dim % dims in gone else cut for cut in like.placements)
 
 
-def slices_here(like: Any, over: Over) -> torch.Tensor:
-    """Which of a DTensor's slices are of this rank's part, int64 numbers in the order in which the part has them."""
-    shape = _without(like.shape, over)
+def slices_here(like: Any, *overs: Over) -> torch.Tensor:
+    """The numbers of a DTensor's slices in this rank's part, int64, in the order of the part."""
+    shape = _without(like.shape, *overs)
     numbers = _replicated(torch.arange(shape.numel(), device="cpu").view(shape), like.device_mesh)
-    return local_part(numbers.redistribute(placements=_placements(like, over))).reshape(-1)
+    return local_part(numbers.redistribute(placements=_placements(like, *overs))).reshape(-1)
 
 
 def logical_coordinates(like: Any) -> list[torch.Tensor]:
-    """For each dimension of a DTensor the coordinates that its local part has along it, int64."""
-    coordinates = []
-    for dim, size in enumerate(like.shape):
-        shape = [size if axis == dim else 1 for axis in range(like.dim())]
-        numbers = _replicated(torch.arange(size, device="cpu").view(shape), like.device_mesh)
-        placements = _placements(like, (0, dim), (dim + 1, like.dim()))
-        coordinates.append(local_part(numbers.redistribute(placements=placements)).reshape(-1))
-    return coordinates
+    """For each dimension of a DTensor the coordinates of its local part, int64."""
+    return [slices_here(like, (0, dim), (dim + 1, like.dim())) for dim in range(like.dim())]
 
 
 def first_index(like: Any, label: str) -> int:
@@ -207,32 +202,32 @@ def _part_like(value: Any, like: Any, over: Over | None = None, elements: int = 
 
 
 def _replicated(value: torch.Tensor, mesh: Any) -> Any:
-    """A DTensor around a tensor that every rank has; nothing is sent."""
+    """A replicated DTensor of a tensor that every rank has; nothing is sent."""
     from torch.distributed.tensor import DTensor, Replicate
 
     return DTensor.from_local(value.to(mesh.device_type), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def sendable(value: Any) -> Any:
-    """A tensor in a dtype that collectives take: 16-bit integers and floating point numbers of 8 bits they do not."""
+    """A tensor in a dtype that collectives take: not int16, nor floating-point numbers of 8 bits."""
     if value.dtype is torch.int16:
         return value.to(torch.int32)
     return value.view(torch.uint8) if value.dtype.is_floating_point and value.dtype.itemsize == 1 else value
 
 
 def restored(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What `sendable` was made of."""
+    """The inverse of `sendable`."""
     return value.view(dtype) if value.dtype is torch.uint8 and dtype is not torch.uint8 else value.to(dtype)
 
 
 def gathered(value: Any) -> torch.Tensor:
-    """All of a DTensor on every rank; all ranks of its mesh take part."""
+    """The full tensor of a DTensor; all ranks of its mesh must call it."""
     return restored(sendable(value.detach()).full_tensor(), value.dtype)
 
 
 @torch.no_grad()
 def copy_into(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Write a tensor into another of the same whole shape, whatever is a DTensor and however it is distributed."""
+    """Write a tensor into another of the same full shape; each may be a DTensor, with any placements."""
     if is_distributed(target):
         local_part(target).copy_(_part_like(value, target))
     elif is_distributed(value):

@@ -1,4 +1,4 @@
-"""Whole matrices of sharded DTensors: each goes to one rank of those that share it, and back; or all go to all."""
+"""Full matrices of sharded DTensors: each is sent to one of the ranks that share it and back, or all to all."""
 
 from __future__ import annotations
 

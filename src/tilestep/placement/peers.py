@@ -13,6 +13,7 @@ import torch
 
 from ..compat import SymmetricMemory, is_capturing, tensor_at
 from ..devices import has_streams
+from ..errors import first_line
 from .reduction import Ranks
 
 
@@ -120,7 +121,7 @@ def _together(ranks: Ranks, work: Any) -> str:
         work()
     except Exception as error:
         # Whatever it is: the other ranks wait for this one's answer.
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
     return _first(ranks.gather_objects(reason))
 
 

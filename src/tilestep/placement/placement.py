@@ -1,4 +1,4 @@
-"""Where the parameters of an optimizer lie: a local tensor or a DTensor each, or pieces that ranks share."""
+"""Where the parameters of an optimizer are: local tensors, DTensors, or pieces that ranks share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .reduction import ReductionGroup, SharedSums
 
 @dataclass(frozen=True)
 class Origin:
-    """Of which parameter a tensor is a piece."""
+    """The parameter of which a tensor is a piece, and where it begins."""
 
     param: torch.Tensor
     start: int | None = None
@@ -36,7 +36,7 @@ class Origin:
 
 
 class Placement:
-    """Parameters that say themselves where they lie. A new placement is a class derived from this one."""
+    """Plain tensors and DTensors, which tell where they are. A new placement is a class derived from this one."""
 
     wholes: Mapping[Any, torch.Tensor] = {}  # for a piece of a parameter, a meta tensor that stands for all of it
     has_own_names = False  # whether labels have names that users' groups have not: formats do not go by these
@@ -46,23 +46,23 @@ class Placement:
         return optimizer
 
     def origin(self, param: torch.Tensor) -> Origin | None:
-        """Of which parameter another one is a piece; None for one that stands only for this rank."""
+        """The parameter of which a tensor is a piece; None for a tensor that only this rank has."""
         return Origin(param)
 
     def sharers(self, params: Iterable[torch.Tensor]) -> ReductionGroup | None:
-        """The ranks that hold parts of the same parameters, where no plan knows them; None for none."""
+        """The ranks that hold parts of the same parameters, before there is a plan; None if no other does."""
         parts = [("a parameter", param) for param in params if is_distributed(param)]
         return ReductionGroup.of_tensors(parts) if parts else None
 
     def take_part(self, plan: Any) -> None:
-        """Have a plan know which ranks decide its steps together and combine its reductions."""
+        """Tell a plan which ranks decide its steps together and combine its reductions."""
 
 
 LOCAL = Placement()  # the plain placement, which every optimizer begins with
 
 
 class Pieces(Placement):
-    """Pieces of parameters, of which other ranks have the rest."""
+    """Pieces of parameters; other ranks have the other pieces."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What ranks do together: reductions of numbers, messages of buckets, reductions over tensors that they share."""
+"""Communication: reductions of numbers, collectives of buckets, reductions over tensors that ranks share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _AVERAGED = (torch.bfloat16, torch.float32, torch.float64)
 
 
 _OPERATIONS: tuple[Any, Any] = (dist.ReduceOp.SUM, dist.ReduceOp.AVG) if dist.is_available() else (None, None)
-"""Those of sums and of means."""
+"""The operations of sums and of means."""
 
 _groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 """Process groups made here, for each initialization of torch.distributed."""
@@ -91,7 +91,7 @@ class ReductionGroup:
 
     @property
     def rank(self) -> int:
-        """The place of this one among them."""
+        """This rank's place among them."""
         return self.ranks.index(dist.get_rank())
 
     def leads(self, tensor: Any) -> bool:
@@ -139,7 +139,7 @@ class ReductionGroup:
         values.copy_(torch.where(both[1] > 0, torch.nan, both[0]))
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """What each rank has; of one shape on all ranks, and a dtype that collectives take."""
+        """The tensors of all ranks, of the same shape, in a dtype that collectives take."""
         if not self._groups:
             return [values]
         group, takes_host = self._groups[0]
@@ -167,7 +167,7 @@ class ReductionGroup:
 
 
 def _on_gpu(values: torch.Tensor) -> torch.Tensor:
-    """Numbers where a backend for GPUs alone takes them: parameters may be on the host."""
+    """Numbers on a GPU, for a backend that takes no others: parameters may be on the host."""
     return values.cuda() if is_host(values.device) and torch.cuda.is_available() else values
 
 
@@ -194,7 +194,7 @@ def _ranks_of(meshes: Sequence[Any], labels: Sequence[str]) -> list[int]:
 
 
 def group_of(ranks: Sequence[int], meshes: Sequence[Any]) -> Any:
-    """A process group of these ranks: one that is there, or a new one that only they must ask for."""
+    """A process group of these ranks: an existing one, or a new one, for which only they must ask."""
     world = dist.group.WORLD
     if len(ranks) == dist.get_world_size():
         return world
@@ -241,7 +241,7 @@ class Ranks:
         self.reductions = self.with_others(())  # over the ranks that split the state; copies have the same results
 
     def __deepcopy__(self, memo: Any) -> Ranks:
-        # Who copies what ranks have together does not make other ranks; process groups cannot be copied.
+        # Process groups cannot be copied, and a copy of what has them has the same ranks.
         return self
 
     def apart(self) -> Ranks:

@@ -362,7 +362,7 @@ class GradientRounds:
 class TakesGradients(ABC):
     """What takes gradients away before the step; clips of them are refused, torch's and a framework's too."""
 
-    taken_by: str  # who has taken a gradient, and how to clip then: the end of a sentence
+    taken_by: str  # what has taken a gradient, and how to clip then: the end of a sentence
     choice: str  # what it is in the table of combinations, which says what may wrap the model
     wraps = "the model"  # what is being wrapped then, as the error has it
     refused_as: type[ValueError] = ValueError

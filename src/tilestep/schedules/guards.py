@@ -1,4 +1,4 @@
-"""Modules whose parameters are still on their way somewhere: looking one up waits for it, and for no other."""
+"""Modules whose parameters are still being written or sent: looking one up waits for it, and for no other."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ _watching: list[Any] = []
 
 
 def guard_sharers(waits: Waits) -> None:
-    """Make look-ups of known parameters in any module wait: in those there are, and in those made later."""
+    """Make look-ups of the parameters wait in any module: in those that exist, and in those made later."""
     # Again when it knows more parameters.
     _sharers.add(waits)
     # By their own class: some objects import what they stand for when they are asked for another one.
@@ -157,7 +157,7 @@ def guard_forwards(waits: Waits) -> None:
 
 
 def unguard_forwards(waits: Waits) -> None:
-    """Have no module wait for it any more when it is called: whoever comes next finds all parameters there."""
+    """Have no module wait for it any more when it is called: all parameters are there."""
     _late.discard(waits)
     _unwatch_forwards()
 

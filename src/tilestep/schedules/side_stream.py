@@ -1,4 +1,4 @@
-"""Work beside the computation of a device: in a stream of its own on a GPU; on a CPU at once, or in other threads."""
+"""Work concurrent with a device's computation: in a separate stream on a GPU; on a CPU at once, or in threads."""
 
 from __future__ import annotations
 

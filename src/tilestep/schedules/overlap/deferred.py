@@ -1,4 +1,4 @@
-"""Updates that are decided and not yet waited for: the parameters of each group are there when they are asked for."""
+"""Updates that a step has decided: looking a parameter up waits for the update of its group."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Update:
 
 @opaque
 def _run(work: Callable[[], None]) -> None:
-    """On a CPU, within the forward that needs it, which may be inference, or one that torch.compile is tracing."""
+    """Run an update on a CPU, in a forward that may be inference, or that torch.compile is tracing."""
     with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
         work()
 
@@ -54,8 +54,8 @@ def _run(work: Callable[[], None]) -> None:
 class DeferredUpdates:
     """The updates of the last step."""
 
-    # On a GPU they have been launched on the lane, in the order in which forward needs them, and who needs one waits
-    # for its event. On a CPU nothing runs beside the host: an update is run when its parameters are asked for.
+    # On a GPU they are launched on the lane, in the order in which forward needs them; code that needs one waits for
+    # its event. On a CPU nothing runs concurrently: an update runs when its parameters are looked up.
 
     def __init__(self, model: nn.Module, grouping: Grouping, lane: SideStream) -> None:
         self._grouping = grouping
@@ -90,7 +90,7 @@ class DeferredUpdates:
             self._made[group.index] = event
 
     def joined(self) -> None:
-        """The current stream has waited for all updates that backward has made."""
+        """Note that the current stream has waited for all updates that backward has made."""
         self._made.clear()
 
     def follow_views(self, wrapper: nn.Module) -> None:
@@ -113,7 +113,7 @@ class DeferredUpdates:
         return sorted(reversed(groups), key=lambda group: places.get(group.index, unknown))
 
     def put(self, works: Sequence[tuple[Group, Callable[[], None]]], *, at_once: bool = False) -> None:
-        """Take over updates; those before are complete."""
+        """Begin the updates of a step; those of the step before are complete."""
         self.updates = {group.index: _Update(group, work) for group, work in works}
         self._needed = []
         if self._lane.stream is not None or at_once:
@@ -121,7 +121,7 @@ class DeferredUpdates:
                 update.launch(self._lane)
 
     def settle(self) -> None:
-        """Wait for what nothing could be made to wait for later."""
+        """Wait for the updates that no later look-up waits for."""
         if self.compiled:
             self.complete()
             # Whatever compiled code does comes after that on this stream.
@@ -150,7 +150,7 @@ class DeferredUpdates:
     def end(self) -> None:
         """After the optimizer: let what comes next on the streams that it was used from see all updates."""
         # Not with the model, which with FSDP2 dies when garbage is collected: what is compiled until then would be
-        # compiled once more. On a CPU updates that nobody has needed yet are still made where they are.
+        # compiled once more. On a CPU updates that nothing has needed yet still run at their look-ups.
         if self._lane.join_all() or not self.is_pending:
             unguard_forwards(self)
 

@@ -25,7 +25,7 @@ class Group:
     params: list[torch.Tensor]  # the parameters
     modules: tuple[nn.Module, ...] = ()  # the FSDP modules that gather them, if any do
     is_copied_to_host: bool = False  # whether FSDP2 may leave gradients on their way from a GPU to the host
-    is_guarded: bool = True  # whether who looks a parameter up in the model can be made to wait for its update
+    is_guarded: bool = True  # whether looking a parameter up in the model can wait for its update
 
 
 MOST_JOINED = 512 * 2**20  # bytes on a rank of FSDP modules that are updated together

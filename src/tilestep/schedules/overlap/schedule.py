@@ -71,7 +71,7 @@ class DeviceClock:
 
 
 def device_clock(device: torch.device) -> DeviceClock | None:
-    """A device's clock; None for a CPU, beside whose host nothing runs."""
+    """A device's clock; None for a CPU, where nothing runs concurrently."""
     return DeviceClock(device) if has_streams(device) else None
 
 
@@ -124,7 +124,7 @@ class Trial:
 class OverlapSchedule(Schedule):
     """The schedule of an overlapped optimizer, which has these public methods after `tilestep.overlap`."""
 
-    # What it is made of is explained at `overlap`; `grouping` says what is updated together.
+    # `overlap` explains its arguments; `grouping` says what is updated together.
 
     not_copied = "an overlapped optimizer cannot be copied or pickled: save its state_dict()"
     begins_together = True
@@ -281,7 +281,7 @@ class OverlapSchedule(Schedule):
         if self._optimizer().is_evaluating:
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before step()")
         if is_capturing():
-            raise CaptureError("a step that overlaps other work cannot be captured in a CUDA graph")
+            self.prepare_capture(self._optimizer())
         if self.during == "serial":
             self._step_at_once(plain)
         else:
@@ -388,7 +388,7 @@ class OverlapSchedule(Schedule):
         runs_later = self.lane.stream is None
 
         def work() -> None:
-            # A step runs without gradients, but whoever asks for parameters later may not.
+            # A step runs without gradients; a look-up of parameters may not.
             with torch.no_grad() if runs_later else nullcontext():
                 for place in places if runs_later else ():
                     plan.engines[place].follow_memory()
@@ -445,13 +445,13 @@ class OverlapSchedule(Schedule):
 
     def prepare_capture(self, optimizer: Any) -> None:
         """Refused: steps that overlap other work are not captured."""
-        raise CaptureError("a step that overlaps other work cannot be captured in a CUDA graph")
+        refuse("capture", ["overlap"], error=CaptureError)
 
     push = prepare_capture
 
 
 def _end(deferred: Callable[[], DeferredUpdates | None]) -> None:
-    """End updates if they are still known to a model."""
+    """End updates if the model still has them."""
     living = deferred()
     if living is not None:
         living.end()

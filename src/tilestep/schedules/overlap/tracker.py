@@ -173,9 +173,15 @@ class BackwardTracker(TakesGradients):
         super().wrapped(wrapper, kind)
         self.deferred.follow_views(wrapper)
         if self._updates:
-            living = weakref.WeakMethod(self.follow_later_wrappers)
+            living = weakref.ref(self)
             self._later_wrappers.append(weakref.ref(wrapper))
-            wrapper.register_forward_pre_hook(lambda *_: _call(living))
+
+            def before_forward(*_: Any) -> None:
+                tracker = living()
+                if tracker is not None:
+                    tracker.follow_later_wrappers()
+
+            wrapper.register_forward_pre_hook(before_forward)
 
     def follow_later_wrappers(self) -> Set[int]:
         """Take gradients from the DistributedDataParallels that have come around the model when they are reduced."""
@@ -439,12 +445,6 @@ class BackwardTracker(TakesGradients):
             )
 
 
-def _call(living: Callable[[], Callable[[], Any] | None]) -> None:
-    method = living()
-    if method is not None:
-        method()
-
-
 def _come_from_collectives(group: Group) -> bool:
     """Whether gradients are memory of FSDP2's reduce-scatters, and not of a stream that computes backward."""
     return bool(group.modules) and all(map(is_distributed, group.params))
@@ -498,15 +498,15 @@ def follow_buckets(
     group = wrapper.process_group
     state, reduce = comm_hook or (None, lambda _, bucket: _mean(group, bucket))
 
-    # The module must not keep who is told, who keeps the module.
+    # The module must not keep the tracker, which keeps the module.
     living = weakref.ref(gradients)
 
     @opaque
     def reduce_and_note(_: object, bucket: Any) -> Any:
         future = reduce(state, bucket)
-        told = living()
-        if told is not None:
-            told.reduced(bucket.parameters(), bucket.gradients(), future)
+        tracker = living()
+        if tracker is not None:
+            tracker.reduced(bucket.parameters(), bucket.gradients(), future)
         return future
 
     # Their text is not the class that is looked for.

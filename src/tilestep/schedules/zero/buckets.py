@@ -71,8 +71,8 @@ class BucketLayout:
 
 def default_cap(gradient_bytes: float, done: float = 0.0) -> float:
     """Bytes of a bucket where no size is given: small ones at both ends of backward, large ones between."""
-    # The first begins to travel early, the last has nothing beside it, and the next forward begins with it. Those
-    # between travel beside the model, and each costs the host as much whatever its size: so a bucket has as many bytes
+    # The first should begin to travel early; nothing hides the last, with which the next forward begins. Those between
+    # travel while the model computes, and each costs the host as much whatever its size: so a bucket has as many bytes
     # as all before it, or half of what is left, within limits.
     least = min(max(gradient_bytes / PARTS, LEAST_CAP), LARGEST_CAP)
     most = max(least, min(gradient_bytes / LARGEST_PARTS, 2 * LARGEST_CAP))
@@ -181,7 +181,7 @@ def _whole_layout(members: Sequence[int], items: Sequence[Item], ranks: int, cos
 
 
 def _dealt(members: Sequence[int], sizes: Mapping[int, int], ranks: int) -> tuple[dict[int, int], list[int]]:
-    """Each in turn to the rank that has fewest elements; who has what, and how much."""
+    """Give each in turn to the rank with the fewest elements; the owner of each, and the elements of each rank."""
     loads, owners = [0] * ranks, dict[int, int]()
     for index in members:
         owners[index] = rank = loads.index(min(loads))

@@ -54,7 +54,7 @@ class ShardedTensorPiece(torch.Tensor):
 
     @classmethod
     def of(cls, local: torch.Tensor, member: Member, ranks: Ranks, elements: int = 1) -> ShardedTensorPiece:
-        """A buffer beside a parameter, of which this rank has the piece that it has of the parameter."""
+        """A buffer of a parameter, of which this rank has the piece that it has of the parameter."""
         shape, order = member.entries(elements)
         ranges = tuple(member.range_of(rank, elements) for rank in range(ranks.size))
         return cls(local, shape, order, ranges, ranks)
@@ -171,7 +171,7 @@ def sharded_states(optimizer: Optimizer, sharding: Sharding) -> Iterator[None]:
 
 
 def _as_piece(member: Member, sharding: Sharding, value: Any, elements: int | None) -> Any:
-    """What a checkpoint takes for a value of the state; `elements` are those of an entry of an array of blocks."""
+    """What a checkpoint takes for a value of the state; `elements` is how many an entry of its array covers."""
     assert member.piece is not None
     if elements is not None:
         return ShardedTensorPiece.of(value, member, sharding.ranks, elements)

@@ -122,7 +122,7 @@ class Member:
         return flat.as_strided(shape, self.param.stride(), flat.storage_offset())
 
     def entries(self, elements: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shape of a buffer beside it of entries for neighbours, and the order of its dimensions in memory."""
+        """The shape of a buffer with one entry for so many neighbours, and the order of its dimensions in memory."""
         shape = shape_of_entries(self.param.shape, elements)
         return shape, memory_order(self.param) if elements == 1 else tuple(range(len(shape)))
 
@@ -171,13 +171,13 @@ class Sharding:
         self.device = self.buckets[0].flat.device
         self._align(self.buckets)
         with torch.no_grad():
-            # What the model has beside the optimizer's parameters begins with the first rank's, too.
+            # The model's other parameters, and its buffers, begin with the first rank's values too.
             for tensor in (*model.parameters(), *model.buffers()):
                 plain = tensor.layout is torch.strided and not tensor.is_quantized
                 if tensor not in self.member_of and tensor.device == self.device and plain:
                     stored = tensor.detach()
                     for dim, (size, stride) in enumerate(zip(stored.shape, stored.stride())):
-                        # Of what repeats its memory, as `expand` makes it, once.
+                        # Memory that `expand` repeats is sent once.
                         stored = stored.narrow(dim, 0, 1) if stride == 0 and size > 1 else stored
                     sent = stored.contiguous()
                     # As bytes: backends do not know every type.

@@ -50,7 +50,7 @@ class GradientBucket:
         ]
 
     def open(self) -> None:
-        """Begin a round: gradients that are summed up already are kept beside the new ones."""
+        """Begin a round; gradients that are summed already are added to its sums."""
         if self.section is not None:
             # The section lies where new gradients are going to be written, unless the memory was given back.
             self.carried = self.section.clone() if self._memory is not None else self.section
@@ -259,7 +259,7 @@ class GradientSync(TakesGradients):
                 sums.collect()
 
     def begin_round(self) -> Set[int]:
-        """Have every bucket take gradients, beside what is summed up of earlier rounds."""
+        """Have every bucket take gradients; sums of earlier rounds are added to theirs."""
         if self._is_awaited or self._in_order:
             self._await_all(is_capturing())
         for sums in self.sums:

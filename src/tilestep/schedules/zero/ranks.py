@@ -27,7 +27,7 @@ from torch import nn
 
 from ...combinations import kind_of, refuse, split_kind, wrappers_around
 from ...compat import default_store
-from ...errors import RankError
+from ...errors import RankError, first_line
 from ...graph import Graph, ancestors
 from ...optimizer import Optimizer
 from ...optimizer.build import graph_of
@@ -93,7 +93,7 @@ class RankMonitor:
     # An error of communication says that something is wrong, not where. So each process holds a lock on a file of its
     # own, which the system lets go when the process is gone. A rank that meets an error tries the locks of its host and
     # writes what it finds into the store of the process group, for those of other hosts. NCCL raises no error, it ends
-    # the process: there a thread has tried the locks each second, and logs who is gone. It does nothing else, since a
+    # the process: there a thread tries the locks each second, and logs who is gone. It does nothing else, since a
     # thread that waits for a store when the interpreter ends aborts the process.
     # Used as a context manager it raises `RankError` in the place of an error of communication.
 
@@ -135,7 +135,7 @@ class RankMonitor:
 
     @property
     def _store(self) -> Any:
-        """Where ranks tell each other who is gone; None where there is none."""
+        """Where ranks tell each other which ranks are gone; None if the group has no store."""
         store = self._find_store() if self.is_current else None
         return None if store is None else dist.PrefixStore("tilestep/ranks", store)
 
@@ -193,7 +193,7 @@ class RankMonitor:
         return absent
 
     def _told(self) -> list[int]:
-        """What another rank has found."""
+        """The ranks that another rank has noted as gone."""
         with suppress(RuntimeError):
             if (store := self._store) is not None and store.check(["gone"]):
                 return json.loads(store.get("gone"))
@@ -217,13 +217,13 @@ class RankMonitor:
         if absent:
             return RankError(
                 f"{_gone(absent)}, and the others cannot go on without: begin again from the last checkpoint "
-                f"({_first_line(error)})",
+                f"({first_line(error)})",
                 absent,
             )
         there = "no host says that a process is gone" if self._hosts else "the processes of all ranks are there"
         return RankError(
             f"communication has failed, though {there}: a rank is late, or has met an error of its own "
-            f"({_first_line(error)})",
+            f"({first_line(error)})",
             [],
         )
 
@@ -252,11 +252,6 @@ def _has_ended(process: Process) -> bool:
 def _gone(absent: list[int]) -> str:
     listed = ", ".join(map(str, absent))
     return f"rank {listed} is gone: its process has ended" if len(absent) == 1 else f"ranks {listed} are gone"
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 _current: list[RankMonitor] = []
@@ -341,7 +336,7 @@ def validate_across_ranks(
 
 
 def first_difference(lines_of: Sequence[Sequence[str]]) -> str:
-    """What two ranks have different, of lines that each rank has."""
+    """The first line in which two ranks differ."""
     for lines in itertools.zip_longest(*lines_of, fillvalue="nothing more"):
         other = next((rank for rank, line in enumerate(lines) if line != lines[0]), None)
         if other is not None:
@@ -355,7 +350,7 @@ def first_difference(lines_of: Sequence[Sequence[str]]) -> str:
 def _described(
     optimizer: Optimizer, model: nn.Module, names: dict[Any, str], ranks: Ranks, options: Options
 ) -> Iterator[str]:
-    """What must be the same everywhere, a line each."""
+    """What must be the same on all ranks, one line for each."""
     yield f"{ranks.size} ranks that split the state and {ranks.copies} copies"
     for name, value in vars(options).items():
         yield f"{name}={value}"
