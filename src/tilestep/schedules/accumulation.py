@@ -268,7 +268,11 @@ class GradientRounds:
         moved = _NONE
         if not self.is_open or current != self._pass:
             moved = self.note_pass(current)
-        bucket, place = self._place_of[id(param)]
+        counted = self._place_of.get(id(param))
+        if counted is None:
+            # The round began with a plan for groups from which the parameter was removed.
+            return
+        bucket, place = counted
         if self._stream.stream is not None:
             self._stream.note_current(self.writers[bucket])
             self._readiness[bucket if bucket < len(self._readiness) else 0].know_stream(param)

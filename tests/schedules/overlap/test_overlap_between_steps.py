@@ -128,6 +128,20 @@ def test_a_checkpoint_that_is_loaded_after_backward_is_refused() -> None:
     assert [state["step"] for state in optimizer.state_dict()["state"].values()] == steps
 
 
+@both
+def test_a_parameter_that_is_removed_between_steps(during: str) -> None:
+    """Its gradient is the first that comes: `KeyError`."""
+    twins = Twins(adamw, during)
+    for step in range(4):
+        if step == 2:
+            for model, optimizer in twins.pairs:
+                params, removed = optimizer.param_groups[0]["params"], model.second.bias
+                params[:] = [param for param in params if param is not removed]
+        twins.step(step)
+    twins.optimizer.synchronize()
+    compare_models(twins.serial, twins.overlapped)
+
+
 @pytest.mark.parametrize("changes", [False, True])
 def test_norms_are_summed_in_backward(changes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     twins = Twins(clipped, "backward")
