@@ -112,3 +112,18 @@ def test_states_that_are_removed_or_set_are_taken_over(change: str, one_rank: No
             train(model, optimizer)
     for param, expected in zip(*(model.parameters() for model, _ in pairs)):
         torch.testing.assert_close(param, expected)
+
+
+def test_a_checkpoint_of_weights_to_evaluate_is_loaded_while_training(one_rank: None) -> None:
+    """The optimizer said that it was training, and its step that it was not."""
+    model = nn.Linear(4, 2)
+    optimizer: Any = tilestep.ScheduleFreeSGD(model.parameters(), lr=0.1)  # type: ignore[attr-defined]
+    optimizer = tilestep.shard(optimizer, model)
+    train(model, optimizer)
+    with optimizer.averaged():
+        saved = optimizer.full_state_dict()
+    assert not optimizer.is_evaluating
+    optimizer.load_state_dict(saved)
+    assert optimizer.is_evaluating
+    optimizer.train()
+    train(model, optimizer)

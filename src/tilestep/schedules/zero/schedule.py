@@ -489,6 +489,7 @@ class ShardedSchedule(Schedule):
         merged = [{**own, **hyperparameters(new)} for own, new in zip(own_keys, groups)]
         merged += [group for group in inner_groups if ANCHOR in group]
         inner.load_state_dict({"state": states, "param_groups": merged})
+        optimizer.is_evaluating = inner.is_evaluating
         sharding.anchor()
         for member in sharding.members:
             # Others that train begin with the next step.
