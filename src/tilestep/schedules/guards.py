@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -237,12 +237,6 @@ class GuardedParameters(dict[str, Any]):
             self._waits.wait(param)
         return param
 
-    def wait(self) -> None:
-        """Wait for all of them."""
-        if self._waits.is_pending:
-            for param in super().values():
-                self._waits.wait(param)
-
     def get(self, key: str, default: Any = None) -> Any:
         return self[key] if key in self else default  # noqa: SIM401
 
@@ -251,15 +245,15 @@ class GuardedParameters(dict[str, Any]):
         return super().__iter__()
 
     def items(self) -> Any:
-        self._wait(super().values())
+        self.wait()
         return super().items()
 
     def values(self) -> Any:
-        self._wait(super().values())
+        self.wait()
         return super().values()
 
     def pop(self, key: str, *default: Any) -> Any:
-        self._wait(super().values())
+        self.wait()
         return super().pop(key, *default)
 
     def copy(self) -> dict[str, Any]:
@@ -267,9 +261,10 @@ class GuardedParameters(dict[str, Any]):
 
     __copy__ = copy
 
-    def _wait(self, params: Iterable[Any]) -> None:
+    def wait(self) -> None:
+        """Wait for all of them."""
         if self._waits.is_pending and not is_dropping_gradients():
-            for param in params:
+            for param in super().values():
                 self._waits.wait(param)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...compat import before_gathering, fsdp_module_type, opaque
+from ...combinations import FSDP2, kind_of
+from ...compat import before_gathering, opaque
 from ..guards import guard_forwards, guard_model, guard_sharers, unguard_forwards
 from ..side_stream import SideStream
 from .groups import Group, Grouping
@@ -69,9 +70,8 @@ class DeferredUpdates:
         guard_model(model, self, lambda param: True)
         guard_sharers(self)
         guard_forwards(self)
-        kind = fsdp_module_type()
         # All of them: parameters of others may be added to the optimizer later.
-        for module in [module for module in model.modules() if kind is not None and isinstance(module, kind)]:
+        for module in [module for module in model.modules() if kind_of(module) == FSDP2]:
             if not before_gathering(module, partial(self._gather, module)):
                 module.register_forward_pre_hook(lambda *_: self.complete(), prepend=True)
 

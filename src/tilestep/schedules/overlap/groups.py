@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...compat import fsdp_module_type
+from ...combinations import FSDP2, kind_of
 from ...devices import has_streams
 from ...optimizer import Optimizer
 from ...optimizer.build import spec_of
 from ...optimizer.parameters import iter_params
+from ...placement import is_distributed
 
 
 @dataclass(eq=False)
@@ -23,9 +24,15 @@ class Group:
     index: int  # its place among the groups, in the order in which backward completes them
     name: str  # how messages call it
     params: list[torch.Tensor]  # the parameters
-    modules: tuple[nn.Module, ...] = ()  # the FSDP modules that gather them, if any do
-    is_copied_to_host: bool = False  # whether FSDP2 may leave gradients on their way from a GPU to the host
-    is_guarded: bool = True  # whether looking a parameter up in the model can wait for its update
+    modules: tuple[nn.Module, ...]  # the FSDP modules that gather them, if any do
+    in_model: InitVar[Set[int]]  # the parameters of the model, by `id`
+
+    def __post_init__(self, in_model: Set[int]) -> None:
+        meshes = [param.device_mesh for param in self.params if is_distributed(param)]  # type: ignore[attr-defined]
+        self.is_copied_to_host = any(has_streams(torch.device(mesh.device_type)) for mesh in meshes)
+        """Whether FSDP2 may leave gradients on their way from a GPU to the host."""
+        self.is_guarded = all(id(param) in in_model for param in self.params)
+        """Whether looking a parameter up in the model can wait for its update."""
 
 
 MOST_JOINED = 512 * 2**20  # bytes on a rank of FSDP modules that are updated together
@@ -55,15 +62,13 @@ def _divided(optimizer: Optimizer, model: nn.Module, bucket_bytes: int, joins: b
     # Parameters of rules that reduce over all tensors cannot be updated one without the others and are one group. Those
     # that FSDP2 shards go by the module that gathers them, or by several; a backward, which completes them one by one,
     # does not join them. The rest go by buckets in the reverse order of registration.
-    own = {id(param): (label, param) for label, _, _, param in iter_params(optimizer)}
-    together = _together(optimizer)
+    own = {id(param): param for _, _, _, param in iter_params(optimizer)}
+    by_rule = _by_global_rule(optimizer)
+    together = {id(param) for params in by_rule.values() for param in params}
     divided: list[tuple[str, list[torch.Tensor], tuple[nn.Module, ...]]] = []
     by_module: dict[nn.Module | None, list[tuple[str, torch.Tensor]]] = {}
     names = {id(param): name for name, param in model.named_parameters()}
-    kind = fsdp_module_type()
-    modules = [
-        (name, module) for name, module in model.named_modules() if kind is not None and isinstance(module, kind)
-    ]
+    modules = [(name, module) for name, module in model.named_modules() if kind_of(module) == FSDP2]
     # Each once, in the reverse order of registration, by the FSDP module that gathers it.
     for name, param in reversed(list(model.named_parameters())):
         if id(param) in own and id(param) not in together:
@@ -79,31 +84,21 @@ def _divided(optimizer: Optimizer, model: nn.Module, bucket_bytes: int, joins: b
     for joined in reversed(_joined(model, by_module)) if joins else ():
         params = [param for module in joined for _, param in by_module[module]]
         divided.append((_name_of(model, joined), params, tuple(joined)))
-    by_rule: dict[str, list[torch.Tensor]] = {}
-    for key, rule in together.items():
-        by_rule.setdefault(rule, []).append(own[key][1])
     divided.extend((f"all tensors of rule {rule}", params, ()) for rule, params in by_rule.items())
-    groups = [Group(index, *division) for index, division in enumerate(divided)]
-    outside = [param for key, (_, param) in own.items() if key not in names and key not in together]
+    outside = [param for key, param in own.items() if key not in names and key not in together]
     if outside:
-        groups.append(Group(len(groups), "parameters outside of the model", outside, is_guarded=False))
-    for group in groups:
-        meshes = {id(mesh): mesh for param in group.params if (mesh := getattr(param, "device_mesh", None)) is not None}
-        group.is_copied_to_host = any(has_streams(torch.device(mesh.device_type)) for mesh in meshes.values())
-        group.is_guarded = all(id(param) in names for param in group.params)
-    return groups
+        divided.append(("parameters outside of the model", outside, ()))
+    return [Group(index, *division, names.keys()) for index, division in enumerate(divided)]
 
 
-def _together(optimizer: Optimizer) -> dict[int, str]:
-    """The parameters of rules that reduce over all tensors, with the rule's name."""
-    rule_names: dict[int, str] = {}
+def _by_global_rule(optimizer: Optimizer) -> dict[str, list[torch.Tensor]]:
+    """The parameters of rules that reduce over all tensors, by the rule's name."""
+    by_rule: dict[str, list[torch.Tensor]] = {}
     for _, _, group, param in iter_params(optimizer):
-        if param.is_meta:
-            continue
         rule = optimizer.rule_of(group)
-        if spec_of(rule, group, param).program.global_reductions:
-            rule_names[id(param)] = rule.name
-    return rule_names
+        if not param.is_meta and spec_of(rule, group, param).program.global_reductions:
+            by_rule.setdefault(rule.name, []).append(param)
+    return by_rule
 
 
 def _joined(model: nn.Module, members: Mapping[Any, Sequence[tuple[str, torch.Tensor]]]) -> list[list[nn.Module]]:
