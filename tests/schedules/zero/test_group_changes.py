@@ -114,6 +114,14 @@ def test_states_that_are_removed_or_set_are_taken_over(change: str, one_rank: No
         torch.testing.assert_close(param, expected)
 
 
+def test_what_users_keep_in_the_state_stays(one_rank: None) -> None:
+    model, optimizer = made(True)
+    optimizer.state["epoch"] = 3
+    for _ in range(2):
+        train(model, optimizer)
+    assert optimizer.state["epoch"] == 3 and len(optimizer.state) == 5
+
+
 def test_a_checkpoint_of_weights_to_evaluate_is_loaded_while_training(one_rank: None) -> None:
     """The optimizer said that it was training, and its step that it was not."""
     model = nn.Linear(4, 2)

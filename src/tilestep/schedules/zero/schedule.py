@@ -90,11 +90,13 @@ class ShardedSchedule(Schedule):
 
     def show_states(self) -> None:
         """Let the optimizer's `state` have the pieces' states."""
-        inner, state = self.sharding.inner, WatchedState(dict)
+        inner, shown = self.sharding.inner, vars(self._optimizer)["state"]
         self._shown = self.sharding.schedule.times_made
-        for member in self.sharding.members:
+        members = self.sharding.member_of
+        state = WatchedState(dict, {key: value for key, value in shown.items() if key not in members})
+        for param, member in members.items():
             if member.piece is not None and member.piece in inner.state:
-                state[member.param] = inner.state[member.piece]
+                state[param] = inner.state[member.piece]
         self._optimizer.state = self._state = state
         self._state_changes = state.count.changes
 
