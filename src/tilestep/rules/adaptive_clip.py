@@ -130,12 +130,11 @@ def adaptive_clip(rule: Rule, rel: float = 1.05, limit: float = 1.0, decay: floa
         decay,
         warmup,
         states={"clip_norm": State(0.0, "scalar")},
-        hyperparameters={"clip_rel": rel, "clip_limit": limit, "clip_decay": decay, "clip_warmup": warmup},
-        ranges={
-            "clip_rel": at_least(1),
-            "clip_limit": at_least(0),
-            "clip_decay": between(0, 1),
-            "clip_warmup": at_least(2),
+        hyperparameters={
+            "clip_rel": (rel, at_least(1)),
+            "clip_limit": (limit, at_least(0)),
+            "clip_decay": (decay, between(0, 1)),
+            "clip_warmup": (warmup, at_least(2)),
         },
         uses_step=True,
     )

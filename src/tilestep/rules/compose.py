@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -89,9 +90,7 @@ def clip_update(rule: Rule, rms: float = 1.0) -> Rule:
         size = (update * update).mean().sqrt()
         return param + update * torch.where(size > limit, limit / size, 1.0), *states
 
-    return compose(
-        composed, rule, clip_update, rms, hyperparameters={"update_rms": rms}, ranges={"update_rms": at_least(0)}
-    )
+    return compose(composed, rule, clip_update, rms, hyperparameters={"update_rms": (rms, at_least(0))})
 
 
 def centralize(rule: Rule) -> Rule:
@@ -151,9 +150,9 @@ def decoupled_weight_decay(rule: Rule, value: float = 1e-2) -> Rule:
     def composed(param: Any, grad: Any, *states: Any, decoupled_decay: Any, **hyper: Any) -> tuple[Any, ...]:
         return rule(param * (1 - hyper["lr"] * decoupled_decay), grad, *states, **hyper)
 
-    own = {"decoupled_decay": value}
-    ranges = {"decoupled_decay": at_least(0)}
-    return compose(composed, rule, decoupled_weight_decay, value, hyperparameters=own, ranges=ranges)
+    return compose(
+        composed, rule, decoupled_weight_decay, value, hyperparameters={"decoupled_decay": (value, at_least(0))}
+    )
 
 
 def coupled_weight_decay(rule: Rule, value: float = 1e-2) -> Rule:
@@ -181,9 +180,7 @@ def coupled_weight_decay(rule: Rule, value: float = 1e-2) -> Rule:
     def composed(param: Any, grad: Any, *states: Any, coupled_decay: Any, **hyper: Any) -> tuple[Any, ...]:
         return rule(param, decayed(grad, param, _descending(coupled_decay, hyper)), *states, **hyper)
 
-    own = {"coupled_decay": value}
-    ranges = {"coupled_decay": at_least(0)}
-    return compose(composed, rule, coupled_weight_decay, value, hyperparameters=own, ranges=ranges)
+    return compose(composed, rule, coupled_weight_decay, value, hyperparameters={"coupled_decay": (value, at_least(0))})
 
 
 def averaged_weights(param: Any, ema: Any) -> Any:
@@ -226,8 +223,7 @@ def ema(rule: Rule, decay: float = 0.999) -> Rule:
         ema,
         decay,
         states={"ema": State("param")},
-        hyperparameters={"ema_decay": decay},
-        ranges={"ema_decay": between(0, 1, open_high=False)},
+        hyperparameters={"ema_decay": (decay, between(0, 1, open_high=False))},
         evaluation=averaged_weights,
     )
 
@@ -279,8 +275,7 @@ def lookahead(rule: Rule, k: int = 5, alpha: float = 0.5) -> Rule:
         k,
         alpha,
         states={"slow": State("param")},
-        hyperparameters={"lookahead_k": k, "lookahead_alpha": alpha},
-        ranges={"lookahead_k": at_least(1), "lookahead_alpha": between(0, 1, open_high=False)},
+        hyperparameters={"lookahead_k": (k, at_least(1)), "lookahead_alpha": (alpha, between(0, 1, open_high=False))},
         uses_step=True,
         evaluation=slow_weights,
     )
@@ -374,21 +369,20 @@ def compose(
     rule: Rule,
     composer: Callable[..., Rule],
     *arguments: Any,
-    states: Mapping[str, State] | None = None,
-    hyperparameters: Mapping[str, Any] | None = None,
-    ranges: Mapping[str, Interval] | None = None,
+    states: Mapping[str, State] = MappingProxyType({}),
+    hyperparameters: Mapping[str, tuple[Any, Interval]] = MappingProxyType({}),
     uses_step: bool = False,
     evaluation: Callable[..., Any] | None = None,
 ) -> Rule:
-    """The rule `function` computes, with the inner rule's signature and then its own states and hyperparameters."""
+    """The rule `function` computes: the inner rule's signature, then its own states and hyperparameters."""
     label = composer.__name__
     _require_rule(label, rule)
-    own = {**(states or {}), **(hyperparameters or {})}
     taken = {*rule.state_names, *rule.hyperparameters, *rule.options}
-    if clash := sorted(taken & set(own)):
+    if clash := sorted(taken & {*states, *hyperparameters}):
         raise RuleError(f"{label}({rule.name}): the rule already has {', '.join(clash)}")
-    buffers = (rule.param_name, rule.grad_name, *rule.state_names, *(states or {}))
-    numbers = {**rule.hyperparameters, **(hyperparameters or {})}
+    buffers = (rule.param_name, rule.grad_name, *rule.state_names, *states)
+    defaults = {name: default for name, (default, _) in hyperparameters.items()}
+    numbers = {**rule.hyperparameters, **defaults}
     parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in buffers]
     parameters += [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=numbers[name]) for name in numbers]
     if uses_step or rule.uses_step:
@@ -401,14 +395,14 @@ def compose(
     made = Rule(
         function,
         name=f"{label.title().replace('_', '')}{rule.name}",
-        states={**rule.states, **(states or {})},
-        ranges={**rule.ranges, **(ranges or {})},
+        states={**rule.states, **states},
+        ranges={**rule.ranges, **{name: interval for name, (_, interval) in hyperparameters.items()}},
         options=rule.options,
-        keyword_only=(*rule.keyword_only, *(hyperparameters or {})),
+        keyword_only=(*rule.keyword_only, *hyperparameters),
         positional=rule.positional,
         evaluation=evaluation or rule.evaluation,
         fallback=rule.fallback,
         composition=(composer, rule, *arguments),
     )
-    made.check(hyperparameters or {})
+    made.check(defaults)
     return made

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -114,54 +114,6 @@ NOT_FOR_HYPERPARAMETERS = {
 """Names that no hyperparameter can have, with what they are."""
 
 
-def check_start(init: Any, shape: str) -> None:
-    """Raise for a state that begins or lies in a way there is not.
-
-    Example:
-        >>> check_start(0.0, "rows")
-        Traceback (most recent call last):
-        ...
-        tilestep.errors.RuleError: State(shape='rows'): it must be one of param, scalar, row, column, left, right
-    """
-    if shape not in _SHAPES:
-        raise RuleError(f"State(shape={shape!r}): it must be one of {', '.join(_SHAPES)}")
-    if not isinstance(init, (int, float, str)):
-        raise RuleError(f"State({init!r}): it begins at a number, at 'param', or at a hyperparameter by its name")
-
-
-def check_names(where: str, states: Mapping[str, Any], hyperparameters: Mapping[str, Any]) -> None:
-    """Raise for names that mean something else, defaults that no hyperparameter can have, and unknown beginnings."""
-    for kind, names, taken in (
-        ("state", states, _NOT_FOR_STATES),
-        ("hyperparameter", hyperparameters, NOT_FOR_HYPERPARAMETERS),
-    ):
-        for name in names:
-            if name in taken:
-                raise RuleError(f"{where}: the {kind} {name!r} needs another name: that one is {taken[name]}")
-    for name, default in hyperparameters.items():
-        if isinstance(default, (dict, set)):
-            raise RuleError(
-                f"{where}: hyperparameter {name!r} is a {type(default).__name__}; it must be a number, a flag, a "
-                "string, None, or a tuple of such"
-            )
-    for name, start in states.items():
-        if isinstance(start.init, str) and start.init not in ("param", *hyperparameters):
-            raise RuleError(
-                f"{where}: state {name!r} begins at {start.init!r}, which is no hyperparameter, nor 'param'"
-            )
-        if start.zero_if_late not in (None, *hyperparameters):
-            raise RuleError(f"{where}: state {name!r} has zero_if_late={start.zero_if_late!r}, no hyperparameter")
-
-
-def check_range_names(where: str, ranges: Collection[str], hyperparameters: Collection[str]) -> None:
-    """Raise for ranges of hyperparameters that a rule does not have."""
-    unknown = sorted(set(ranges) - set(hyperparameters))
-    if unknown:
-        raise RuleError(
-            f"{where}: ranges= names {unknown}, which are not hyperparameters ({', '.join(hyperparameters)})"
-        )
-
-
 registry: dict[str, Rule] = {}
 """Every named rule, by the name of its optimizer class: `registry["AdamW"]`."""
 
@@ -229,7 +181,12 @@ class State:
     zero_if_late: str | None = None
 
     def __post_init__(self) -> None:
-        check_start(self.init, self.shape)
+        if self.shape not in _SHAPES:
+            raise RuleError(f"State(shape={self.shape!r}): it must be one of {', '.join(_SHAPES)}")
+        if not isinstance(self.init, (int, float, str)):
+            raise RuleError(
+                f"State({self.init!r}): it begins at a number, at 'param', or at a hyperparameter by its name"
+            )
         if self.dtype is None or (self.shape == "scalar" and self.dtype in (torch.float32, torch.float64)):
             return
         if self.shape == "scalar":
@@ -294,13 +251,9 @@ class Rule:
         self.composition = composition
         self._bound: Callable[..., Any] | None = None
         self._read_signature()
-        given = dict(states or {})
-        unknown = sorted(set(given) - set(self.state_names))
-        if unknown:
-            raise RuleError(f"{self.where}: states= names {unknown}, which are not parameters of {self.__name__}()")
-        self.states = {state: given.get(state, State()) for state in self.state_names}
-        check_names(self.where, self.states, self.hyperparameters)
-        check_range_names(self.where, self.ranges, self.hyperparameters)
+        declared = dict(states or {})
+        self.states = {state: declared.get(state, State()) for state in self.state_names}
+        self._check_declaration(declared)
 
     def _read_signature(self) -> None:
         positional: list[str] = []
@@ -326,6 +279,36 @@ class Rule:
             raise RuleError(f"{self.where}: {self.__name__}() needs at least a parameter and a gradient, in that order")
         self.param_name, self.grad_name, *rest = positional
         self.state_names: tuple[str, ...] = tuple(rest)
+
+    def _check_declaration(self, declared: Mapping[str, State]) -> None:
+        """Raise for names that there are not or that mean something else, defaults of other types, and beginnings."""
+        if unknown := sorted(set(declared) - set(self.state_names)):
+            raise RuleError(f"{self.where}: states= names {unknown}, which are not parameters of {self.__name__}()")
+        for kind, names, taken in (
+            ("state", self.states, _NOT_FOR_STATES),
+            ("hyperparameter", self.hyperparameters, NOT_FOR_HYPERPARAMETERS),
+        ):
+            for name in names:
+                if name in taken:
+                    raise RuleError(f"{self.where}: the {kind} {name!r} needs another name: that one is {taken[name]}")
+        for name, default in self.hyperparameters.items():
+            if isinstance(default, (dict, set)):
+                raise RuleError(
+                    f"{self.where}: hyperparameter {name!r} is a {type(default).__name__}; it must be a number, a "
+                    "flag, a string, None, or a tuple of such"
+                )
+        for name, start in self.states.items():
+            if isinstance(start.init, str) and start.init not in ("param", *self.hyperparameters):
+                raise RuleError(
+                    f"{self.where}: state {name!r} begins at {start.init!r}, which is no hyperparameter, nor 'param'"
+                )
+            if start.zero_if_late not in (None, *self.hyperparameters):
+                raise RuleError(
+                    f"{self.where}: state {name!r} has zero_if_late={start.zero_if_late!r}, no hyperparameter"
+                )
+        if unknown := sorted(set(self.ranges) - set(self.hyperparameters)):
+            possible = ", ".join(self.hyperparameters)
+            raise RuleError(f"{self.where}: ranges= names {unknown}, which are not hyperparameters ({possible})")
 
     @property
     def where(self) -> str:
