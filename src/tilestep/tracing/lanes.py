@@ -303,82 +303,79 @@ class Sorting:
 
     def lanes(self) -> Lanes:
         """What ran when, in the whole trace."""
-        if self._events.works:
-            return _of_devices(self._events, self._contexts)
-        return _of_host(self._events, self._threads, self._contexts)
+        return self._of_devices() if self._events.works else self._of_host()
 
     def computations(self) -> list[tuple[float, float]]:
         """For each kernel of forward and backward when it was launched and when it started, in order of launches."""
-        moments = []
+        return sorted(
+            (work.launched[1], work.start)
+            for work in self._events.works
+            if work.launched is not None and self._lanes_of(work)[0] in ("forward", "backward")
+        )
+
+    def _of_devices(self) -> Lanes:
+        by_lane: dict[str, Intervals] = {lane.name: [] for lane in fields(Lanes)}
         for work in self._events.works:
-            if work.launched is not None:
-                thread, moment = work.launched
-                if _lanes_of(work, self._contexts.get(thread, _NOWHERE), moment)[0] in ("forward", "backward"):
-                    moments.append((moment, work.start))
-        return sorted(moments)
+            for lane in self._lanes_of(work):
+                by_lane[lane].append((work.start, work.stop))
+        for call in self._events.calls:
+            by_lane["host"].append((call.start, call.stop))
+            if call.is_range and call.name == HOST_UPDATE:
+                by_lane["update"].append((call.start, call.stop))
+                by_lane["optimizer"].append((call.start, call.stop))
+        for context in self._contexts.values():
+            by_lane["host_update"] += context.update
+        return Lanes(**{name: union(intervals) for name, intervals in by_lane.items()})
 
-
-def _of_devices(events: Events, contexts: dict[Any, _Contexts]) -> Lanes:
-    by_lane: dict[str, Intervals] = {lane.name: [] for lane in fields(Lanes)}
-    for work in events.works:
+    def _lanes_of(self, work: Work) -> list[str]:
+        """The lanes of a kernel or copy: by its name, and by what the host was doing when it launched it."""
         thread, moment = work.launched or (None, 0.0)
-        context = contexts.get(thread, _NOWHERE)
-        for lane in _lanes_of(work, context, moment):
-            by_lane[lane].append((work.start, work.stop))
-    for call in events.calls:
-        if call.is_range and call.name == HOST_UPDATE:
-            by_lane["update"].append((call.start, call.stop))
-            by_lane["optimizer"].append((call.start, call.stop))
-    by_lane["host"] = [(call.start, call.stop) for call in events.calls]
-    by_lane["host_update"] = [interval for context in contexts.values() for interval in context.update]
-    return Lanes(**{name: union(intervals) for name, intervals in by_lane.items()})
+        context = self._contexts.get(thread, _NOWHERE)
+        by_optimizer = covers(context.update, moment)
+        if work.is_copy:
+            lane = "copies"
+        elif _COMMUNICATION_KERNELS.fullmatch(work.name):
+            lane = "communication"
+        elif by_optimizer or is_update_kernel(work.name):
+            return ["update", "optimizer"]
+        elif covers(context.communication, moment):
+            lane = "communication"
+        elif covers(context.backward, moment):
+            return ["backward"]
+        else:
+            return ["update", "optimizer"] if _LIST_KERNEL in work.name else ["forward"]
+        return [lane, "optimizer"] if by_optimizer else [lane]
 
-
-def _lanes_of(work: Work, context: _Contexts, moment: float) -> list[str]:
-    by_optimizer = covers(context.update, moment)
-    if work.is_copy:
-        lane = "copies"
-    elif _COMMUNICATION_KERNELS.fullmatch(work.name):
-        lane = "communication"
-    elif by_optimizer or is_update_kernel(work.name):
-        return ["update", "optimizer"]
-    elif covers(context.communication, moment):
-        lane = "communication"
-    elif covers(context.backward, moment):
-        return ["backward"]
-    else:
-        return ["update", "optimizer"] if _LIST_KERNEL in work.name else ["forward"]
-    return [lane, "optimizer"] if by_optimizer else [lane]
-
-
-def _of_host(events: Events, threads: dict[Any, list[Call]], contexts: dict[Any, _Contexts]) -> Lanes:
-    every = list(contexts.values())
-    senders = sorted((start, covers(context.update, start)) for context in every for start, _ in context.communication)
-    communication = union(*(context.communication for context in every))
-    optimizer = union(*(overlap(context.communication, context.update) for context in every))
-    working: dict[Any, Intervals] = {}
-    for thread, calls in threads.items():
-        sent = [call for call in calls if call.is_named(_COMMUNICATION_RANGES, is_range=True)]
-        communication = union(communication, ((call.start, call.stop) for call in sent))
-        # Nothing links a collective to the step that has asked for it but that one comes after the other.
-        places = [bisect_right(senders, (call.start, True)) - 1 for call in sent]
-        asked = [call for call, place in zip(sent, places) if place >= 0 and senders[place][1]]
-        optimizer = union(optimizer, ((call.start, call.stop) for call in asked))
-        # What a backend's thread runs inside a collective is the collective.
-        inside = union((call.start, call.stop) for call in sent)
-        working[thread] = minus(union((call.start, call.stop) for call in calls if not call.is_range), inside)
-    update = union(*(minus(context.update, context.communication) for context in every))
-    forward, backward = [], []
-    for thread, context in contexts.items():
-        own = union(context.update, context.communication)
-        backward.append(minus(context.backward, own))
-        forward.append(minus(minus(working[thread], context.backward), own))
-    everything = union(*forward, *backward, update, communication)
-    return Lanes(
-        forward=union(*forward),
-        backward=union(*backward),
-        communication=communication,
-        update=update,
-        host=minus([(events.start, events.stop)], everything),
-        optimizer=union(update, optimizer),
-    )
+    def _of_host(self) -> Lanes:
+        every = list(self._contexts.values())
+        senders = sorted(
+            (start, covers(context.update, start)) for context in every for start, _ in context.communication
+        )
+        communication = union(*(context.communication for context in every))
+        optimizer = union(*(overlap(context.communication, context.update) for context in every))
+        working: dict[Any, Intervals] = {}
+        for thread, calls in self._threads.items():
+            sent = [call for call in calls if call.is_named(_COMMUNICATION_RANGES, is_range=True)]
+            communication = union(communication, ((call.start, call.stop) for call in sent))
+            # Nothing links a collective to the step that has asked for it but that one comes after the other.
+            places = [bisect_right(senders, (call.start, True)) - 1 for call in sent]
+            asked = [call for call, place in zip(sent, places) if place >= 0 and senders[place][1]]
+            optimizer = union(optimizer, ((call.start, call.stop) for call in asked))
+            # What a backend's thread runs inside a collective is the collective.
+            inside = union((call.start, call.stop) for call in sent)
+            working[thread] = minus(union((call.start, call.stop) for call in calls if not call.is_range), inside)
+        update = union(*(minus(context.update, context.communication) for context in every))
+        forward, backward = [], []
+        for thread, context in self._contexts.items():
+            own = union(context.update, context.communication)
+            backward.append(minus(context.backward, own))
+            forward.append(minus(minus(working[thread], context.backward), own))
+        everything = union(*forward, *backward, update, communication)
+        return Lanes(
+            forward=union(*forward),
+            backward=union(*backward),
+            communication=communication,
+            update=update,
+            host=minus([(self._events.start, self._events.stop)], everything),
+            optimizer=union(update, optimizer),
+        )
