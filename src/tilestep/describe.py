@@ -76,13 +76,13 @@ def spec_for(
     taps: Taps | None = None,
 ) -> KernelSpec:
     """What an optimizer for parameters of this kind builds its kernels from."""
-    given = {**rule.hyperparameters, **(hyperparameters or {})}
-    rule.check(given)
-    check_group(rule, given)
+    values = {**rule.hyperparameters, **(hyperparameters or {})}
+    rule.check(values)
+    check_group(rule, values)
     # So large that its states are kept as `state_dtype` says.
     param = torch.empty((4096,) * dims if state_dtype else (2,) * dims, dtype=dtype, device="meta")
-    graph = graph_for(rule, given, dims, dtype=compute_dtype(param))
-    group = {**given, "master_weights": master_weights, "state_dtype": state_dtype, "rounding": rounding}
+    graph = graph_for(rule, values, dims, dtype=compute_dtype(param))
+    group = {**values, "master_weights": master_weights, "state_dtype": state_dtype, "rounding": rounding}
     check_flags(rule, group)
     check_master("a parameter", dtype, group)
     formats = storages(param, group, graph, rule)

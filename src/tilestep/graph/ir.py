@@ -53,7 +53,7 @@ def _power(base: float, exponent: float) -> float:
         return infinity if base == 0 else math.nan
 
 
-def _whole(function: Callable[[float], float]) -> Callable[[float], float]:
+def _to_whole(function: Callable[[float], float]) -> Callable[[float], float]:
     def apply(number: float) -> float:
         return math.copysign(function(number), number) if math.isfinite(number) else number
 
@@ -84,7 +84,7 @@ _NUMERIC: dict[str, Callable[..., Any]] = {
         for name in ("sqrt", "exp", "expm1", "sin", "cos", "tan", "asin", "acos", "acosh", "cosh")
     },
     **{name: _total(getattr(math, name), pole=0.0) for name in ("log", "log2", "log10")},
-    **{name: _whole(getattr(math, name)) for name in ("floor", "ceil", "trunc")},
+    **{name: _to_whole(getattr(math, name)) for name in ("floor", "ceil", "trunc")},
     "div": _divide,
     "pow": _power,
     "remainder": _remainder,
@@ -99,7 +99,7 @@ _NUMERIC: dict[str, Callable[..., Any]] = {
     "atanh": lambda number: math.copysign(math.inf, number) if abs(number) == 1 else _total(math.atanh)(number),
     "lgamma": lambda number: math.inf if number <= 0 and number % 1 == 0 else _total(math.lgamma)(number),
     "sign": lambda number: float((number > 0) - (number < 0)),
-    "round": _whole(round),
+    "round": _to_whole(round),
     "number": float,
     "where": lambda condition, if_true, if_false: if_true if condition else if_false,
 }
@@ -284,7 +284,7 @@ def evaluate(value: Value, numbers: Mapping[str, float]) -> float | bool:
 
 
 IF_NOT_ZERO = {"ne": True, "gt": True, "eq": False, "le": False}
-"""How comparisons with zero come out for a number that the host cannot read: such a one is not switched off."""
+"""Results of comparisons with zero for a number that the host cannot read: it is taken to be above zero."""
 
 
 def outcome(condition: Value, numbers: Mapping[str, float], unread: Collection[str] = ()) -> bool | None:
@@ -299,8 +299,8 @@ def outcome(condition: Value, numbers: Mapping[str, float], unread: Collection[s
         return None
     if needed == [condition]:
         return True
-    asked, *others = condition.args
-    against_zero = asked is needed[0] and [other.attribute for other in others] == [0.0]
+    left, *rest = condition.args
+    against_zero = left is needed[0] and [value.attribute for value in rest] == [0.0]
     return IF_NOT_ZERO.get(condition.operation) if against_zero else None
 
 
@@ -361,9 +361,9 @@ class Builder:
         """`(row * column) / number` as `(row / number) * column`: one division a row in place of one an element."""
         if product.operation != "mul" or product.level is not Level.ELEMENT:
             return None
-        for kept, other in (product.args, product.args[::-1]):
-            if join([kept, divisor])[0] is Level.SLICE:
-                return self.apply("mul", self.apply("div", kept, divisor), other)
+        for left, right in (product.args, product.args[::-1]):
+            if join([left, divisor])[0] is Level.SLICE:
+                return self.apply("mul", self.apply("div", left, divisor), right)
         return None
 
     def _intern(self, value: Value) -> Value:

@@ -37,8 +37,8 @@ def rewritten(place: str) -> str:
 def _branches(node: ast.AST, line: int) -> Iterator[Branch]:
     """Branches whose condition stands at a line, outer ones first."""
     for field in ("body", "orelse", "finalbody"):
-        given = getattr(node, field, None)
-        listed: list[ast.stmt] = given if isinstance(given, list) else []
+        body = getattr(node, field, None)
+        listed: list[ast.stmt] = body if isinstance(body, list) else []
         for index, statement in enumerate(listed):
             if not statement.lineno <= line <= (statement.end_lineno or line):
                 continue
@@ -90,12 +90,13 @@ def _statements(branch: ast.If, following: ast.stmt | None) -> list[ast.stmt]:
     first, last = branch.body[-1], branch.orelse[-1] if branch.orelse else following
     if len(branch.body) == 1 and isinstance(first, ast.Return) and isinstance(last, ast.Return):
         return [ast.Return(_chosen(branch.test, first.value, last.value))] if first.value and last.value else []
-    taken, other = _assigned(branch.body), _assigned(branch.orelse)
-    if taken is None or other is None:
+    if_true, if_false = _assigned(branch.body), _assigned(branch.orelse)
+    if if_true is None or if_false is None:
         return []
-    names = [*{**taken, **other}]
+    names = [*{**if_true, **if_false}]
     chosen = [
-        _where(branch.test, *(side.get(name, ast.Name(name, ast.Load())) for side in (taken, other))) for name in names
+        _where(branch.test, *(side.get(name, ast.Name(name, ast.Load())) for side in (if_true, if_false)))
+        for name in names
     ]
     targets: list[ast.expr] = [ast.Name(name, ast.Store()) for name in names]
     if len(names) == 1:
@@ -111,20 +112,20 @@ def _chosen(test: ast.expr, left: ast.expr, right: ast.expr) -> ast.expr:
 
 
 def _assigned(body: Sequence[ast.stmt]) -> dict[str, ast.expr] | None:
-    """What statements give to names, none of it computed from another; None for statements of other kinds."""
+    """The names that statements assign to, each independent of the others; None for statements of other kinds."""
     assigned: dict[str, ast.expr] = {}
     for statement in body:
         if isinstance(statement, ast.Pass):
             continue
-        given = _given(statement)
-        used = {node.id for value in given.values() for node in ast.walk(value) if isinstance(node, ast.Name)}
-        if not given or (used | given.keys()) & assigned.keys():
+        new = _new_values(statement)
+        used = {node.id for value in new.values() for node in ast.walk(value) if isinstance(node, ast.Name)}
+        if not new or (used | new.keys()) & assigned.keys():
             return None
-        assigned.update(given)
+        assigned.update(new)
     return assigned
 
 
-def _given(statement: ast.stmt) -> dict[str, ast.expr]:
+def _new_values(statement: ast.stmt) -> dict[str, ast.expr]:
     """The names that a statement assigns to or changes in place, with their new values; empty for other statements."""
     if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
         name = statement.target.id
@@ -158,7 +159,7 @@ def _changed(call: ast.Call) -> dict[str, ast.expr]:
 ALTERNATIVE = (
     "write it with elementwise torch operations (arithmetic, sqrt, exp, where, clamp, sign, ...) or reductions"
 )
-"""What is proposed where nothing is nearer."""
+"""What errors propose where no operation is nearer."""
 
 _IN_PLACES = "an element can depend on those at its own place in other buffers, and on reductions"
 _SHAPES = (
@@ -436,8 +437,8 @@ def _digamma(build: Builder, value: Any) -> Value:
     total = _sub(build, _sub(build, total, series), moved)
     angle = _mul(build, math.pi, _sub(build, number, build.apply("round", number)))
     reflected = _sub(build, total, _div(build, math.pi, build.apply("tan", angle)))
-    whole = build.apply("eq", number, build.apply("floor", number))
-    reflected = build.apply("where", whole, build.constant(math.nan), reflected)
+    is_whole = build.apply("eq", number, build.apply("floor", number))
+    reflected = build.apply("where", is_whole, build.constant(math.nan), reflected)
     result = build.apply("where", is_left, reflected, total)
     pole = build.apply("copysign", build.constant(math.inf), build.apply("neg", number))
     return build.apply("where", build.apply("eq", number, zero), pole, result)
@@ -477,21 +478,21 @@ def converted(build: Builder, value: Value, dtype: torch.dtype) -> Value:
     return number if dtype.is_floating_point else build.apply("trunc", number)
 
 
-def check_dtype(operation: str, dtype: torch.dtype, given: torch.dtype | None) -> None:
-    """Raise for a result of a type that values in kernels do not have; `given` is that of the first operand."""
-    converts = operation in CONVERTING or (given is not dtype and not operation.endswith("_like"))
+def check_dtype(operation: str, dtype: torch.dtype, operand: torch.dtype | None) -> None:
+    """Raise for a result of a type that values in kernels do not have; `operand` is the type of the first operand."""
+    converts = operation in CONVERTING or (operand is not dtype and not operation.endswith("_like"))
     if dtype in (torch.float16, torch.bfloat16) and converts:
         raise Unsupported("a 16-bit type inside a rule; leave rounding to the storage of the buffer")
     if operation.startswith("bitwise") and dtype is not torch.bool:
         raise Unsupported("bits of integers; of truth values &, | and ~ are translated")
-    had_fractions = given is not None and given.is_floating_point
+    had_fractions = operand is not None and operand.is_floating_point
     if operation == "sum" and had_fractions and not dtype.is_floating_point:
         raise Unsupported(f"a reduction in {dtype}; cast its result")
 
 
-def check_width(given: torch.dtype, dtype: torch.dtype) -> None:
+def check_width(source: torch.dtype, dtype: torch.dtype) -> None:
     """Raise for a cast of elements to more bits than their values have in kernels."""
-    if given is torch.float32 and dtype is torch.float64:
+    if source is torch.float32 and dtype is torch.float64:
         raise Unsupported("elements in float64, which have 32 bits unless the parameter has 64; leave out the cast")
 
 
@@ -528,8 +529,8 @@ def _magnitude(value: Value) -> float:
     if operation in ("add", "sub"):
         return _magnitude(args[0]) + _magnitude(args[1])
     if operation == "mul":
-        one, other = map(_magnitude, args)
-        return one * other if one and other else 0.0
+        left, right = map(_magnitude, args)
+        return left * right if left and right else 0.0
     if operation == "where":
         return max(map(_magnitude, args[1:]))
     clamped = {"minimum": "maximum", "maximum": "minimum"}.get(operation)
@@ -611,12 +612,12 @@ for _name in ("number", "and", "or", "not"):  # which ATen does not have
     del LOWERINGS[_name]
 """Name of an ATen operation to its meaning; in-place spellings use the entry of the out-of-place one."""
 
-_OTHER_NAMES = {
+_SYNONYMS = {
     **{"true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub", "negative": "neg", "fix": "trunc"},
     **{"absolute": "abs", "clip": "clamp", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le"},
     **{"not_equal": "ne", "arctan2": "atan2", "special_expit": "sigmoid", "special_expm1": "expm1"},
 }
-LOWERINGS.update({other: LOWERINGS[name] for other, name in _OTHER_NAMES.items()})
+LOWERINGS.update({synonym: LOWERINGS[name] for synonym, name in _SYNONYMS.items()})
 
 _SIZES = {1: "columns", 2: "rows"}
 _FAR_SIZE = "size.-"
@@ -657,8 +658,8 @@ class _Reduction:
         self.build, self.shape = build, build.shape
         self.number = build.apply("number", operand) if operand.is_bool else operand
         named = self._named(dim)
-        self.whole = named == set(range(len(self.shape)))
-        if not self.whole and not keepdim:
+        self.is_total = named == set(range(len(self.shape)))
+        if not self.is_total and not keepdim:
             raise Unsupported("a reduction over some of the dimensions without keepdim=True")
         if self.shape and len(self.shape) != build.dims:
             raise Unsupported(
@@ -673,7 +674,7 @@ class _Reduction:
         self.combined = {axis for axis in extent if varies and not over[0] <= axis < over[1]}
         self.repeated = extent - self.combined
         self.target: Over | None = None
-        if self.combined and not self.whole:
+        if self.combined and not self.is_total:
             self.target = self._block(self.combined | set(range(*over)))
 
     def _named(self, dim: Any) -> set[int]:
@@ -691,7 +692,7 @@ class _Reduction:
 
     def apply(self, operation: str) -> Value:
         """The operation over the combined dimensions."""
-        if self.number.level in SCALAR_LEVELS or not (self.combined or self.whole):
+        if self.number.level in SCALAR_LEVELS or not (self.combined or self.is_total):
             return self.number
         level = Level.TENSOR if self.target is None else Level.SLICE
         return self.build.apply(operation, self.number, attribute=self.target, level=level, over=self.target)
@@ -715,7 +716,7 @@ def _reduced(reduce: Callable[[_Reduction], Value]) -> Lowering:
     return lower
 
 
-def _whole_or_pairwise(operation: str, pairwise: str) -> Any:
+def _total_or_pairwise(operation: str, pairwise: str) -> Any:
     """`max` and `min`: of everything, or of two tensors; along a dimension they would also give indices."""
 
     def lower(build: Builder, value: Value, other: Any = None, *_: Any, **__: Any) -> Value:
@@ -747,8 +748,8 @@ LOWERINGS.update(
         "mean": _reduced(_Reduction.mean),
         "amax": _reduced(lambda reduction: reduction.apply("reduce_amax")),
         "amin": _reduced(lambda reduction: reduction.apply("reduce_amin")),
-        "max": _whole_or_pairwise("reduce_amax", "maximum"),
-        "min": _whole_or_pairwise("reduce_amin", "minimum"),
+        "max": _total_or_pairwise("reduce_amax", "maximum"),
+        "min": _total_or_pairwise("reduce_amin", "minimum"),
         "linalg_vector_norm": _norm,
     }
 )

@@ -109,7 +109,10 @@ def _assignments(code: types.CodeType) -> tuple[tuple[int, int, str], ...]:
         return ()
     offset = code.co_firstlineno - 1
     statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and _target(node)]
-    return tuple((one.lineno + offset, (one.end_lineno or one.lineno) + offset, _target(one)) for one in statements)
+    return tuple(
+        (statement.lineno + offset, (statement.end_lineno or statement.lineno) + offset, _target(statement))
+        for statement in statements
+    )
 
 
 def _target(node: ast.AST) -> str:
@@ -258,19 +261,19 @@ class Memory:
         owner, walk = self._place(tensor)
         self._places[id(result)] = owner, walk if same_order else id(result)
 
-    def move(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
+    def move(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
         """Note that a tensor lies in another one's memory from now on, as that does."""
-        self._places[id(tensor)] = self._place(other)
+        self._places[id(tensor)] = self._place(source)
 
     def is_view(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor walks another's memory in another order."""
         owner, walk = self._place(tensor)
         return owner != walk
 
-    def others(self, tensor: torch.Tensor, among: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, bool]]:
+    def aliases(self, tensor: torch.Tensor, among: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, bool]]:
         """The tensors in this one's memory, itself included, and whether each walks it in the same order."""
         place = self._place(tensor)
-        return [(one, self._place(one) == place) for one in among if self._place(one)[0] == place[0]]
+        return [(alias, self._place(alias) == place) for alias in among if self._place(alias)[0] == place[0]]
 
 
 class Recorder(TensorDispatch):
@@ -281,7 +284,7 @@ class Recorder(TensorDispatch):
     ) -> None:
         super().__init__()
         self.rule = rule
-        self.given = hyperparameters
+        self.hyperparameters = hyperparameters
         self.numbers, self.unread = known_numbers(hyperparameters)
         self.sizes = lowering.sizes_of(shape)
         self.build = Builder(len(shape), dtype)
@@ -437,16 +440,16 @@ class Recorder(TensorDispatch):
 
     def _written(self, tensor: torch.Tensor, value: Value) -> None:
         """Let every name of this memory stand for its new value, and views of it for nothing any more."""
-        for alias, same_order in self.memory.others(tensor, self.keep_alive):
+        for alias, same_order in self.memory.aliases(tensor, self.keep_alive):
             if same_order:
                 self.values[id(alias)] = value
             else:
                 self.values.pop(id(alias), None)
 
-    def take_memory(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
-        """Let a tensor stand for another one's value, and lie where that does: `tensor.data = other`."""
-        self.values[id(tensor)] = self.value_of(other)
-        self.memory.move(tensor, other)
+    def take_memory(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
+        """Let a tensor stand for another one's value, and lie where that does: `tensor.data = source`."""
+        self.values[id(tensor)] = self.value_of(source)
+        self.memory.move(tensor, source)
 
     def _describe(self, value: Value, mutated: Any) -> None:
         line, name, statement = rule_place()
@@ -476,7 +479,7 @@ class Recorder(TensorDispatch):
             of = " and ".join(named)
             read = of if value.operation == "hyper" else value.name or f"{value.operation} of {of}"
             what = f"reads {read} as a Python number, which may change every step"
-            functions = [key for key, given in self.given.items() if changes(given)]
+            functions = [key for key, value in self.hyperparameters.items() if changes(value)]
             if functions:
                 what += f" ({' and '.join(functions)} being given as a function of it)"
         place = self.location()
@@ -516,8 +519,8 @@ class Reads(ScalarCalls):
         if func == _SET_DATA:
             self.recorder.take_memory(*args)
         if func in _MAKERS and args and isinstance(args[0], (bool, int, float)):
-            given = args[1] if len(args) > 1 else (kwargs or {}).get("dtype")
-            return self.recorder.made(args[0], given or (torch.bool if isinstance(args[0], bool) else torch.float64))
+            dtype = args[1] if len(args) > 1 else (kwargs or {}).get("dtype")
+            return self.recorder.made(args[0], dtype or (torch.bool if isinstance(args[0], bool) else torch.float64))
         if name in RANDOM:
             raise self.recorder.unsupported(f"{name} draws random numbers", nearest(name))
         if name == "log_sigmoid":  # torch makes a second tensor for its gradient
@@ -535,7 +538,7 @@ class Reads(ScalarCalls):
         if name == "size" or func == _SHAPE:
             self.recorder.build.reads_shape = True
             every = range(args[0].dim())
-            sizes = tuple(self._count(args[0], [one]) for one in (every if dim is None else [every[dim]]))
+            sizes = tuple(self._count(args[0], [axis]) for axis in (every if dim is None else [every[dim]]))
             return sizes if dim is None else sizes[0]
         if (name in _OF_MEMORY or func == _BYTES) and args[0].dim():
             what = "nbytes" if func == _BYTES else _OF_MEMORY[name]
@@ -550,16 +553,16 @@ class Reads(ScalarCalls):
     def _count(self, tensor: torch.Tensor, dims: Iterable[int]) -> torch.Tensor:
         return self.recorder.scalar(self.recorder.count(tensor, dims))
 
-    def _may_depend_on_dimensions(self, name: str, given: Any) -> bool:
-        """Whether torch may take a function apart in one way for vectors and in another for matrices, unseen by us.
+    def _may_depend_on_dimensions(self, name: str, arguments: Any) -> bool:
+        """Whether torch may decompose a function in one way for vectors and in another for matrices.
 
-        `a @ b` is a sum for vectors, and `torch.linalg.norm(x, 1)` another norm for matrices. What has an entry in
-        `LOWERINGS` arrives there whole; of the rest, only what is known to be the same for all is taken to be.
+        `a @ b` is a sum for vectors, and `torch.linalg.norm(x, 1)` another norm for matrices. Functions in `LOWERINGS`
+        are not decomposed; of the others only those in `_ALIKE` are the same for all.
         """
         bare = name.strip("_").removesuffix(".default")
         if bare in LOWERINGS or bare in _ALIKE:
             return False
-        tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
         values = [self.recorder.values.get(id(tensor)) for tensor in tensors]
         has_data = any(value is not None and value.level > Level.GROUP for value in values)
         # Data without dimensions for this parameter has some for others.
@@ -576,7 +579,7 @@ _ALIKE = frozenset(
         *("softplus", "gelu", "elu", "leaky_relu", "hardtanh"),
     )
 )
-"""Functions that mean the same for a tensor of any number of dimensions, beside those in `LOWERINGS`."""
+"""Functions not in `LOWERINGS` that mean the same for a tensor of any number of dimensions."""
 
 _MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 _OF_MEMORY = {"__len__": "len()", "stride": "stride()"}
@@ -607,7 +610,7 @@ def trace(
     shape = _sizes(dims)
     with torch.device("cpu"), fake_tensors():
         results = _run(recorder, rule, hyperparameters, shape)
-        if recorder.refused:  # and the rule has caught that, and gone on otherwise than its code does by itself
+        if recorder.refused:  # the rule has caught the error, and went on in another way than without a trace
             raise recorder.refused
         outputs = _outputs(recorder, rule, results, shape)
         _check_kept(recorder, rule, results, outputs)
@@ -683,21 +686,32 @@ def _slice_states(rule: Rule, graph: Graph) -> dict[str, Over]:
     """The row and column states, each with the dimension that it has not."""
     overs: dict[str, Over] = {}
     for name in graph.states:
-        over = _over(rule.states[name].shape, graph.dims)
-        if over is not None and over[0] < 0:
+        _, over, _ = _lies(rule.states[name].shape, (1,) * graph.dims)
+        if over is None:
+            continue
+        if over[0] < 0:
             raise RuleError(
                 f"{rule.where}: {rule.name} uses {name}, one number per {rule.states[name].shape}, for a parameter of "
                 f"{graph.dims} dimension{'s' * (graph.dims != 1)}; keep it for matrices by `if param.dim() > 1`"
             )
-        if over is not None:
-            overs[name] = over
+        overs[name] = over
     return overs
 
 
-def _over(kind: str, dims: int) -> Over | None:
-    """The dimension that a state of this kind has not; None for one that is no row or column."""
-    from_end = {"row": 1, "column": 2}.get(kind, 0)
-    return (dims - from_end, dims - from_end + 1) if from_end else None
+_FROM_END = {"row": 1, "column": 2}  # the dimension that such a state has not, counted from the last as 1
+
+
+def _lies(kind: str, shape: tuple[int, ...]) -> tuple[Level, Over | None, tuple[int, ...]]:
+    """The level of a state of this kind, the dimension that it has not, and its shape."""
+    if kind == "scalar":
+        return Level.TENSOR, None, ()
+    if kind in lowering.SQUARES:
+        side = shape[-2:][:1] if kind == "left" else shape[-1:]
+        return Level.MATRIX, None, (*side, *side)
+    if kind in _FROM_END:
+        first = len(shape) - _FROM_END[kind]
+        return Level.SLICE, (first, first + 1), (*shape[:first], 1, *shape[first + 1 :])
+    return Level.ELEMENT, None, shape
 
 
 def _placeholders(recorder: Recorder, rule: Rule, shape: tuple[int, ...]) -> list[torch.Tensor]:
@@ -712,16 +726,10 @@ def _placeholders(recorder: Recorder, rule: Rule, shape: tuple[int, ...]) -> lis
     buffers = [param, fake(grad)]
     for name in rule.state_names:
         kind = rule.states[name].shape
-        level, over = Level.ELEMENT, _over(kind, len(shape))
-        if kind == "scalar":
-            level = Level.TENSOR
-        elif kind in lowering.SQUARES:
-            level = Level.MATRIX
-        elif over is not None:
-            level = Level.SLICE
+        level, over, own_shape = _lies(kind, shape)
         value = build.load(name, level, over)
         value.space = lowering.SQUARES.get(kind)
-        buffers.append(fake(value, torch.float64 if kind == "scalar" else build.dtype, _state_shape(kind, shape)))
+        buffers.append(fake(value, torch.float64 if kind == "scalar" else build.dtype, own_shape))
     return buffers
 
 
@@ -736,7 +744,7 @@ def _hyper_input(recorder: Recorder, key: str, value: Any) -> Any:
 def _outputs(recorder: Recorder, rule: Rule, results: tuple[Any, ...], shape: tuple[int, ...]) -> dict[str, Value]:
     outputs: dict[str, Value] = {}
     names = ("param", *rule.state_names)
-    shapes = [shape, *(_state_shape(rule.states[name].shape, shape) for name in rule.state_names)]
+    shapes = [shape, *(_lies(rule.states[name].shape, shape)[2] for name in rule.state_names)]
     for name, result, wanted in zip(names, results, shapes):
         label = rule.param_name if name == "param" else name
         if not isinstance(result, torch.Tensor):
@@ -778,13 +786,3 @@ def _check_kept(recorder: Recorder, rule: Rule, results: Sequence[Any], outputs:
                 f"{lost[0].line}: {rule.name} gives the name {label} to a new tensor and does not return it, so the "
                 f"buffer stays as it is; change it in place ({label}.add_(...), {label}.copy_(...)), or return it"
             )
-
-
-def _state_shape(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    if kind == "scalar":
-        return ()
-    if kind in lowering.SQUARES:
-        side = shape[-2:][:1] if kind == "left" else shape[-1:]
-        return (*side, *side)
-    over = _over(kind, len(shape))
-    return shape if over is None else (*shape[: over[0]], 1, *shape[over[1] :])

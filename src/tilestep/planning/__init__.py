@@ -283,8 +283,8 @@ def plan(job: Job, constants: Constants) -> Plan:
     def one_gather(bucket: float) -> float:
         return split.seconds(bucket / size.gradient * size.parameter, gather_rate)
 
-    each_sum, each_gather = list(map(one_sum, buckets)), list(map(one_gather, buckets))
-    sums, gathers = sum(each_sum), sum(each_gather)
+    sum_times, gather_times = list(map(one_sum, buckets)), list(map(one_gather, buckets))
+    sums, gathers = sum(sum_times), sum(gather_times)
     compiled = job.regime != "eager"
     fixed = elements * (constants.compiled_model_bytes if compiled else constants.model_bytes)
     flops = 6 * elements * job.tokens / (constants.compiled_compute if compiled else constants.compute)
@@ -301,10 +301,10 @@ def plan(job: Job, constants: Constants) -> Plan:
         "update": share * size.moved / constants.memory_bandwidth + constants.step_latency,
         "gather parameters": gathers,
     }
-    waited = _after_backward(buckets, times["backward"], each_sum)
+    waited = _after_backward(buckets, times["backward"], sum_times)
     # Code that is compiled as a whole takes its parameters at once, and what follows a graph knows nothing of it.
     at_once = job.regime == "whole" or job.captured
-    gathered = gathers if at_once else _before_blocks(buckets[::-1], times["forward"], each_gather[::-1])
+    gathered = gathers if at_once else _before_blocks(buckets[::-1], times["forward"], gather_times[::-1])
     slowed = max(sums - waited, 0.0) * constants.beside_sums + max(gathers - gathered, 0.0) * constants.beside_gathers
     times["communication beside the model"] = slowed
     exposed = {**times, "sum gradients": waited, "gather parameters": gathered}
@@ -387,8 +387,8 @@ def meshes(job: Job, constants: Constants) -> Iterator[Plan]:
     while shard < 2 * job.ranks:
         split = min(shard, job.ranks)
         if job.ranks % split == 0:
-            other = dataclasses.replace(job, shard=split, replicate=job.ranks // split)
-            yield plan(dataclasses.replace(other, bucket=best_bucket(other, constants)), constants)
+            meshed = dataclasses.replace(job, shard=split, replicate=job.ranks // split)
+            yield plan(dataclasses.replace(meshed, bucket=best_bucket(meshed, constants)), constants)
         shard *= 2
 
 

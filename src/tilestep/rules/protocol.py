@@ -126,13 +126,13 @@ STATE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Tracer(Protocol):
-    """What a rule tells the one that traces it."""
+    """What a rule needs of the tracer that calls it."""
 
     idle: list[RuleError]
-    """For rules that have returned nothing and changed nothing."""
+    """Errors of rules that have returned nothing and changed nothing."""
 
     def value_of(self, tensor: Any) -> Any:
-        """What a tensor stands for just now."""
+        """What a tensor stands for at this moment."""
 
 
 traced_by: ContextVar[Tracer | None] = ContextVar("traced_by", default=None)
@@ -424,9 +424,9 @@ class Rule:
         if self.evaluation is None:
             return param
         step = hyperparameters.get("step", 1.0)
-        given = {**{key: at_step(value, step, key) for key, value in hyperparameters.items()}, **states}
+        values = {**{key: at_step(value, step, key) for key, value in hyperparameters.items()}, **states}
         _, *names = inspect.signature(self.evaluation).parameters
-        return self.evaluation(param, **{name: given[name] for name in names})
+        return self.evaluation(param, **{name: values[name] for name in names})
 
     def _returned(self, result: Any, buffers: tuple[Any, ...]) -> tuple[Any, ...]:
         updated = (buffers[0], *buffers[2:])
@@ -538,8 +538,8 @@ def at_step(value: Any, step: Any, name: str = "the function") -> Any:
         result = as_scalar(scalar_globals(value)(as_scalar(step)))
     # The strides, since a graph that asked for dimensions would hold for these dimensions only.
     if not isinstance(result, torch.Tensor) or result.stride():
-        given = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else repr(result)
-        raise RuleError(f"{name} is a function of the step and must give one number, not {given}")
+        shown = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else repr(result)
+        raise RuleError(f"{name} is a function of the step and must give one number, not {shown}")
     return result
 
 

@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 from ..errors import RuleError
 
 global_reduce: ContextVar[Callable[[str, Any], Any] | None] = ContextVar("global_reduce", default=None)
-"""Who combines a 0-dim value over all parameters, given "sum" or "max" and the value; the tracer sets it."""
+"""Combines a 0-dim value over all parameters, from "sum" or "max" and the value; the tracer sets it."""
 
 precision_of: ContextVar[Callable[[Any], Any] | None] = ContextVar("precision_of", default=None)
-"""Who gives the machine epsilon of the type that a buffer is kept in; set where it is worked on in another."""
+"""The machine epsilon of the type in which a buffer is stored; set where the rule computes in another type."""
 
 _TORCH_NAMES = {"fabs": "abs", "pow": "pow", "copysign": "copysign"}
 
@@ -222,10 +222,9 @@ class ScalarCalls(TorchFunctionMode):
             args = list(args)
             args[1] = args[1] * factor
         if name == "lerp" and "out" not in kwargs:
-            given = [*args, *(kwargs[key] for key in ("input", "end", "weight") if key in kwargs)]
-            start, end, weight = given
-            others = [other for other in (end, weight) if isinstance(other, torch.Tensor)]
-            if any(other.dtype != start.dtype for other in others):
+            operands = [*args, *(kwargs[key] for key in ("input", "end", "weight") if key in kwargs)]
+            start, end, weight = operands
+            if any(isinstance(operand, torch.Tensor) and operand.dtype != start.dtype for operand in (end, weight)):
                 result = start + weight * (end - start)
                 return start.copy_(result) if func.__name__.endswith("_") else result
         return func(*args, **kwargs)

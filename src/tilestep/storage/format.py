@@ -324,20 +324,20 @@ def values_of(
 ) -> torch.Tensor:
     """A buffer's values as a new tensor."""
     codec = codec_of(storage)
-    given = {array.name: tensors[own.name] for array, own in zip(codec.arrays, storage.arrays(name))}
+    loads = {array.name: tensors[own.name] for array, own in zip(codec.arrays, storage.arrays(name))}
     if codec.has_blocks:
         first = codec.arrays[0]
-        shape = tuple(given[first.name].shape) if shape is None else tuple(shape)
+        shape = tuple(loads[first.name].shape) if shape is None else tuple(shape)
         columns = rows_of(shape)[1] if columns is None else columns
         if not math.prod(shape):
-            return torch.zeros(shape, dtype=compute, device=given[first.name].device)
+            return torch.zeros(shape, dtype=compute, device=loads[first.name].device)
         # Of an offloaded optimizer the codes are on the host, and the scales are not.
-        device = given[first.name].device
-        given = {array.name: cut(given[array.name].to(device), columns, array.elements) for array in codec.arrays}
-        (values,) = evaluated((codec.loaded,), given, torch.float32)
+        device = loads[first.name].device
+        loads = {array.name: cut(loads[array.name].to(device), columns, array.elements) for array in codec.arrays}
+        (values,) = evaluated((codec.loaded,), loads, torch.float32)
         return joined(values, shape, columns).to(compute)
-    (values,) = evaluated((codec.loaded,), given, compute if codec.is_plain else torch.float32)
-    shared = any(values is tensor for tensor in given.values())
+    (values,) = evaluated((codec.loaded,), loads, compute if codec.is_plain else torch.float32)
+    shared = any(values is tensor for tensor in loads.values())
     return values.clone() if shared else values.to(compute)
 
 
@@ -372,19 +372,19 @@ def stored_in(
             tensors[array.name].copy_(element)
 
 
-def evaluated(roots: tuple[Value, ...], given: Mapping[str, torch.Tensor], compute: torch.dtype) -> list[torch.Tensor]:
+def evaluated(roots: tuple[Value, ...], loads: Mapping[str, torch.Tensor], compute: torch.dtype) -> list[torch.Tensor]:
     """Values of a graph of terms on tensors."""
     results: dict[int, Any] = {}
     for value in ancestors(roots):
         args = [results[id(arg)] for arg in value.args]
-        results[id(value)] = _apply(value, args, given, compute)
+        results[id(value)] = _apply(value, args, loads, compute)
     return [results[id(root)] for root in roots]
 
 
-def _apply(value: Value, args: list[Any], given: Mapping[str, torch.Tensor], compute: torch.dtype) -> Any:
+def _apply(value: Value, args: list[Any], loads: Mapping[str, torch.Tensor], compute: torch.dtype) -> Any:
     operation = value.operation
     if operation == "load":
-        return given[value.attribute]
+        return loads[value.attribute]
     if operation == "constant":
         return value.attribute
     if operation == "widen":

@@ -175,8 +175,8 @@ def random_tensor(stream: int, count: int, slot: int, index: torch.Tensor) -> to
     )
     # By way of 64 bits: conversions of what does not fit are another number on some devices.
     low = ((index & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
-    given = {"key_0": key_0, "key_1": key_1, "low": low.to(torch.int32), "high": (index >> 32).to(torch.int32)}
-    return evaluated((bits_graph(slot),), given, torch.float32)[0]
+    loads = {"key_0": key_0, "key_1": key_1, "low": low.to(torch.int32), "high": (index >> 32).to(torch.int32)}
+    return evaluated((bits_graph(slot),), loads, torch.float32)[0]
 
 
 def stream_of(seed: int, ordinal: int) -> int:
