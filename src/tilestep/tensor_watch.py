@@ -37,7 +37,7 @@ class TensorFingerprint:
         self._descriptions = list(map(description, tensors))
         self._indices = list(range(len(tensors)))
         self._module: Any = None
-        self._known: Any = None
+        self._remembered: Any = None
         self.times_remembered = 0  # how often addresses were remembered
         self.remember_addresses(tensors)
 
@@ -48,13 +48,13 @@ class TensorFingerprint:
         """Remember these tensors' addresses."""
         self.addresses = list(map(torch.Tensor.data_ptr, tensors))
         self.times_remembered += 1
-        if self._known is not None:
-            self._module.remember(self._known, list(tensors))
+        if self._remembered is not None:
+            self._module.remember(self._remembered, list(tensors))
 
     def same_metadata(self, tensors: list[torch.Tensor]) -> bool:
         """Whether every tensor is unchanged, but for its address."""
-        if self._known is not None:
-            return self._module.compare(self._known, tensors) != _CHANGED
+        if self._remembered is not None:
+            return self._module.compare(self._remembered, tensors) != _CHANGED
         if len(tensors) != len(self._indices):
             return False
         if not self._check(*tensors):
@@ -67,20 +67,20 @@ class TensorFingerprint:
             # In C++ from now on, twice as fast, if it is built and the tensors have the remembered addresses.
             self._module = native.module(len(tensors))
             if self._module is not None and self.same_addresses(list(tensors)):
-                self._known = self._module.watch(list(tensors))
+                self._remembered = self._module.watch(list(tensors))
         return True
 
     def same_metadata_and_addresses(self, tensors: list[torch.Tensor]) -> tuple[bool, bool]:
         """Both answers by one look in C++; without C++ the second is False, which means unknown."""
-        if self._known is not None:
-            answer = self._module.compare(self._known, tensors)
+        if self._remembered is not None:
+            answer = self._module.compare(self._remembered, tensors)
             return answer != _CHANGED, answer == _SAME
         return self.same_metadata(tensors), False
 
     def same_addresses(self, tensors: list[torch.Tensor]) -> bool:
         """Whether every tensor has the remembered address."""
-        if self._known is not None:
-            return self._module.compare(self._known, tensors) == _SAME
+        if self._remembered is not None:
+            return self._module.compare(self._remembered, tensors) == _SAME
         return addresses_equal(tensors, self.addresses, self._indices)
 
     def unchanged(self, tensors: list[torch.Tensor]) -> bool:
@@ -90,7 +90,7 @@ class TensorFingerprint:
 
     def count_writes(self, tensors: list[torch.Tensor]) -> None:
         """Count a version of each of these tensors, as torch does for in-place writes."""
-        if self._known is not None:
+        if self._remembered is not None:
             self._module.bump_list(tensors)
         else:
             torch.autograd.graph.increment_version(tensors)

@@ -37,14 +37,14 @@ def both(decision: StepInputs, remembered: tuple[float, float]) -> tuple[list[to
 
 def main() -> None:
     seen = set()
-    for power_sum, scale, found, limits, flags, remembered in itertools.product(
+    for power_sum, scale, found_inf, limits, flags, remembered in itertools.product(
         [None, 0.0, 6.25, 1e300, LARGEST_SUM, INF, NAN], [None, 0.5], [None, 0.0, 2.0], LIMITS, FLAGS, REMEMBERED
     ):
         if "mean_factor" not in limits and remembered != REMEMBERED[1]:
             continue  # it is left alone
         overflow = torch.full((), 5.0) if flags.get("check_overflow") else None
         decision = StepInputs(
-            number(power_sum, torch.float64), number(scale), number(found), overflow=overflow, **limits, **flags
+            number(power_sum, torch.float64), number(scale), number(found_inf), overflow=overflow, **limits, **flags
         )
         mine, theirs = both(decision, remembered)
         torch.testing.assert_close(theirs, mine, rtol=1e-12, atol=0, equal_nan=True, msg=str(decision))

@@ -43,15 +43,15 @@ def test_bad_scales_are_refused_by_our_scaler(scale: float) -> None:
     params, optimizer, scaler = trained()
     scaled_backward(scaler, params, 1)
     scaler.step(optimizer)
-    known = scaler.state_dict()
+    saved = scaler.state_dict()
     with unchanged(params, optimizer):
         with pytest.raises(ValueError, match="Invalid loss scale"):
             scaler.update(scale)
         with pytest.raises(ValueError, match="Invalid loss scale"):
             scaler.update(torch.tensor(scale))
         with pytest.raises(ValueError, match="Invalid loss scale"):
-            scaler.load_state_dict({**known, "scale": scale, "growth_interval": 7})
-    assert scaler.state_dict() == known
+            scaler.load_state_dict({**saved, "scale": scale, "growth_interval": 7})
+    assert scaler.state_dict() == saved
     scaler.update(32)
     assert scaler.get_scale() == 32
 

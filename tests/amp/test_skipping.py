@@ -139,15 +139,15 @@ def test_skip_above_compares_the_unscaled_norm(scaler_class: type[torch.amp.Grad
 
 
 def skips(optimizer: tilestep.Optimizer, params: list[torch.nn.Parameter], norms: list[float]) -> list[bool]:
-    found = []
+    skipped = []
     for norm in norms:
         give(params, 1.0)
         for param in params:
             param.grad.mul_(norm)  # type: ignore[union-attr]
         before = int(optimizer.skipped_steps)
         optimizer.step()
-        found.append(int(optimizer.skipped_steps) > before)
-    return found
+        skipped.append(int(optimizer.skipped_steps) > before)
+    return skipped
 
 
 def test_times_mean_waits_then_skips_spikes() -> None:

@@ -155,7 +155,7 @@ def test_a_watch_sees_what_torch_sees() -> None:
 
     tensors = [torch.zeros(4, 2) for _ in range(200)]
     watch = TensorFingerprint(tensors)
-    assert watch.same_metadata(tensors) and watch._known is not None, "so many are compared in C++"
+    assert watch.same_metadata(tensors) and watch._remembered is not None, "so many are compared in C++"
     assert watch.same_addresses(tensors)
     moved = [*tensors[:-1], torch.zeros(4, 2)]
     assert watch.same_metadata(moved) and not watch.same_addresses(moved)

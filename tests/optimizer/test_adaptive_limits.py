@@ -61,10 +61,10 @@ class PublishedZClip:
         return effective if effective < norm else math.inf
 
 
-def stepped(optimizer: torch.optim.Optimizer, given: list[torch.Tensor], clip: float = math.inf) -> None:
+def stepped(optimizer: torch.optim.Optimizer, drawn: list[torch.Tensor], clip: float = math.inf) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    coefficient = min(1.0, clip / (norm_of(given) + 1e-6))
-    for param, gradient in zip(params, given):
+    coefficient = min(1.0, clip / (norm_of(drawn) + 1e-6))
+    for param, gradient in zip(params, drawn):
         param.grad = gradient * coefficient
     optimizer.step()
 
@@ -78,13 +78,13 @@ def test_zclip_goes_the_authors_way(option: str, max_norm: float | None) -> None
     reference = torch.optim.SGD(theirs, lr=0.05, momentum=0.9)
     published, clipped = PublishedZClip(option, 0.9, max_norm), 0
     for step in range(60):
-        given = gradients(step, SHAPES)
-        stepped(optimizer, given)
-        clip = published.clip(norm_of(given))
-        clipped += step >= WARMUP and clip < norm_of(given)
-        stepped(reference, given, clip)
+        drawn = gradients(step, SHAPES)
+        stepped(optimizer, drawn)
+        clip = published.clip(norm_of(drawn))
+        clipped += step >= WARMUP and clip < norm_of(drawn)
+        stepped(reference, drawn, clip)
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-        assert float(optimizer.grad_norm) == pytest.approx(norm_of(given), rel=1e-6)
+        assert float(optimizer.grad_norm) == pytest.approx(norm_of(drawn), rel=1e-6)
     assert clipped > 2
 
 
@@ -114,9 +114,9 @@ def test_only_groups_that_ask_for_zclip_are_clipped() -> None:
     first, second = parameters()
     groups = [{"params": [first]}, {"params": [second], "max_grad_norm": None}]
     optimizer = tilestep.SGD(groups, lr=1.0, max_grad_norm=tilestep.ZClip(warmup=3, max_norm=1e-3))
-    given = gradients(0, SHAPES)
-    stepped(optimizer, given)
-    torch.testing.assert_close(second.detach(), 1 - given[1])
+    drawn = gradients(0, SHAPES)
+    stepped(optimizer, drawn)
+    torch.testing.assert_close(second.detach(), 1 - drawn[1])
     assert norm_of([first.detach() - 1]) < 1e-3
 
 
@@ -149,14 +149,14 @@ def spiky(count: int, spikes: dict[int, float]) -> list[float]:
 
 def outliers(values: list[float], window: int, factor: float, both: bool) -> list[bool]:
     """By torch's standard deviation over the steps before, as published."""
-    found = []
+    outliers = []
     for step, value in enumerate(values):
         before = torch.tensor(values[max(0, step - window) : step], dtype=torch.float64)
-        known = step + 1 >= max(20, window // 2)
-        deviation, mean = torch.std_mean(before) if known else (torch.tensor(math.inf), torch.tensor(0.0))
+        is_warm = step + 1 >= max(20, window // 2)
+        deviation, mean = torch.std_mean(before) if is_warm else (torch.tensor(math.inf), torch.tensor(0.0))
         distance = value - float(mean)
-        found.append((abs(distance) if both else distance) > factor * float(deviation))
-    return found
+        outliers.append((abs(distance) if both else distance) > factor * float(deviation))
+    return outliers
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -213,10 +213,10 @@ def test_adagc_follows_the_paper() -> None:
     reference = torch.optim.AdamW(theirs, lr=0.05)
     means = [math.inf] * len(theirs)
     for step in range(1, 61):
-        given = gradients(step, SHAPES, spike=20.0)
-        stepped(optimizer, given)
-        total = norm_of(given)
-        for place, (param, gradient) in enumerate(zip(theirs, given)):
+        drawn = gradients(step, SHAPES, spike=20.0)
+        stepped(optimizer, drawn)
+        total = norm_of(drawn)
+        for place, (param, gradient) in enumerate(zip(theirs, drawn)):
             norm = norm_of([gradient])
             if step < warmup:
                 scale = min(1.0, limit / total)
@@ -237,15 +237,15 @@ def test_adagc_lets_a_tensor_move_whose_gradient_has_been_zero(resting: set[int]
     optimizer = tilestep.SGD([ours], lr=0.05, max_grad_norm=tilestep.AdaGC(limit=2.0, warmup=20))
     mean = 0.0
     for step in range(1, 61):
-        (given,) = gradients(step, SHAPES[:1])
-        given = given * (step not in resting)
-        stepped(optimizer, [given])
-        if (norm := norm_of([given])) == 0:
+        (drawn,) = gradients(step, SHAPES[:1])
+        drawn = drawn * (step not in resting)
+        stepped(optimizer, [drawn])
+        if (norm := norm_of([drawn])) == 0:
             continue
         scale = min(1.0, (2.0 if step < 20 or mean == 0 else 1.05 * mean) / norm)
         smallest = min(mean or math.inf, scale * norm)
         mean = smallest if step < 20 or mean == 0 else 0.98 * mean + 0.02 * scale * norm
-        theirs.data -= 0.05 * scale * given
+        theirs.data -= 0.05 * scale * drawn
     # The state of one number is float64 beside float64 parameters.
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     assert optimizer.state[ours]["clip_norm"].item() == pytest.approx(mean, rel=1e-12)
@@ -255,10 +255,10 @@ def test_adagc_of_one_group() -> None:
     first, second = parameters()
     groups = [{"params": [first], "max_grad_norm": tilestep.AdaGC(limit=1e-3)}, {"params": [second]}]
     optimizer = tilestep.SGD(groups, lr=1.0)
-    given = gradients(0, SHAPES)
-    stepped(optimizer, given)
+    drawn = gradients(0, SHAPES)
+    stepped(optimizer, drawn)
     assert norm_of([first.detach() - 1]) <= 1.001e-3
-    torch.testing.assert_close(second.detach(), 1 - given[1])
+    torch.testing.assert_close(second.detach(), 1 - drawn[1])
     assert optimizer.param_groups[0]["clip_limit"] == 1e-3
 
 
@@ -289,15 +289,15 @@ def test_a_joint_norm_is_that_of_all() -> None:
     tilestep.joint_norm(optimizers)
     alone = tilestep.AdamW(theirs, lr=0.05, max_grad_norm=0.5)
     for step in range(6):
-        given = gradients(step, SHAPES)
-        stepped(alone, given)
-        for param, gradient in zip(ours, given):
+        drawn = gradients(step, SHAPES)
+        stepped(alone, drawn)
+        for param, gradient in zip(ours, drawn):
             param.grad = gradient.clone()
         for optimizer in optimizers if step % 2 else optimizers[::-1]:
             optimizer.step()
             optimizer.zero_grad()
         for optimizer in optimizers:
-            assert float(optimizer.grad_norm) == pytest.approx(norm_of(given), rel=1e-6)
+            assert float(optimizer.grad_norm) == pytest.approx(norm_of(drawn), rel=1e-6)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 

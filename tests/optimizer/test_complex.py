@@ -75,14 +75,14 @@ def test_steps_and_checkpoints_are_those_of_torch(case: tuple[str, dict[str, Any
         mine.step()
         theirs.step()
         if step == 4:
-            saved, given = copy.deepcopy(mine.state_dict()), copy.deepcopy(theirs.state_dict())
-            for place, state in given["state"].items():
+            saved, loaded = copy.deepcopy(mine.state_dict()), copy.deepcopy(theirs.state_dict())
+            for place, state in loaded["state"].items():
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor) and value.dim():
                         assert saved["state"][place][key].dtype is value.dtype, key
                         assert saved["state"][place][key].shape == value.shape, key
             mine, theirs = make(tilestep, params), make(torch.optim, others)
-            mine.load_state_dict(given)
+            mine.load_state_dict(loaded)
             theirs.load_state_dict(saved)
     # torch keeps NAdam's product in float32.
     assert_alike(params, others, 2e-6 if dtype is torch.complex64 else 1e-7 if name == "NAdam" else 1e-13)

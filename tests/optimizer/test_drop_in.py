@@ -283,7 +283,7 @@ def test_a_mode_of_torch_changes_no_number(rule: str, mode: str) -> None:
             tilestep.clip_grad_norm_(params, 0.5)
             copied = copy.deepcopy(optimizer)
             copied.step()
-        state = [value for each in optimizer.state.values() for value in each.values()]
+        state = [value for entry in optimizer.state.values() for value in entry.values()]
         results.append([*params, *(param.grad for param in params), *state])
     for left, right in zip(*results, strict=True):
         assert left.device.type == "cpu"

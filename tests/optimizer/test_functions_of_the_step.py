@@ -26,12 +26,12 @@ def rates(make: Callable[[torch.optim.Optimizer], Any], peak: float = 0.1) -> li
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         scheduler = make(optimizer)
-        found = []
+        rates = []
         for _ in range(STEPS):
-            found.append(optimizer.param_groups[0]["lr"])
+            rates.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
             scheduler.step()
-    return found
+    return rates
 
 
 def warmup_then(after: Callable[[torch.optim.Optimizer], Any]) -> Callable[[torch.optim.Optimizer], Any]:
@@ -87,8 +87,8 @@ PAIRS: dict[str, tuple[Any, Callable[[torch.optim.Optimizer], Any]]] = {
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_schedule_gives_the_rates_of_torch_s(name: str) -> None:
     ours, make = PAIRS[name]
-    given = [float(ours(step)) for step in range(1, STEPS + 1)]
-    assert given == pytest.approx(rates(make), rel=1e-12, abs=1e-17)
+    own = [float(ours(step)) for step in range(1, STEPS + 1)]
+    assert own == pytest.approx(rates(make), rel=1e-12, abs=1e-17)
 
 
 @pytest.mark.parametrize("name", PAIRS)

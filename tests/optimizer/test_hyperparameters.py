@@ -210,8 +210,8 @@ def test_a_number_that_a_rule_can_do_without_may_be_none(name: str, key: str) ->
         if step == 4:
             optimizer.param_groups[0][key] = rule.hyperparameters[key]
         param.grad = gradient.double() * start
-        given = {**rule.hyperparameters, "lr": 0.1, key: optimizer.param_groups[0][key]}
-        wanted, *states = rule(wanted, param.grad.clone(), *states, **given, step=step)
+        numbers = {**rule.hyperparameters, "lr": 0.1, key: optimizer.param_groups[0][key]}
+        wanted, *states = rule(wanted, param.grad.clone(), *states, **numbers, step=step)
         optimizer.step()
         torch.testing.assert_close(param.detach(), wanted, rtol=1e-12, atol=1e-12)
     with pytest.raises(TypeError, match="Invalid lr: None; it must be a number"):
@@ -238,14 +238,14 @@ def test_what_the_constructor_refuses_is_refused_when_a_group_is_given_it_later(
         if stepped:
             optimizer.step()
         before, group = [param.detach().clone() for param in params], optimizer.param_groups[0]
-        known = dict(group)
+        original = dict(group)
         group[key] = value
         for _ in range(2):
             with pytest.raises(ValueError, match=message):
                 optimizer.step()
         assert_close(params, before)
         group.clear()
-        group.update(known)
+        group.update(original)
     optimizer.step()
     assert any(not torch.equal(param, old) for param, old in zip(params, before))
     if key == "rule":

@@ -41,9 +41,9 @@ def test_the_state_has_torch_s_keys_and_shapes(name: str) -> None:
     saved, wanted = ours.state_dict(), torchs.state_dict()
     extra = {"step"} if name == "SGD" else set()
     for index, entry in enumerate(saved["state"].values()):
-        known = {key: value for key, value in wanted["state"].get(index, {}).items() if value is not None}
-        assert set(entry) == set(known) | extra
-        for key, value in known.items():
+        expected = {key: value for key, value in wanted["state"].get(index, {}).items() if value is not None}
+        assert set(entry) == set(expected) | extra
+        for key, value in expected.items():
             assert entry[key].shape == value.shape and entry[key].dtype == value.dtype, key
     assert set(saved["param_groups"][0]) == set(wanted["param_groups"][0])
     assert set(ours.param_groups[0]) == set(torchs.param_groups[0]) and set(ours.defaults) == set(torchs.defaults)

@@ -376,7 +376,7 @@ def test_gradients_are_held_for_the_step(monkeypatch: pytest.MonkeyPatch) -> Non
             param.grad = torch.full_like(param, 1e34)
         freed.append(storages)
         junk = [torch.full_like(param, 1e34) for param in mine for _ in range(4)]
-        assert not {each.data_ptr() for each in junk} & set(storages)
+        assert not {tensor.data_ptr() for tensor in junk} & set(storages)
         run(*args)
 
     monkeypatch.setattr(CpuSegment, "tile_pass", replaced)
@@ -491,7 +491,7 @@ def test_what_unchanged_means(change: str, look: str) -> None:
     for _ in range(3):
         assert fixed.are_unmoved() and fixed.are_unmoved(threads=2)
         assert watch.unchanged([*others, tensor])
-    assert (fixed._fixed is not None) is (look == "native") and (watch._known is not None) is (look == "native")
+    assert (fixed._fixed is not None) is (look == "native") and (watch._remembered is not None) is (look == "native")
     act, expected = LOOKS[change]
     act(tensor)
     for _ in range(2):

@@ -14,8 +14,8 @@ import tilestep as optim
 ELSEWHERE = {"LBFGS", "SparseAdam"}
 TORCHS = sorted(
     name
-    for name, found in vars(torch.optim).items()
-    if inspect.isclass(found) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer
+    for name, member in vars(torch.optim).items()
+    if inspect.isclass(member) and issubclass(member, torch.optim.Optimizer) and member is not torch.optim.Optimizer
 )
 DENSE = [name for name in TORCHS if name not in ELSEWHERE]
 OTHER: dict[str, Any] = {
@@ -42,8 +42,8 @@ OTHER: dict[str, Any] = {
 
 
 def _arguments(name: str) -> dict[str, inspect.Parameter]:
-    found = inspect.signature(getattr(torch.optim, name)).parameters
-    return {key: parameter for key, parameter in found.items() if key != "params"}
+    parameters = inspect.signature(getattr(torch.optim, name)).parameters
+    return {key: parameter for key, parameter in parameters.items() if key != "params"}
 
 
 def _values(name: str) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def test_torch_has_no_optimizer_that_nobody_looked_at() -> None:
 @pytest.mark.parametrize("name", DENSE)
 def test_every_argument_has_torch_s_name_place_and_default(name: str) -> None:
     mine = inspect.signature(getattr(optim, name)).parameters
-    positional = [key for key, each in mine.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    positional = [key for key, parameter in mine.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     for place, (key, theirs) in enumerate(_arguments(name).items(), start=1):
         assert mine[key].default == theirs.default, key
         if theirs.kind is theirs.POSITIONAL_OR_KEYWORD:
@@ -89,7 +89,9 @@ def test_every_argument_has_torch_s_name_place_and_default(name: str) -> None:
 def test_arguments_mean_what_they_mean_in_torch(name: str, by_position: bool) -> None:
     values, arguments = _values(name), _arguments(name)
     assert sum(values[key] != arguments[key].default for key in values) >= 4
-    ordered = [key for key, each in arguments.items() if by_position and each.kind is each.POSITIONAL_OR_KEYWORD]
+    ordered = [
+        key for key, parameter in arguments.items() if by_position and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
     named = {key: value for key, value in values.items() if key not in ordered}
     mine, theirs = _params(name), _params(name)
     ours = getattr(optim, name)(mine, *(values[key] for key in ordered), **named)
@@ -132,7 +134,7 @@ def test_a_differentiable_step_is_refused_by_name(name: str) -> None:
 def test_what_torch_does_not_take_is_not_taken(name: str) -> None:
     with pytest.raises(TypeError, match=rf"{name}\(\).*no_such_argument"):
         getattr(optim, name)(_params(name), no_such_argument=1)
-    count = sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in _arguments(name).values())
+    count = sum(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in _arguments(name).values())
     with pytest.raises(TypeError, match=rf"{name}\(\) too many positional arguments"):
         getattr(optim, name)(_params(name), *[None] * (count + 1))
 

@@ -121,9 +121,9 @@ def test_a_group_added_in_the_middle_of_a_training() -> None:
     mine, theirs = make_params(), make_params()
     ours, torchs = tilestep.AdamW(mine[:2], lr=0.1), torch.optim.AdamW(theirs[:2], lr=0.1)
     train([(ours, mine[:2]), (torchs, theirs[:2])], range(2))
-    given = {"params": iter(mine[2:]), "lr": 0.3}
-    ours.add_param_group(given)
-    assert set(given) == {"params", "lr"}, "the caller's dict is left alone"
+    group = {"params": iter(mine[2:]), "lr": 0.3}
+    ours.add_param_group(group)
+    assert set(group) == {"params", "lr"}, "the caller's dict is left alone"
     torchs.add_param_group({"params": theirs[2:], "lr": 0.3})
     train([(ours, mine), (torchs, theirs)], range(2, 4))
     assert_close(mine, theirs)

@@ -57,17 +57,17 @@ def test_training_is_that_of_float32_masters(rule: str) -> None:
 
 def test_it_learns_where_bfloat16_alone_stands_still() -> None:
     """A thousandth of a unit in the last place for each step: rounded away without what remains of it."""
-    found = {}
+    updated = {}
     for kind in (False, True, "remainder"):
         weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
         optimizer = tilestep.SGD([weight], lr=2.0**-16, master_weights=kind)
         for _ in range(1000):
             weight.grad = torch.ones(3, dtype=torch.bfloat16)
             optimizer.step()
-        found[kind] = weight.detach().clone()
-    assert torch.equal(found[False], torch.ones(3, dtype=torch.bfloat16))
-    assert torch.equal(found["remainder"], found[True])
-    assert torch.equal(found["remainder"], torch.full((3,), 1 - 1000 * 2.0**-16).bfloat16())
+        updated[kind] = weight.detach().clone()
+    assert torch.equal(updated[False], torch.ones(3, dtype=torch.bfloat16))
+    assert torch.equal(updated["remainder"], updated[True])
+    assert torch.equal(updated["remainder"], torch.full((3,), 1 - 1000 * 2.0**-16).bfloat16())
 
 
 def test_the_one_value_that_does_not_fit_is_a_unit_less() -> None:
@@ -114,10 +114,10 @@ def test_other_dtypes_are_refused_by_name(dtype: torch.dtype) -> None:
     assert_unchanged(optimizer, before)
 
 
-@pytest.mark.parametrize("given", ["remainders", "", 2, None, torch.bfloat16])
-def test_other_words_are_refused(given: Any) -> None:
+@pytest.mark.parametrize("choice", ["remainders", "", 2, None, torch.bfloat16])
+def test_other_words_are_refused(choice: Any) -> None:
     with pytest.raises(ValueError, match=r"Invalid master_weights: .*; it must be False, True\b.* or '"):
-        tilestep.SGD(make_params([(3,)], torch.bfloat16), master_weights=given)
+        tilestep.SGD(make_params([(3,)], torch.bfloat16), master_weights=choice)
 
 
 def test_a_group_may_change_how_it_is_kept() -> None:
@@ -222,10 +222,10 @@ def test_what_others_write_has_no_remainder() -> None:
         params[2][1, 1] = 7.0
     optimizer.param_groups[0].update(lr=0.0)
     train([(optimizer, params)], range(3, 4))
-    found = masters(optimizer, params)
-    assert torch.equal(found[2], params[2].float()) and params[2][1, 1] == 7.0
+    now = masters(optimizer, params)
+    assert torch.equal(now[2], params[2].float()) and params[2][1, 1] == 7.0
     # Others keep theirs.
-    assert all(torch.equal(found[place], kept[place]) for place in range(len(params)) if place != 2)
+    assert all(torch.equal(now[place], kept[place]) for place in range(len(params)) if place != 2)
 
 
 def test_what_is_written_before_tables_are_built_anew_is_noticed() -> None:
@@ -237,9 +237,9 @@ def test_what_is_written_before_tables_are_built_anew_is_noticed() -> None:
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     train([(optimizer, params)], range(3, 4))
-    found = masters(optimizer, params)
-    assert torch.equal(found[2], params[2].float())
-    assert torch.equal(found[4], kept[4]) and not torch.equal(kept[4], params[4].float())
+    now = masters(optimizer, params)
+    assert torch.equal(now[2], params[2].float())
+    assert torch.equal(now[4], kept[4]) and not torch.equal(kept[4], params[4].float())
 
 
 def test_a_skipped_step_leaves_both_halves() -> None:

@@ -156,7 +156,7 @@ def groups_that_cannot_be_added(make: Callable[..., Any]) -> Any:
 @scenario
 def what_parameters_may_be_given_as(make: Callable[..., Any]) -> Any:
     weight = model()[1]
-    given: list[Callable[[], Any]] = [
+    makers: list[Callable[[], Any]] = [
         lambda: [],
         lambda: None,
         lambda: 3,
@@ -174,7 +174,7 @@ def what_parameters_may_be_given_as(make: Callable[..., Any]) -> Any:
         lambda: [{"params": {"name": weight}.items()}],
         lambda: [{"params": weight, "lr": 0.5}],
     ]
-    return [outcome(lambda one=one: len(members(make(one())))) for one in given]  # type: ignore[misc]
+    return [outcome(lambda one=one: len(members(make(one())))) for one in makers]  # type: ignore[misc]
 
 
 @scenario
@@ -299,11 +299,11 @@ def gradients_of_a_graph_are_read(make: Callable[..., Any]) -> Any:
 @scenario
 def hooks_of_gradients_step(make: Callable[..., Any]) -> Any:
     params = model()
-    each = {param: make([param]) for param in params}
+    optimizers = {param: make([param]) for param in params}
 
     def update(param: Any) -> None:
-        each[param].step()
-        each[param].zero_grad()
+        optimizers[param].step()
+        optimizers[param].zero_grad()
 
     for param in params:
         param.register_post_accumulate_grad_hook(update)
@@ -336,9 +336,9 @@ def averaged_models_follow(make: Callable[..., Any]) -> Any:
     for step in range(4):
         draw([*net.parameters()], step=step)
         optimizer.step()
-        for each in averaged:
-            each.update_parameters(net)
-    return [values(each.parameters()) for each in averaged]
+        for model in averaged:
+            model.update_parameters(net)
+    return [values(model.parameters()) for model in averaged]
 
 
 @scenario
@@ -363,7 +363,7 @@ def nothing_is_kept_alive(make: Callable[..., Any]) -> Any:
     watched = [weakref.ref(optimizer), weakref.ref(members(optimizer)[0])]
     del optimizer
     gc.collect()
-    return [each() is None for each in watched]
+    return [reference() is None for reference in watched]
 
 
 @scenario
@@ -418,7 +418,7 @@ def test_as_with_torch(wanted: str, name: str) -> None:
 def _comparable(value: Any) -> Any:
     """Everything but tensors and lists as text, which is equal or not."""
     if isinstance(value, (list, tuple)):
-        return [_comparable(each) for each in value]
+        return [_comparable(entry) for entry in value]
     return value if isinstance(value, torch.Tensor) else np.frombuffer(repr(value).encode(), dtype=np.uint8).copy()
 
 

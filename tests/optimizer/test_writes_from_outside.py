@@ -47,7 +47,7 @@ def trained(choice: Any, dtype: torch.dtype, **options: Any) -> tuple[Any, list[
 
 
 def exact(optimizer: Any, param: Any) -> torch.Tensor:
-    format = next(each for each in MASTER_FORMATS.values() if each.key in optimizer.state[param])
+    format = next(kind for kind in MASTER_FORMATS.values() if kind.key in optimizer.state[param])
     return format.values(param, optimizer.state[param][format.key])
 
 

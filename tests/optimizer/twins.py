@@ -63,9 +63,9 @@ def assert_unchanged(optimizer: torch.optim.Optimizer, before: dict[str, Any]) -
     now = everything(optimizer)
     assert now["groups"] == before["groups"] and now["ids"] == before["ids"]
     assert all(map(torch.equal, now["params"], before["params"]))
-    for mine, known in zip(now["state"], before["state"], strict=True):
-        assert mine.keys() == known.keys()
-        assert all(torch.equal(mine[key], known[key]) for key in mine)
+    for mine, old in zip(now["state"], before["state"], strict=True):
+        assert mine.keys() == old.keys()
+        assert all(torch.equal(mine[key], old[key]) for key in mine)
 
 
 def torch_lists() -> Any:

@@ -41,14 +41,14 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
     from tilestep.backends.triton.run import CudaSegment
     from tilestep.norm.triton_backend import TritonNorm
 
-    found = Noted()
+    noted = Noted()
     monkeypatch.setattr(registry, "segment_class", lambda device: CudaSegment)
     monkeypatch.setattr(table, "cpu_norm", lambda numels, dtypes: TritonNorm(torch.device("cpu"), numels, dtypes))
     monkeypatch.setattr(control, "control_kernels", lambda numbers: run)
-    monkeypatch.setattr(ahead, "build_together", found.build)
+    monkeypatch.setattr(ahead, "build_together", noted.build)
     monkeypatch.setattr(ahead, "build_threads", lambda: 4)
-    monkeypatch.setattr(Launcher, "_launch", lambda launcher, arguments: found.launch(launcher, arguments))
-    return found
+    monkeypatch.setattr(Launcher, "_launch", lambda launcher, arguments: noted.launch(launcher, arguments))
+    return noted
 
 
 def optimizer_of(rule: str, **options: Any) -> tilestep.Optimizer:

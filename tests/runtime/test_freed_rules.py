@@ -56,7 +56,7 @@ def test_what_closures_hold_is_freed_with_the_optimizer(make: Any) -> None:
             trainer.model(torch.ones(2, 8)).sum().backward()
             optimizer.step()
         rule = optimizer.rule_of(optimizer.param_groups[0])
-        gone += [weakref.ref(each) for each in (trainer, trainer.model, optimizer)]
+        gone += [weakref.ref(owner) for owner in (trainer, trainer.model, optimizer)]
         gone += [] if rule in tilestep.registry.values() else [weakref.ref(rule)]
         del trainer, optimizer, rule
     gc.collect()

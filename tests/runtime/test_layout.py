@@ -104,9 +104,9 @@ def test_generated_code_finds_every_element(first: torch.Tensor, data: st.DataOb
     third = torch.zeros((), dtype=torch.int64).expand(first.shape)
     tensors = [first, second, third]
     record = layout_record(tensors)
-    found = located(record, np.arange(first.numel(), dtype=np.int64), 3)
+    places = located(record, np.arange(first.numel(), dtype=np.int64), 3)
     wanted = [offsets(tensor) for tensor in tensors]
-    assert found.T.tolist() == wanted
+    assert places.T.tolist() == wanted
 
 
 def located(record: np.ndarray, indices: np.ndarray, arrays: int) -> np.ndarray:
@@ -126,9 +126,9 @@ def test_generated_code_finds_elements_beyond_32_bits() -> None:
     indices = generator.integers(0, np.prod(shape, dtype=np.int64), 1000)
     coordinates = np.unravel_index(indices, shape)
     wanted = sum(part.astype(np.int64) * stride for part, stride in zip(coordinates, transposed.stride()))
-    found = located(record, indices, 2)
-    assert np.array_equal(found[:, 0], indices) and np.array_equal(found[:, 1], wanted)
-    assert found.max() > 2**33
+    places = located(record, indices, 2)
+    assert np.array_equal(places[:, 0], indices) and np.array_equal(places[:, 1], wanted)
+    assert places.max() > 2**33
 
 
 def reserved(numel: int, dtype: torch.dtype) -> torch.Tensor:

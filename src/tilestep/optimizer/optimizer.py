@@ -74,6 +74,8 @@ class Optimizer(torch.optim.Optimizer):
             of its running mean (`tilestep.TimesMean(3.0)`), or above the mean of previous norms or losses by a number
             of standard deviations (`tilestep.Sigma(6)`). Implies `skip_nonfinite`.
         track_grad_norm: compute `grad_norm` at every step even if nothing else needs it.
+        stats: `tilestep.Stats(...)` for statistics of every parameter; see `stats`.
+        track_changes: record which weights change in steps; see `changes`.
         hyperparameters: those of the rule.
 
     Raises:

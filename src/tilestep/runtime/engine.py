@@ -45,7 +45,7 @@ def pass_calls(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums]) ->
         if any(segment.spec.program.scalars[index].global_reductions for segment in running):
             calls.append(partial(_meet, running, index))
         calls += [
-            partial(segment.run_tiles if segment.streamer or segment.parts else segment.tile_pass, index)
+            partial(segment.run_tiles if segment.streamer or segment.run_in_parts else segment.tile_pass, index)
             for segment in running
         ]
         calls += [call for sums in shared for call in sums.calls(index)]
@@ -147,7 +147,7 @@ class DeviceEngine:
         self._sum_squares: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         self.norm_pass: Callable[[], torch.Tensor] | None = None  # the call that `norm` makes, after the first
         self._has_shares = any(entry.norm_share != 1 for entry in self.entries)
-        self._known_gradients: bool | None = None
+        self._gradients_unchanged: bool | None = None
         self._started_norm: tuple[torch.Tensor, torch.Tensor] | None = None
         used = sorted({entry.group for entry in self.entries})
         self.has_device_tables = self.grads.is_cuda
@@ -176,8 +176,8 @@ class DeviceEngine:
     def start(self, gradients: list[torch.Tensor | None], *, norm: bool) -> None:
         """Before `prepare`: launch the norm of gradients that have not changed, while the host checks the rest."""
         self._started_norm = None
-        self._known_gradients = self.gradients.unchanged(gradients)
-        if norm and self._known_gradients:
+        self._gradients_unchanged = self.gradients.unchanged(gradients)
+        if norm and self._gradients_unchanged:
             self.start_norm()
 
     @property
@@ -200,7 +200,7 @@ class DeviceEngine:
         self._follow_tensors()
         self.push_hypers()
         self.refresh_device_hypers()
-        unchanged, self._known_gradients = self._known_gradients, None
+        unchanged, self._gradients_unchanged = self._gradients_unchanged, None
         if self.gradients.unchanged(gradients) if unchanged is None else unchanged:
             return True
         try:

@@ -303,8 +303,7 @@ class StepInputs:
     @property
     def is_trivial(self) -> bool:
         """Whether there is nothing to decide."""
-        numbers = self.power_sum is None and self.partials is None
-        return numbers and self.grad_scale is None and self.found_inf is None
+        return not self.has_norm and self.grad_scale is None and self.found_inf is None
 
     @property
     def may_skip(self) -> bool:

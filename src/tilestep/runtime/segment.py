@@ -208,13 +208,6 @@ class TileStreamer(Protocol):
         """Wait until gradients and arrays in host memory are complete."""
 
 
-class TileParts(Protocol):
-    """Runs tile passes part by part, so that updated parts can be used before the rest is updated."""
-
-    def run(self, segment: Segment, index: int) -> None:
-        """Run tile pass `index` of a segment."""
-
-
 @dataclass
 class Entry:
     """One tensor of an optimizer, as kernels see it."""
@@ -276,7 +269,9 @@ class Segment:
     streamer: TileStreamer | None = None
     """Moves arrays to where tile passes work on them, and back."""
 
-    parts: TileParts | None = None  # runs tile passes part by part, if parts are used as soon as they are updated
+    run_in_parts: Callable[[Segment, int], None] | None = None
+    """Runs a tile pass part by part, if updated parts are used before the rest is updated."""
+
     can_be_cut = False  # whether tile passes over elements run range of tiles by range of tiles
     tile_ranges: Sequence[TileRange] = ()  # runs of tiles that passes can work on one by one
     has_taps = True  # whether its kernels can compute statistics and bits of changed weights
@@ -443,8 +438,8 @@ class Segment:
         """Run tile pass `index`: as a whole, by the streamer, or part by part."""
         if self.streamer is not None:
             self.streamer.run(index)
-        elif self.parts is not None:
-            self.parts.run(self, index)
+        elif self.run_in_parts is not None:
+            self.run_in_parts(self, index)
         else:
             self.tile_pass(index)
 

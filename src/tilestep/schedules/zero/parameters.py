@@ -178,7 +178,7 @@ class UpdateInParts:
         self._segments = [weakref.ref(segment) for segment in segments] if able else []
         self._cuts = None
         for segment in segments if able else ():
-            segment.parts = self
+            segment.run_in_parts = self.run
 
     def _cut_all(self) -> _Cuts:
         groups, cuts, bucket_of = self._sync.order(), _Cuts(), self._bucket_of()
