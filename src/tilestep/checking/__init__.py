@@ -46,15 +46,15 @@ def check_rule(
         >>> all(verdict.passed for verdict in check_rule(descent, interpret=False))
         True
     """
-    given = dict(hyperparameters or {})
+    overrides = dict(hyperparameters or {})
     graphs: dict[int, Graph] = {}
-    translation = timed("translation", lambda: _translate(rule, given, graphs), rule.where)
+    translation = timed("translation", lambda: _translate(rule, overrides, graphs), rule.where)
     yield translation
     if not translation.passed:
         return
     devices = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
     for device in devices:
-        subject = Subject(rule, given, device, graphs)
+        subject = Subject(rule, overrides, device, graphs)
         for name, item in ITEMS.items():
             if name == "threads" and subject.has_matrices:
                 text = "left out: torch's own matrix products are not the same for every number of threads"
@@ -62,20 +62,20 @@ def check_rule(
             elif name != "threads" or is_host(device):
                 yield run_item(subject, name, item)
     if len(devices) == 1:
-        yield from check_interpreted(rule, given) if interpret else ()
+        yield from check_interpreted(rule, overrides) if interpret else ()
 
 
-def _translate(rule: Rule, given: Mapping[str, Any], graphs: dict[int, Graph]) -> str:
+def _translate(rule: Rule, overrides: Mapping[str, Any], graphs: dict[int, Graph]) -> str:
     from ..describe import describe
 
-    values = {**rule.hyperparameters, **given}
+    values = {**rule.hyperparameters, **overrides}
     rule.check(values)
     check_group(rule, values)
     refusals = trace_all(rule, values, graphs)
     if not graphs.keys() - {0}:
         raise refusals[2]  # no optimizer has parameters that are all numbers
     dimensions = sorted(graphs)
-    description = describe(rule, given, backend="cpp", dims=2 if 2 in graphs else dimensions[0])
+    description = describe(rule, overrides, backend="cpp", dims=2 if 2 in graphs else dimensions[0])
     tiles = sum(entry.traffic is not None for entry in description.passes)
     taken = "tensors of any number of dimensions"
     if refusals:
@@ -90,13 +90,13 @@ _BACKEND = "Triton in its interpreter"
 _TIMEOUT = 900
 
 
-def check_interpreted(rule: Any, given: Mapping[str, Any]) -> Iterator[Verdict]:
+def check_interpreted(rule: Any, overrides: Mapping[str, Any]) -> Iterator[Verdict]:
     """Verdicts on the Triton code of a rule, run on the CPU."""
     if importlib.util.find_spec("triton") is None:
         yield Verdict(_BACKEND, None, "Triton is not installed")
         return
     try:
-        payload = pickle.dumps((rule, dict(given)))
+        payload = pickle.dumps((rule, dict(overrides)))
         _require_importable(rule)
     except Exception as error:  # lambdas, functions inside functions, __main__
         yield Verdict(_BACKEND, None, f"another process cannot import the rule: {error}")
@@ -130,12 +130,12 @@ def _require_importable(rule: Any) -> None:
 def answer() -> None:
     """Check the rule that comes in, and write verdicts."""
     warnings.simplefilter("ignore")  # numpy's, about numbers that are masked out
-    target, given = pickle.load(sys.stdin.buffer)
+    target, overrides = pickle.load(sys.stdin.buffer)
     subject_rule = target if isinstance(target, Rule) else rule(target)
     interpret_on_cpu()
     graphs: dict[int, Graph] = {}
-    trace_all(subject_rule, {**subject_rule.hyperparameters, **given}, graphs)
-    subject = Subject(subject_rule, given, torch.device("cpu"), graphs)
+    trace_all(subject_rule, {**subject_rule.hyperparameters, **overrides}, graphs)
+    subject = Subject(subject_rule, overrides, torch.device("cpu"), graphs)
     if subject.has_matrices:
         text = "left out for matrices: the interpreter does not round to bfloat16 as a GPU does"
         print(json.dumps(asdict(Verdict(_BACKEND, None, text))), flush=True)

@@ -1,4 +1,4 @@
-"""What is checked, one function each: a rule trained on drawn parameters, compared with its formula in float64."""
+"""The checks, a function each: a rule trains random parameters, and is compared with its formula in float64."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _STRAY = 2000
 
 
 class CheckFailure(Exception):
-    """Something is not as it should be; the text says what, in plain words."""
+    """A check has failed; the text says how, in plain words."""
 
     def __init__(self, text: str, buffer: str = "") -> None:
         super().__init__(text)
@@ -69,7 +69,7 @@ class Snapshot:
 
     @classmethod
     def first(cls, param: torch.Tensor, rule: Rule, group: Mapping[str, Any]) -> Snapshot:
-        """A snapshot before the first step, when there is no state yet: as the rule declares that it begins."""
+        """A snapshot before the first step, with state as the rule declares its beginning."""
         assert param.grad is not None
         wide = torch.float64 if param.dtype is torch.float64 else torch.float32
         buffers = {}
@@ -87,7 +87,7 @@ class Snapshot:
         return cls(exact, param.grad.detach().clone(), buffers, 1.0)
 
     def kept_as(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
-        """Round states to what they are kept in: they begin as values of their formats, and not as exact ones."""
+        """Round states to their formats, in which they begin."""
         for name, value in self.states.items():
             blocks = kept_in_blocks(state, name)
             if blocks is not None:
@@ -118,7 +118,7 @@ def expected(
 
 
 def _numbers(param: torch.Tensor, state: Mapping[str, Any], name: str) -> torch.Tensor:
-    """A state's values, whatever it is kept in."""
+    """A state's values, whatever its format."""
     blocks = kept_in_blocks(state, name)
     return state[name] if blocks is None else values_of(blocks, state, name, shape=param.shape)
 
@@ -139,7 +139,7 @@ def compare(
     wanted = expected(rule, before, hyperparameters, torch.float64)
     if not wanted["param"].isfinite().all() and before.param.isfinite().all():
         raise CheckFailure(f"the rule's own code, in float64, makes {label} infinite or NaN", "param")
-    # How far a last place of the gradient carries a decomposition: computing in float64 twice does not show it.
+    # The effect of a last place of the gradient on a decomposition: computing in float64 twice does not show it.
     nudged = replace(before, grad=torch.nextafter(before.grad, before.grad * 2)) if coarse else before
     rough = expected(rule, nudged if compute is torch.float64 else before, hyperparameters, compute)
     exact = exact_values(param, state)
@@ -225,14 +225,14 @@ class Subject:
     """A rule under check."""
 
     rule: Rule
-    given: Mapping[str, Any]  # hyperparameters that are not the defaults
-    device: torch.device  # where it runs
+    overrides: Mapping[str, Any]  # hyperparameters other than the defaults
+    device: torch.device  # on which it runs
     graphs: Mapping[int, Graph]  # its graph for each number of dimensions it takes
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
         """All hyperparameters."""
-        return {**self.rule.hyperparameters, **self.given}
+        return {**self.rule.hyperparameters, **self.overrides}
 
     @property
     def spans_tensors(self) -> bool:
@@ -247,12 +247,12 @@ class Subject:
         return any(is_matrix_work(value) for graph in self.graphs.values() for value in graph.values())
 
     def shapes(self, wanted: Sequence[tuple[int, ...]] = SHAPES) -> list[tuple[int, ...]]:
-        """Those of these shapes that the rule takes; where it takes none, small ones of as many dimensions."""
+        """The wanted shapes that the rule takes; if it takes none, small ones of dimensions that it takes."""
         fitting = [shape for shape in wanted if len(shape) in self.graphs]
         return fitting or [(3,) * dims for dims in self.graphs]
 
     def line_of(self, buffer: str) -> str:
-        """Where the rule computes a buffer: file and line, as far as it is known."""
+        """File and line at which the rule computes a buffer, or else those of the rule."""
         for graph in self.graphs.values():
             if buffer in graph.outputs and graph.outputs[buffer].line:
                 return graph.outputs[buffer].line
@@ -275,7 +275,7 @@ def draw(shape: Sequence[int], dtype: torch.dtype, device: torch.device, seed: i
 
 
 class Trial:
-    """Parameters with an optimizer, or with one each where the rule spans tensors."""
+    """Parameters with one optimizer, or an optimizer each if the rule spans tensors."""
 
     def __init__(
         self,
@@ -286,20 +286,19 @@ class Trial:
     ) -> None:
         self.subject = subject
         self.params = list(params)
-        self.groups = [{}, *groups]
         self.owner: list[Optimizer] = []
-        arguments = {**subject.given, **(options or {})}
+        self.steps = 0
+        arguments = {**subject.overrides, **(options or {})}
+        groups = [
+            {"params": self.params[index :: 1 + len(groups)], **group} for index, group in enumerate([{}, *groups])
+        ]
         if subject.spans_tensors:
             for index, param in enumerate(self.params):
-                group = {"params": [param], **self.groups[index % len(self.groups)]}
+                group = {**groups[index % len(groups)], "params": [param]}
                 self.owner.append(Optimizer([group], subject.rule, **arguments))
         else:
-            dealt = [
-                {"params": self.params[index :: len(self.groups)], **group} for index, group in enumerate(self.groups)
-            ]
-            filled = [group for group in dealt if group["params"]]
+            filled = [group for group in groups if group["params"]]
             self.owner = [Optimizer(filled, subject.rule, **arguments)] * len(self.params)
-        self.steps = 0
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -343,16 +342,16 @@ class Trial:
                 before.append(Snapshot.of(param, state))
             else:
                 before.append(Snapshot.first(param, self.subject.rule, self.group(index)))
-        begin = [not self.state(index) for index in range(len(self.params))]
+        is_first = [not self.state(index) for index in range(len(self.params))]
         hyperparameters = [self.hyperparameters(index) for index in range(len(self.params))]
         if limit is not None:
             self._clip(before, limit)
         self.step()
         for index, (param, old) in enumerate(zip(self.params, before)):
-            if begin[index] and isinstance(old, Snapshot):
-                old.kept_as(param, self.state(index))
             label = f"a {str(param.dtype).removeprefix('torch.')} tensor of shape {tuple(param.shape)}"
             if isinstance(old, Snapshot):
+                if is_first[index]:
+                    old.kept_as(param, self.state(index))
                 rule, coarse = self.subject.rule, self.subject.has_matrices
                 compare(rule, label, param, self.state(index), old, hyperparameters[index], coarse)
             elif not torch.equal(param.detach(), old):
@@ -378,7 +377,7 @@ class Trial:
         return self
 
     def trained(self, steps: int) -> Trial:
-        """Steps with new gradients each, that nothing is compared with."""
+        """Steps with new gradients each, without comparisons."""
         for _ in range(steps):
             self.set_gradients()
             self.step()
@@ -394,11 +393,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one check found."""
+    """The outcome of one check."""
 
     item: str  # what was checked
-    passed: bool | None  # whether it is as it should be; None if it could not be checked here
-    text: str  # what was found, in plain words; a failure names the rule's file and line
+    passed: bool | None  # None if it could not be checked on this machine
+    text: str  # the outcome in plain words; a failure names the rule's file and line
     seconds: float = 0.0  # how long it took
 
 
@@ -409,14 +408,14 @@ def run_item(subject: Subject, name: str, item: Callable[[Subject], str], backen
 
 
 def timed(label: str, check: Callable[[], str], where: Subject | str) -> Verdict:
-    """A check's verdict: what it says, or how it fails and where."""
+    """Run a check: its text, or how it fails and where."""
     begin = time.perf_counter()
     try:
         passed, text = True, check()
     except CheckFailure as failure:
         place = where if isinstance(where, str) else where.line_of(failure.buffer)
         passed, text = False, f"{failure}; see {place}"
-    except Exception as error:  # whatever goes wrong with a rule of the user's is the verdict
+    except Exception as error:  # any failure of a user's rule is the verdict
         place = _failing_line(error, where if isinstance(where, str) else where.rule.where)
         reason = " ".join(str(error).split()) or type(error).__name__
         named = reason if place.rpartition(":")[0] in reason else f"{reason}; see {place}"
@@ -491,7 +490,7 @@ def sizes(subject: Subject) -> str:
 
 
 def layouts(subject: Subject) -> str:
-    """Tensors that lie in memory in other ways than a new one does, and gradients that lie otherwise still."""
+    """Tensors with other strides than a new one's, and gradients with other strides than their parameters."""
     device = subject.device
     cases: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -600,7 +599,7 @@ def threads(subject: Subject) -> str:
 
 
 def checkpoint(subject: Subject) -> str:
-    """Training goes on from a checkpoint as if nothing had happened."""
+    """Training goes on from a checkpoint to the same bits."""
     first = Trial(subject, _parameters(subject)).run(3)
     second = Trial(subject, [torch.nn.Parameter(param.detach().clone()) for param in first.params])
     second.steps = first.steps
@@ -614,7 +613,7 @@ def checkpoint(subject: Subject) -> str:
 
 
 def skipping(subject: Subject) -> str:
-    """A step with gradients that are not finite can be left out whole."""
+    """A step with gradients that are not finite is skipped as a whole."""
     trial = Trial(subject, _parameters(subject), {"skip_nonfinite": True}).run(2)
     before = trial.contents()
     trial.set_gradients()
@@ -641,7 +640,7 @@ def clipping(subject: Subject) -> str:
 
 
 def taps(subject: Subject) -> str:
-    """Steps that measure and mark changed weights give the same bits, and tell what they have done."""
+    """Steps that measure and mark changed weights give the same bits, and report what they did."""
     runs = []
     for options in ({}, {"stats": Stats(), "track_changes": True}):
         trial = Trial(subject, _parameters(subject, shapes=[*subject.shapes(), *subject.shapes(((101, 67),))]), options)
@@ -657,7 +656,7 @@ def taps(subject: Subject) -> str:
 
 
 def _told(trial: Trial, before: list[torch.Tensor]) -> None:
-    """Compare what optimizers tell of a step with what it has done."""
+    """Compare the reports on a step with its results."""
     old = {id(param): values for param, values in zip(trial.params, before)}
     for optimizer in trial.optimizers:
         listed = {name: indices.long() for name, indices, _ in optimizer.changes()}
@@ -698,4 +697,4 @@ ITEMS: dict[str, Item] = {
 """Every item by its name, in the order they are checked."""
 
 INTERPRETED = ("float32", "sizes", "layouts", "param groups")
-"""Those that also run in Triton's interpreter, which is slow and rounds float32 only as a GPU does."""
+"""Items that also run in Triton's interpreter, which is slow, and rounds as a GPU only in float32."""

@@ -67,11 +67,11 @@ def require_plotting() -> None:
 def require_output(out: Path) -> None:
     """Check that pictures can be drawn, and results written to a folder, before they take minutes to make."""
     require_plotting()
-    there = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise typer.BadParameter(f"{there} is a file, not a folder; name another one", param_hint="--out")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise typer.BadParameter(f"the folder {there} cannot be written to; name another one", param_hint="--out")
+    existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise typer.BadParameter(f"{existing} is a file, not a folder; name another one", param_hint="--out")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise typer.BadParameter(f"the folder {existing} cannot be written to; name another one", param_hint="--out")
 
 
 def load_rule(name: str, option: str = "RULE") -> Rule:

@@ -231,8 +231,8 @@ def plan(
     contiguous = grad_buffer == "contiguous"
     measured: dict[str, float] = {"network_bandwidth": network * 1e9} if network else {}
     measured |= {"gpus_per_node": gpus_per_node} if gpus_per_node else {}
-    said = {name: "as the command line says" for name in measured}
-    figures = replace(figures, **measured, sources={**figures.sources, **said})  # type: ignore[arg-type]
+    sources = {**figures.sources, **dict.fromkeys(measured, "as the command line says")}
+    figures = replace(figures, **measured, sources=sources)  # type: ignore[arg-type]
     runs: dict[str, Any] = {"regime": model, "captured": captured, "tensors": tensors or None}
     runs["in_backward"] = in_backward
     bucket = bucket_mb * 2**20 or None

@@ -73,12 +73,12 @@ def _torch() -> str | None:
 def _cache() -> str | None:
     """Whether built code can be kept, and trusted."""
     forget_directory()
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         cache_directory()
-    if not said:
+    if not caught:
         return None
-    reason = str(said[0].message).rpartition("each process: ")[2]
+    reason = str(caught[0].message).rpartition("each process: ")[2]
     return (
         f"the cache folder cannot be used, so kernels are built again in each process: {reason}. "
         "Let TILESTEP_CACHE_DIR name a folder of yours that only you can write to."
@@ -98,9 +98,9 @@ def _compiler() -> str | None:
         folder = cache_directory()
     with tempfile.TemporaryDirectory(dir=folder, prefix="probe-") as temporary:
         library = Path(temporary) / "probe.so"
-        whole = [*command, *FLAGS, "-x", "c++", "-", "-o", str(library)]
+        build = [*command, *FLAGS, "-x", "c++", "-", "-o", str(library)]
         try:
-            done = subprocess.run(whole, input=PROBE, capture_output=True, encoding="utf-8", timeout=120)
+            done = subprocess.run(build, input=PROBE, capture_output=True, encoding="utf-8", timeout=120)
         except (OSError, subprocess.SubprocessError) as error:
             return f"the C++ compiler {name} cannot be run ({error}). Install another, or let CXX name it."
         if done.returncode:

@@ -279,7 +279,7 @@ PER_THREAD = 32768  # elements below which one more thread takes longer to wake 
 
 @functools.lru_cache(maxsize=2)
 def _library(whole: bool = False) -> ctypes.CDLL:
-    """The functions; for the 2-norm alone, which is what steps ask for, they take less than half as long to build."""
+    """The functions; those for the 2-norm alone, which steps use, build in less than half the time."""
     flags = () if whole else ("-DSQUARES_ALONE",)
     return with_signatures(load_library("norm", SOURCE, (*wide_vectors(), *flags)))
 
@@ -305,7 +305,7 @@ def cpu_norm(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> CpuNorm | 
 
 
 class CpuNorm:
-    """The tables in memory and the built library; `whole` gives one of all orders where that is of the 2-norm alone."""
+    """The tables in memory and the built library; `whole` returns one of all orders if that has the 2-norm alone."""
 
     def __init__(self, library: ctypes.CDLL, tiles: NormTiles, whole: Callable[[], ctypes.CDLL] | None = None) -> None:
         self._library, self._whole = library, whole
@@ -316,7 +316,7 @@ class CpuNorm:
         self._partials_address = self._partials.data_ptr()
 
     def sum_squares(self, addresses: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """`norm` for the 2-norm without its root, float64[1]: written where it lies, and returned."""
+        """`norm` for the 2-norm without its root: written to `out`, float64[1], which is returned."""
         threads = 1 if self._most_threads == 1 else min(self._most_threads, thread_count())
         tables, order = self._tile_tables, int(Order.SQUARES)
         self._library.tilestep_norm(
@@ -331,7 +331,7 @@ class CpuNorm:
         if order is not Order.SQUARES and self._whole is not None:
             try:
                 library = self._whole()
-            except BuildError as error:  # the one for the 2-norm may be from the cache, of a machine with a compiler
+            except BuildError as error:  # that of the 2-norm may be from the cache of a machine with a compiler
                 warn_of_failure(error)
                 return EagerNorm(self._tiles).norm(addresses, out, norm_type, root)
         library.tilestep_norm(
@@ -361,7 +361,7 @@ class CpuNorm:
         return self._partials[: self._tiles.count]
 
     def finish(self, out: torch.Tensor) -> None:
-        """Add up the sums that are there, one after the other, as the library does."""
+        """Add up the partial sums one after the other, as the library does."""
         tiles = self._partials[: self._tiles.count].numpy()
         with np.errstate(over="ignore", invalid="ignore"):
             total = float(np.add.accumulate(tiles)[-1]) if len(tiles) else 0.0
@@ -379,7 +379,7 @@ class CpuNorm:
 
 
 def _put(out: torch.Tensor, number: float) -> None:
-    """Write a number; beyond float32's range it is infinite there, where `fill_` raises."""
+    """Write a number, infinite beyond float32's range, where `fill_` would raise."""
     out.copy_(torch.tensor(number, dtype=torch.float64, device="cpu"))
 
 
@@ -390,7 +390,7 @@ def clip_coefficient(norm: torch.Tensor, limit: torch.Tensor | float) -> float:
 
 
 class EagerNorm:
-    """The same from torch's operations, a tensor at a time."""
+    """The same by torch's operations, one tensor at a time."""
 
     def __init__(self, tiles: NormTiles) -> None:
         self._rows = tiles.rows.tolist()
@@ -401,7 +401,7 @@ class EagerNorm:
         return out
 
     def norm(self, addresses: torch.Tensor, out: torch.Tensor, norm_type: float, root: bool) -> None:
-        """Each tensor by itself, then together."""
+        """The norm of each tensor, then of all."""
         parts = [before_root(tensor, norm_type) for tensor in self._tensors(addresses)]
         total = combine(torch.tensor(parts, dtype=torch.float64, device="cpu"), norm_type, root=root)
         if not root and order_of(norm_type) is Order.SQUARES and max(parts, default=0.0) < math.inf:

@@ -44,7 +44,7 @@ def order_of(norm_type: float) -> Order:
 
 
 def combine(parts: torch.Tensor, norm_type: float, *, root: bool = True) -> torch.Tensor:
-    """The norm of the whole from what its parts gave before the root."""
+    """The norm of all, from the results of its parts before the root."""
     order = order_of(norm_type)
     if order is Order.SMALLEST:
         return torch.cat((parts, parts.new_full((1,), math.inf))).amin()
@@ -93,8 +93,8 @@ def cut(numels: Sequence[int], dtypes: Sequence[torch.dtype], tile: int) -> Norm
 
 
 _sources: dict[bytes, torch.Tensor] = {}
-"""Pinned memory that captured CUDA graphs copy from at each replay, by its contents' digest. Nothing says when a graph
-is gone; but as nothing writes to it, what has the same contents is there once, however many captures there are."""
+"""Pinned memory that captured CUDA graphs copy from at each replay, by the digest of its contents. Never freed, as
+nothing tells when a graph is gone, and never written to: captures with the same contents share it."""
 
 
 def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -108,7 +108,7 @@ def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def source_of_graphs(host: torch.Tensor) -> torch.Tensor:
-    """Pinned memory with these contents, which stays as it is."""
+    """Pinned memory with these contents, which do not change."""
     digest = hashlib.blake2b(host.numpy().tobytes() + str(host.dtype).encode(), digest_size=32).digest()
     if digest not in _sources:
         _sources[digest] = host.pin_memory()

@@ -40,21 +40,25 @@ class _Tracked:
 
     place: int  # of the parameter among all
     handle: torch.Tensor  # the parameter as users have it
-    param: torch.Tensor  # the part of it that is here
+    param: torch.Tensor  # the part of it on this rank
     bits: torch.Tensor  # int32[words] along its memory
     writes: np.ndarray  # int64[1], versions that steps' own operations have counted
     watched: list[torch.Tensor]  # the tensors whose versions tell of writes
-    leads: bool  # whether this is the first of the ranks that hold the same part
-    logical: Callable[[torch.Tensor], torch.Tensor]  # from flat indices into what is here to those into the parameter
-    version: int | None = None  # when it was last looked at, less what steps have written since the beginning
+    leads: bool  # whether this rank is the first of those that hold the same part
+    logical: Callable[[torch.Tensor], torch.Tensor]  # from flat indices into the part to those into the parameter
+    version: int | None = None  # at the last look, without the writes of steps
     wholly: bool = False  # whether other code has written to it since the list was last made
 
     @property
     def dtype(self) -> torch.dtype:
         return index_dtype(self.handle)
 
+    def change(self, index: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Flat indices into the parameter, of flat indices into the part, with values."""
+        return self.logical(index).to(self.dtype), values
+
     def versions(self) -> int:
-        """How often any code but its passes has written to it, and steps."""
+        """The number of writes to it by other code than its passes and the steps' own operations."""
         return sum_of_versions(self.watched) - int(self.writes[0])
 
 
@@ -91,7 +95,7 @@ class Changes:
         self._words: list[torch.Tensor] = []
         self._written: dict[int, _Written] = {}
         self._counts: dict[int, int] = {}
-        self._of_steps = 0  # versions of watched tensors that steps have counted, those that `_written` has left out
+        self._of_steps = 0  # versions of watched tensors counted by steps that are no longer in `_written`
         self._version: int | None = None
         self._lying: list[int] = []
         self._cut: dict[torch.device, _Blocks] = {}
@@ -109,7 +113,7 @@ class Changes:
         names: Names,
         dormant: Sequence[torch.Tensor],
     ) -> None:
-        """Use the bits of new tables; what was set before is set in them too."""
+        """Use the bits of new tables, to which those of earlier tables are copied."""
         self._see_writes()
         tracked: dict[int, _Tracked] = {}
         self._writes, self._words = [], [segment.taps.words for engine in tables.engines for segment in engine.segments]
@@ -131,7 +135,7 @@ class Changes:
                     taps.watched[position] = one.watched
                     tracked[id(origin.param)] = one
         for param in dormant:
-            # No step writes to it; other code may.
+            # Steps do not write to it; other code may.
             part, writes = local_part(param), np.zeros(1, dtype=np.int64)
             bits = torch.zeros(0, dtype=torch.int32, device=part.device)
             tracked[id(param)] = self._track(names, Origin(param), param, part, bits, writes)
@@ -141,7 +145,7 @@ class Changes:
             made, version = self._made.pop(key, (None, 0))
             if made is not None and made() is one.handle:
                 one.wholly = _versions_of(one.handle) != version
-            # Whoever knows the weights by their names has those of another parameter.
+            # Receivers, which know weights by their names, have those of another parameter.
             one.wholly |= replaced.get(names.names[one.place], one.handle) is not one.handle
             if earlier is not None and earlier.handle is one.handle:
                 one.wholly |= earlier.wholly
@@ -160,15 +164,15 @@ class Changes:
     def _track(
         self, names: Names, origin: Origin, member: Any, part: torch.Tensor, bits: torch.Tensor, writes: np.ndarray
     ) -> _Tracked:
-        """The bits of a parameter, of which an optimizer updates a part of a member, a DTensor or a piece of it."""
+        """The bits of a parameter; a member, which is updated, is the parameter, a DTensor or a piece of it."""
         handle, is_part = origin.param, is_distributed(member)
         watched = [local_part(member), member] if is_part else [member]
         leads = self._sharers is None or self._sharers.leads(member)
-        logical = _Whole(member, part).index if is_part else origin.logical
+        logical = _into_whole(member, part.shape) if is_part else origin.logical
         return _Tracked(names.places[id(handle)], handle, part, bits, writes, watched, leads, logical)
 
     def _note(self, written: list[torch.Tensor]) -> None:
-        """Count tensors that a step has written, as autograd does."""
+        """Count the tensors written by a step, as autograd does."""
         record = self._written.get(id(written))
         if record is None:
             if len(self._written) > 64:
@@ -185,14 +189,14 @@ class Changes:
         self._written.clear()
 
     def _versions(self) -> int:
-        """How often any code but steps has written to any parameter, less a constant."""
+        """The number of writes to all parameters by other code than steps, plus a constant."""
         own = sum(int(writes[places].sum()) for writes, places in self._writes)
         stepped = self._of_steps + sum(record.steps * record.watched for record in self._written.values())
         return sum_of_versions(self._watched) - own - stepped
 
     def _see_writes(self) -> None:
-        """Take note of parameters that other code than steps has written to, or given other memory."""
-        # Assigning `param.data` counts no version.
+        """Note parameters that other code than steps has written to, or given other memory."""
+        # Assigning to `param.data` counts no version.
         lying = [local_part(one.watched[-1]).data_ptr() for one in self._tracked.values()]
         if self._version is not None and lying == self._lying and self._versions() == self._version:
             return
@@ -205,7 +209,7 @@ class Changes:
 
     @torch.no_grad()
     def list(self, *, clear: bool, gather: bool) -> Iterator[Change]:
-        """The changed weights of each parameter that has some; the host waits once."""
+        """The changed weights, by parameter; the host waits once."""
         self._see_writes()
         tracked = [self._tracked[key] for key in self._order]
         gathers = gather and self._sharers is not None and self._sharers.size > 1
@@ -222,9 +226,8 @@ class Changes:
         else:
             made = {}
             for listing in lists:
-                for one, pair in zip(listing.tracked, listing.made(listing.counts().tolist())):
-                    there = one.handle is one.param
-                    made[one.place] = pair if there else (_moved(pair[0], one.handle), _moved(pair[1], one.handle))
+                for one, (index, values) in zip(listing.tracked, listing.made(listing.counts().tolist())):
+                    made[one.place] = _moved(index, one.handle), _moved(values, one.handle)
         if clear:
             for one in tracked:
                 one.wholly = False
@@ -235,8 +238,8 @@ class Changes:
     def _gathered(self, lists: Sequence[_OnCpu | _OnDevice]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """The changes of all ranks on each of them, in two messages: how many there are, then all of them."""
         sharers = self._sharers
-        here = local_part(self._handles[0]).device if self._handles else torch.device("cpu")
-        device = next((listing.device for listing in lists if not is_host(listing.device)), here)
+        own_device = local_part(self._handles[0]).device if self._handles else torch.device("cpu")
+        device = next((listing.device for listing in lists if not is_host(listing.device)), own_device)
         mine = torch.zeros(len(self._handles), dtype=torch.int64, device=device)
         for listing in lists:
             mine.index_copy_(0, sent([one.place for one in listing.tracked], device), _moved(listing.counts(), mine))
@@ -244,12 +247,12 @@ class Changes:
         counts = torch.stack(sharers.gather(mine)).tolist()
         own: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for listing in lists:
-            made_here = listing.made([counts[sharers.rank][one.place] for one in listing.tracked])
-            own.update(zip([one.place for one in listing.tracked], made_here))
-        # Wide elements first: then all of them lie where their types want them.
+            places = [one.place for one in listing.tracked]
+            own.update(zip(places, listing.made([counts[sharers.rank][place] for place in places])))
+        # Wide elements first: then all of them are aligned.
         kinds = [(index_dtype(handle), handle.dtype) for handle in self._handles]
-        there = [place for place in range(len(kinds)) if any(rank[place] for rank in counts)]
-        runs = [(place, which) for place in there for which in (0, 1)]
+        changed = [place for place in range(len(kinds)) if any(rank[place] for rank in counts)]
+        runs = [(place, which) for place in changed for which in (0, 1)]
         runs.sort(key=lambda run: (-kinds[run[0]][run[1]].itemsize, str(kinds[run[0]][run[1]])))
         sizes = [[rank[place] * kinds[place][which].itemsize for place, which in runs] for rank in counts]
         message = torch.zeros(max(map(sum, sizes)), dtype=torch.uint8, device=device)
@@ -260,17 +263,17 @@ class Changes:
                 sent_bytes = torch.cat(listed).view(torch.uint8)
                 message[begin : begin + len(sent_bytes)] = sent_bytes
                 begin += len(sent_bytes)
-        # As bytes: neither NCCL nor gloo knows 16-bit integers.
+        # As bytes: neither NCCL nor gloo sends 16-bit integers.
         everyone = sharers.gather(message) if len(message) else []
         arrived: dict[tuple[int, int], list[torch.Tensor]] = {run: [] for run in runs}
         for received, widths in zip(everyone, sizes):
             for run, part in zip(runs, received[: sum(widths)].split(widths)):
                 if part.numel():
                     arrived[run].append(part.view(kinds[run[0]][run[1]]))
-        whole = {run: parts[0] if len(parts) == 1 else torch.cat(parts) for run, parts in arrived.items()}
+        joined = {run: parts[0] if len(parts) == 1 else torch.cat(parts) for run, parts in arrived.items()}
         made = {}
-        for place in there:
-            handle, index, values = self._handles[place], whole[place, 0], whole[place, 1]
+        for place in changed:
+            handle, index, values = self._handles[place], joined[place, 0], joined[place, 1]
             cut = getattr(handle, "placements", None)
             cut = None if cut is None else [placement for placement in cut if not placement.is_replicate()]
             # Whether the lists of ranks, one after the other, have ascending indices.
@@ -283,7 +286,7 @@ class Changes:
 
 
 def _moved(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A tensor beside another; the host does not wait for what goes to a GPU."""
+    """A tensor on the device of another; the host does not wait for copies to a GPU."""
     if tensor.device == like.device:
         return tensor
     return sent(tensor, like.device) if is_host(tensor.device) else tensor.to(like.device)
@@ -295,26 +298,23 @@ def sent(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch.T
     return table.to(device) if is_host(device) else table.pin_memory().to(device, non_blocking=True)
 
 
-class _Whole:
-    """Flat indices into a DTensor, of flat indices into its local part."""
+def _into_whole(handle: Any, sizes: torch.Size) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function from flat indices into a DTensor's local part to those into the DTensor."""
+    coordinates: list[torch.Tensor] = []
 
-    def __init__(self, handle: Any, part: torch.Tensor) -> None:
-        self._handle, self._part = handle, part
-        self._coordinates: list[torch.Tensor] = []
-
-    def index(self, indices: torch.Tensor) -> torch.Tensor:
-        """Those of these."""
-        handle, sizes = self._handle, self._part.shape
-        if not self._coordinates:
-            self._coordinates = [_moved(coordinate, indices) for coordinate in logical_coordinates(handle)]
-        rest, whole, stride = indices.to(torch.int64), torch.zeros_like(indices, dtype=torch.int64), handle.numel()
+    def logical(indices: torch.Tensor) -> torch.Tensor:
+        if not coordinates:
+            coordinates.extend(_moved(coordinate, indices) for coordinate in logical_coordinates(handle))
+        rest, index, stride = indices.to(torch.int64), torch.zeros_like(indices, dtype=torch.int64), handle.numel()
         inner = math.prod(sizes)
         for dim, size in enumerate(sizes):
             inner //= max(size, 1)
             stride //= max(handle.shape[dim], 1)
-            whole += self._coordinates[dim][rest // inner] * stride
+            index += coordinates[dim][rest // inner] * stride
             rest = rest % inner
-        return whole
+        return index
+
+    return logical
 
 
 def _by_kernels(device: torch.device) -> bool:
@@ -332,25 +332,25 @@ class _OnCpu:
 
     @staticmethod
     def _changed(one: _Tracked) -> torch.Tensor:
-        """Flat indices into what is here."""
+        """Flat indices into the part on this rank."""
         if one.wholly:
             return torch.arange(one.param.numel(), dtype=torch.int64, device="cpu")
         if one.bits.numel() and not one.param.is_contiguous():
             return _flags(one).reshape(-1).nonzero().reshape(-1)
         words = one.bits.numpy()
-        there = np.flatnonzero(words)
-        flags = np.unpackbits(words[there].view(np.uint8), bitorder="little").reshape(-1, WORD)
+        nonzero = np.flatnonzero(words)
+        flags = np.unpackbits(words[nonzero].view(np.uint8), bitorder="little").reshape(-1, WORD)
         row, lane = np.nonzero(flags)
-        return torch.from_numpy(there[row] * WORD + lane)
+        return torch.from_numpy(nonzero[row] * WORD + lane)
 
     def counts(self) -> torch.Tensor:
-        """int64[parameters], how many weights of each have changed."""
+        """int64[parameters], the numbers of changed weights."""
         return torch.tensor([indices.numel() for indices in self._indices], dtype=torch.int64, device="cpu")
 
     def made(self, counts: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Flat indices into the parameters, and values."""
         pairs = zip(self.tracked, self._indices)
-        return [(one.logical(index).to(one.dtype), one.param.detach().reshape(-1)[index]) for one, index in pairs]
+        return [one.change(index, one.param.detach().reshape(-1)[index]) for one, index in pairs]
 
 
 def _flags(one: _Tracked) -> torch.Tensor:
@@ -361,15 +361,15 @@ def _flags(one: _Tracked) -> torch.Tensor:
 
 
 class _OnDevice:
-    """As `_OnCpu`, where the host must not wait for each parameter."""
+    """The lists of parameters on a device, made without a wait of the host for each parameter."""
 
     def __init__(self, tracked: Sequence[_Tracked], device: torch.device, cut: dict[torch.device, _Blocks]) -> None:
         self.tracked, self.device = list(tracked), device
         by_kernels = _by_kernels(device)
-        there = [one for one in tracked if not one.wholly and one.bits.numel()]
-        plain = [one for one in there if by_kernels and one.param.is_contiguous()]
+        marked = [one for one in tracked if not one.wholly and one.bits.numel()]
+        plain = [one for one in marked if by_kernels and one.param.is_contiguous()]
         chosen = set(map(id, plain))
-        self._others = [one for one in there if id(one) not in chosen]
+        self._others = [one for one in marked if id(one) not in chosen]
         self._flags = {id(one): _flags(one).reshape(-1) for one in self._others}
         blocks = cut.get(device)
         self._blocks = cut[device] = blocks if blocks is not None and blocks.fits(plain) else _Blocks(plain, device)
@@ -391,11 +391,7 @@ class _OnDevice:
     def made(self, counts: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Flat indices into the parameters, and values."""
         if self._all_plain:
-            pairs = self._blocks.pairs(counts)
-            return [
-                pair if one.handle is one.param else (one.logical(pair[0]).to(one.dtype), pair[1])
-                for one, pair in zip(self.tracked, pairs)
-            ]
+            return [one.change(*pair) for one, pair in zip(self.tracked, self._blocks.pairs(counts))]
         count_of = {id(one): count for one, count in zip(self.tracked, counts)}
         listed = self._blocks.listed([count_of[id(one)] for one in self._plain])
         lists = []
@@ -406,13 +402,13 @@ class _OnDevice:
                     index = torch.nonzero_static(self._flags[id(one)], size=count_of[id(one)]).reshape(-1)
                 else:
                     index = torch.arange(count_of[id(one)], dtype=torch.int64, device=self.device)
-                pair = index.to(one.dtype), one.param.detach().reshape(-1)[index]
-            lists.append(pair if one.handle is one.param else (one.logical(pair[0]).to(one.dtype), pair[1]))
+                pair = index, one.param.detach().reshape(-1)[index]
+            lists.append(one.change(*pair))
         return lists
 
 
 class _Run:
-    """Parameters whose bits are in one table, cut into blocks of words, and the kernels that read these."""
+    """Parameters whose bits are in one table, cut into blocks of words, and the kernels that read the blocks."""
 
     def __init__(self, members: Sequence[_Tracked], device: torch.device) -> None:
         from ..backends.triton.changes import WORDS, count_changes, list_changes
@@ -438,7 +434,7 @@ class _Run:
         self._list = prepare(list_changes, len(owner), device, {"WORDS": WORDS, "BYTES": self._dtype.itemsize})
 
     def counted(self) -> torch.Tensor:
-        """int64[parameters], how many weights of each have changed; on the device."""
+        """int64[parameters], the numbers of changed weights, on the device."""
         self._count(self._bits, self._blocks, self._counts)
         self._cumulated = self._counts.cumsum(0)
         ends = self._cumulated[self._ends]
@@ -456,24 +452,24 @@ class _Run:
 
 
 class _Blocks:
-    """Parameters that lie in memory in the order of their indices."""
+    """Contiguous parameters, in runs that kernels read together."""
 
     def __init__(self, tracked: Sequence[_Tracked], device: torch.device) -> None:
         kinds: dict[tuple[Any, ...], list[_Tracked]] = {}
         for one in tracked:
             key = (one.bits.untyped_storage().data_ptr(), one.param.dtype, one.dtype)
             kinds.setdefault(key, []).append(one)
-        self._given, self._addresses = list(tracked), [one.param.data_ptr() for one in tracked]
+        self._order, self._addresses = list(tracked), [one.param.data_ptr() for one in tracked]
         self._runs = [_Run(members, device) for members in kinds.values()]
         self.tracked = [one for run in self._runs for one in run.members]  # in the order of counts and lists
 
     def fits(self, tracked: Sequence[_Tracked]) -> bool:
-        """Whether these are the parameters, and lie where they lay."""
-        same = len(tracked) == len(self._given) and all(map(operator.is_, tracked, self._given))
+        """Whether these are the same parameters at the same addresses."""
+        same = len(tracked) == len(self._order) and all(map(operator.is_, tracked, self._order))
         return same and [one.param.data_ptr() for one in tracked] == self._addresses
 
     def counted(self) -> list[torch.Tensor]:
-        """int64, how many weights of each parameter have changed, in parts; on the device."""
+        """int64, the numbers of changed weights in parts, on the device."""
         return [run.counted() for run in self._runs]
 
     def pairs(self, counts: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -483,5 +479,5 @@ class _Blocks:
             yield from run.listed(list(itertools.islice(rest, len(run.members))))
 
     def listed(self, counts: Sequence[int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """The same by `id` of what is tracked."""
+        """As `pairs`, by `id` of the tracked parameter."""
         return dict(zip(map(id, self.tracked), self.pairs(counts)))
