@@ -44,6 +44,10 @@ def lamb(params: Any) -> tilestep.Optimizer:
     return tilestep.LAMB(params, lr=0.01)  # type: ignore[attr-defined]
 
 
+def prodigy(params: Any) -> tilestep.Optimizer:
+    return tilestep.Prodigy(params, d0=1e-3)  # type: ignore[attr-defined]
+
+
 def _train(*builds: Build, makes: Any = (adamw, clipped), steps: int = 5) -> None:
     for build, during, make in pairwise(builds, DURING, makes):
         pair = Pair(make, during, build)
@@ -82,6 +86,11 @@ def data_parallel_updates_in_backward() -> None:
 def fully_sharded() -> None:
     _train(fsdp, fsdp_kept, fsdp_recomputing, fsdp_prefetching, fsdp_root_alone, fsdp_and_plain)
     _train(fsdp, makes=[lamb])
+
+
+def fully_sharded_tensors_that_are_one_group() -> None:
+    """Those of a rule that reduces over all of them: their update comes before any module gathers some of them."""
+    _train(fsdp, fsdp_prefetching, fsdp_and_plain, makes=[prodigy])
 
 
 def fully_sharded_updates_module_by_module() -> None:
@@ -434,6 +443,7 @@ CHECKS = [
     sums_by_hand_come_too_late_and_it_is_said,
     data_parallel_updates_in_backward,
     fully_sharded,
+    fully_sharded_tensors_that_are_one_group,
     fully_sharded_updates_module_by_module,
     fully_sharded_updates_before_gathering,
     fully_sharded_modules_are_joined,

@@ -155,9 +155,9 @@ class DeferredUpdates:
             unguard_forwards(self)
 
     def _gather(self, module: nn.Module, streams: Sequence[torch.cuda.Stream]) -> None:
-        group = self._grouping.of_module.get(module)
-        if group is not None and group.index in self.updates:
-            self._wait(group, streams)
+        for group in self._grouping.of_module.get(module, ()):
+            if group.index in self.updates:
+                self._wait(group, streams)
 
     def _wait(self, group: Group, streams: Sequence[torch.cuda.Stream] | None = None) -> None:
         update = self.updates[group.index]

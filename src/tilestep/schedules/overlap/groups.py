@@ -49,7 +49,12 @@ class Grouping:
         """Divide the parameters that the optimizer has now."""
         self.groups = _divided(optimizer, model, self._bucket_bytes, self._joins)
         self.of = {id(param): group for group in self.groups for param in group.params}
-        self.of_module = {module: group for group in self.groups for module in group.modules}
+        self.of_module: dict[nn.Module, list[Group]] = {}
+        """The groups that an FSDP module gathers parameters of."""
+        for key, module in _gatherers(model).items():
+            group, groups = self.of.get(key), self.of_module.setdefault(module, [])
+            if group is not None and group not in groups:
+                groups.append(group)
 
     def knows(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether these are the groups of the optimizer's parameters."""
@@ -68,14 +73,11 @@ def _divided(optimizer: Optimizer, model: nn.Module, bucket_bytes: int, joins: b
     divided: list[tuple[str, list[torch.Tensor], tuple[nn.Module, ...]]] = []
     by_module: dict[nn.Module | None, list[tuple[str, torch.Tensor]]] = {}
     names = {id(param): name for name, param in model.named_parameters()}
-    modules = [(name, module) for name, module in model.named_modules() if kind_of(module) == FSDP2]
+    gatherers = _gatherers(model)
     # Each once, in the reverse order of registration, by the FSDP module that gathers it.
     for name, param in reversed(list(model.named_parameters())):
         if id(param) in own and id(param) not in together:
-            holders = [(prefix, module) for prefix, module in modules if not prefix or name.startswith(f"{prefix}.")]
-            # Names of holders are prefixes of each other: the longest is the innermost.
-            module = max(holders, key=lambda holder: len(holder[0]))[1] if holders else None
-            by_module.setdefault(module, []).append((name, param))
+            by_module.setdefault(gatherers.get(id(param)), []).append((name, param))
     for module, members in by_module.items():
         if module is None:
             divided.extend((name, params, ()) for name, params in _buckets(members, bucket_bytes))
@@ -89,6 +91,18 @@ def _divided(optimizer: Optimizer, model: nn.Module, bucket_bytes: int, joins: b
     if outside:
         divided.append(("parameters outside of the model", outside, ()))
     return [Group(index, *division, names.keys()) for index, division in enumerate(divided)]
+
+
+def _gatherers(model: nn.Module) -> dict[int, nn.Module]:
+    """The FSDP module that gathers a parameter, by the parameter's `id`."""
+    modules = [(name, module) for name, module in model.named_modules() if kind_of(module) == FSDP2]
+    gatherers: dict[int, nn.Module] = {}
+    for name, param in model.named_parameters():
+        holders = [(prefix, module) for prefix, module in modules if not prefix or name.startswith(f"{prefix}.")]
+        if holders:
+            # Names of holders are prefixes of each other: the longest is the innermost.
+            gatherers[id(param)] = max(holders, key=lambda holder: len(holder[0]))[1]
+    return gatherers
 
 
 def _by_global_rule(optimizer: Optimizer) -> dict[str, list[torch.Tensor]]:
