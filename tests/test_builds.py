@@ -35,7 +35,7 @@ def forget() -> None:
     compile.compiler_version.cache_clear()
     compile._failures.clear()
     compile._told.clear()
-    cpu_backend._library.cache_clear()
+    cpu_backend._loaded.cache_clear()
 
 
 @pytest.fixture(autouse=True)
@@ -177,6 +177,33 @@ def adamw() -> list[float]:
     weight.grad = torch.ones(5)
     optimizer.step()
     return weight.tolist()
+
+
+def test_flags_of_the_environment_come_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels and norms of other flags are others, in one process too, and both are kept."""
+
+    def stepped() -> list[float]:
+        weight = torch.nn.Parameter(torch.arange(5.0))
+        optimizer = tilestep.SGD([weight], lr=0.5, max_grad_norm=1.0)
+        weight.grad = torch.ones(5)
+        optimizer.step()
+        return weight.tolist()
+
+    command = compile.compiler()
+    assert command is not None
+    commands = tmp_path / "commands"
+    compiler_that(f'echo "$@" >> "{commands}"; exec {command[0]} "$@"', tmp_path / "c++", monkeypatch)
+    expected = stepped()
+    for _ in range(2):
+        monkeypatch.setenv("TILESTEP_CXXFLAGS", "-O0 -DNAME='a b'")
+        assert stepped() == pytest.approx(expected)
+        monkeypatch.delenv("TILESTEP_CXXFLAGS")
+        assert stepped() == expected
+    plain, given = (
+        [line.partition(" -o ")[0] for line in commands.read_text().splitlines() if ("-O0" in line) is given]
+        for given in (False, True)
+    )
+    assert len(plain) == 2 and given == [line.replace(" -x c++", " -O0 -DNAME=a b -x c++") for line in plain]
 
 
 @pytest.mark.parametrize("work", [SLEEPS, "echo no such header >&2; exit 1", "kill -SEGV $$"])

@@ -154,7 +154,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         raise BuildError("no C++ compiler found")
 
     monkeypatch.setattr(cpu_backend, "load_library", refuse)
-    cpu_backend._library.cache_clear()
+    cpu_backend._loaded.cache_clear()
     tensors = [*drawn([100, 20000, 0], torch.float32), *drawn([9], torch.bfloat16)]
     try:
         with pytest.warns(RuntimeWarning, match="no C\\+\\+ compiler") as record:
@@ -169,7 +169,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]))
     finally:
         monkeypatch.undo()
-        cpu_backend._library.cache_clear()
+        cpu_backend._loaded.cache_clear()
         assert compile.load_library is cpu_backend.load_library
 
 
@@ -184,7 +184,7 @@ def test_without_a_compiler_for_other_orders(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(cpu_backend, "load_library", refuse)
     monkeypatch.setattr(compile, "_told", set())
-    cpu_backend._library.cache_clear()
+    cpu_backend._loaded.cache_clear()
     tensors = [*drawn([100, 20000, 0], torch.float32), *drawn([9], torch.bfloat16)]
     try:
         assert total_norm(tensors).item() == pytest.approx(referee(tensors, 2.0), rel=1e-6)
@@ -195,7 +195,7 @@ def test_without_a_compiler_for_other_orders(monkeypatch: pytest.MonkeyPatch) ->
         assert len(record) == 1
     finally:
         monkeypatch.undo()
-        cpu_backend._library.cache_clear()
+        cpu_backend._loaded.cache_clear()
 
 
 def test_what_graphs_copy_from_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:

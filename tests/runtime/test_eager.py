@@ -34,7 +34,7 @@ def _no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
         compile.compiler_version.cache_clear()
         compile.warn_without_compiler.cache_clear()
         # What is first asked for without a compiler would stay without it for the tests that follow: norms, the look.
-        cpu_backend._library.cache_clear()
+        cpu_backend._loaded.cache_clear()
         native_build._file_name.cache_clear()
         native_build._loaded.cache_clear()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ..backends.cpp.compile import FLAGS, compiler
+from ..backends.cpp.compile import FLAGS, compiler, user_flags
 from ..cache import cache_directory, forget_directory
 from ..native import module
 
@@ -98,7 +98,7 @@ def _compiler() -> str | None:
         folder = cache_directory()
     with tempfile.TemporaryDirectory(dir=folder, prefix="probe-") as temporary:
         library = Path(temporary) / "probe.so"
-        build = [*command, *FLAGS, "-x", "c++", "-", "-o", str(library)]
+        build = [*command, *FLAGS, *user_flags(), "-x", "c++", "-", "-o", str(library)]
         try:
             done = subprocess.run(build, input=PROBE, capture_output=True, encoding="utf-8", timeout=120)
         except (OSError, subprocess.SubprocessError) as error:

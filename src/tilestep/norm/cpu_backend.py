@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..backends.cpp.compile import load_library, warn_of_failure, wide_vectors
+from ..backends.cpp.compile import load_library, user_flags, warn_of_failure, wide_vectors
 from ..backends.cpp.support import STANDARD
 from ..backends.spec import LARGEST_SUM
 from ..devices import thread_count
@@ -277,10 +277,13 @@ extern "C" void tilestep_scale(const int64_t* addresses, const int64_t* rows, co
 PER_THREAD = 32768  # elements below which one more thread takes longer to wake than to work
 
 
-@functools.lru_cache(maxsize=2)
 def _library(whole: bool = False) -> ctypes.CDLL:
     """The functions; those for the 2-norm alone, which steps use, build in less than half the time."""
-    flags = () if whole else ("-DSQUARES_ALONE",)
+    return _loaded(() if whole else ("-DSQUARES_ALONE",), user_flags())
+
+
+@functools.cache
+def _loaded(flags: tuple[str, ...], _: tuple[str, ...]) -> ctypes.CDLL:
     return with_signatures(load_library("norm", SOURCE, (*wide_vectors(), *flags)))
 
 

@@ -101,15 +101,21 @@ def wide_vectors() -> tuple[str, ...]:
     return ("-mprefer-vector-width=512",) if "avx512_bf16" in _cpu_features().split() else ()
 
 
+def user_flags() -> tuple[str, ...]:
+    """The user's flags of `TILESTEP_CXXFLAGS`: they come after tilestep's own."""
+    return tuple(shlex.split(os.environ.get("TILESTEP_CXXFLAGS", "")))
+
+
 def load_library(title: str, source: str, extra_flags: Sequence[str] = ()) -> ctypes.CDLL:
     """Build C++ source, or take the built library from the cache, and load it."""
-    key = content_key(source, " ".join((*FLAGS, *extra_flags)), platform.machine(), _cpu_features())
+    flags = (*FLAGS, *extra_flags, *user_flags())
+    key = content_key(source, " ".join(flags), platform.machine(), _cpu_features())
     command = compiler()
     if command is None:
         return _prebuilt(f"{title}-{key}-*.so")
     version = _attempt(command, compiler_version)
     name = f"{title}-{key}-{content_key(version)[:8]}.so"
-    whole = [*command, *FLAGS, *extra_flags, "-x", "c++", "-"]
+    whole = [*command, *flags, "-x", "c++", "-"]
     return _attempt((command, name), lambda: _load_or_build(name, whole, source))
 
 

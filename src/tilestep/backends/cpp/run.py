@@ -19,7 +19,7 @@ from ...runtime.segment import Block, Entry, Segment, SliceTables, TileRange
 from ...tuning import tile_shape
 from ..spec import KernelSpec
 from . import source
-from .compile import load_library, warn_of_failure, wide_vectors
+from .compile import load_library, user_flags, warn_of_failure, wide_vectors
 from .support import Launch, SliceLaunch, ViewTables
 
 _FEWEST_ROWS, _MOST_ROWS = 64, 256
@@ -72,14 +72,14 @@ class CpuSlices:
         return torch.from_numpy(self._slots[slot])
 
 
-_libraries: dict[tuple[int, bool], ctypes.CDLL] = {}
+_libraries: dict[tuple[int, bool, tuple[str, ...]], ctypes.CDLL] = {}
 _without_gaps: set[int] = set()
 """Specs, by identity, whose next segment is to fail as the last one did when a gradient first had gaps."""
 
 
 def load(spec: KernelSpec, *, gaps: bool = False) -> ctypes.CDLL:
     """The kernels of a spec, built or from the cache; those for tensors with gaps take twice as long to build."""
-    key = (id(spec), gaps)
+    key = (id(spec), gaps, user_flags())
     if key not in _libraries:
         _libraries[key] = load_library(spec.name, source.source(spec, gaps=gaps), _flags(spec))
         weakref.finalize(spec, _libraries.pop, key, None)
