@@ -6,16 +6,18 @@ VENV ?= .venv
 TORCH_INDEX ?=
 # Another torch than the one of constraints.txt: make test VENV=.venv-2.11 TORCH=2.11.0
 TORCH ?=
-# Test processes, and what to test: make test JOBS=4 TESTS=tests/cli
+# Test processes, and what to test: make test JOBS=4 TESTS=tests/cli. OPTIMIZED=1 builds the C++ kernels of all tests as for users:
+# a few files that have many, and other subjects, build them without optimization (tests/conftest.py).
 JOBS ?= 2
 TESTS ?=
+OPTIMIZED ?=
 ARGS ?=
 READY := $(VENV)/.ready
 
 .PHONY: help setup demo test test-frameworks fuzz gpu-test bench lint format types docs examples dist clean
 help:
 	@echo "make demo      train a small GPT twice, with torch's AdamW and with tilestep's, and compare (ARGS=...)"
-	@echo "make test      all tests and doctests but those with frameworks (JOBS=2 TESTS=path)"
+	@echo "make test      all tests and doctests but those with frameworks (JOBS=2 TESTS=path OPTIMIZED=1)"
 	@echo "make test-frameworks  tests with transformers, accelerate, Lightning and torchtitan, which it installs"
 	@echo "make fuzz      random trainings beside torch's (SEEDS=500 FIRST=0)"
 	@echo "make gpu-test  the tests that need a GPU"
@@ -43,7 +45,7 @@ demo: $(READY)
 # Two test processes share the cores: OpenMP threads that wait must not spin. A file's tests run in one process, which
 # starts ranks for all of them once; the longest files begin (tests/conftest.py).
 test: $(READY)
-	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS) $(or $(TESTS),--ignore tests/frameworks)
+	OMP_WAIT_POLICY=passive $(if $(OPTIMIZED),TILESTEP_CXXFLAGS=) $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS) $(or $(TESTS),--ignore tests/frameworks)
 
 test-frameworks: $(READY)-frameworks
 	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS) tests/frameworks

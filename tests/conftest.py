@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -37,6 +38,21 @@ LONGEST = (
     "test_docs.py",
 )
 """Files that take the most of a core, the longest first: no process is left with one of them alone."""
+
+UNOPTIMIZED = (
+    "cli/test_cli_check.py",
+    "combinations/test_conformance.py::test_parted_cases",
+    "taps/test_taps_placements.py",
+)
+"""Tests of what happens around C++ kernels, with many kernels of their own: these are built without optimization, in a
+third of the time. All others test kernels as users build them; with `make test OPTIMIZED=1` all do."""
+
+
+@pytest.fixture(autouse=True)
+def flags_of_builds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags for the C++ kernels of a test, and of the ranks and scripts that it starts."""
+    if request.node.nodeid.removeprefix("tests/").startswith(UNOPTIMIZED) and "TILESTEP_CXXFLAGS" not in os.environ:
+        monkeypatch.setenv("TILESTEP_CXXFLAGS", "-O0")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
