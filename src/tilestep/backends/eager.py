@@ -21,6 +21,7 @@ class EagerSegment(Segment):
     tile_size = 1 << 20
     batches_matrices = False
     reads_gradients = True
+    leaves_sums = False
     has_taps = False
 
     def prepare(self) -> None:

@@ -274,6 +274,7 @@ class Segment:
 
     can_be_cut = False  # whether tile passes over elements run range of tiles by range of tiles
     tile_ranges: Sequence[TileRange] = ()  # runs of tiles that passes can work on one by one
+    leaves_sums = True  # whether its passes leave the sums of this rank, which other ranks' are added to
     has_taps = True  # whether its kernels can compute statistics and bits of changed weights
     taps: SegmentTaps | None = None  # its outputs besides updates
     batches_matrices = True  # whether matrix passes run on batches; else the segment's own passes do their work
