@@ -408,16 +408,19 @@ def test_nothing_holds_gradients_after_a_step_that_failed() -> None:
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])
-def test_fake_parameters_have_fake_state(where: str) -> None:
+@pytest.mark.parametrize("name", ["AdamW", "Adagrad"])  # whose states begin with 0, and with another number
+def test_fake_parameters_have_fake_state(where: str, name: str) -> None:
     kept: dict[type, Any] = {}
-    for kind in (tilestep.AdamW, torch.optim.AdamW):
+    own, theirs = getattr(tilestep, name), getattr(torch.optim, name)
+    options = {"initial_accumulator_value": 0.1} if name == "Adagrad" else {}
+    for kind in (own, theirs):
         mode = FakeTensorMode()
         with mode:
             model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
-            optimizer = kind(model.parameters()) if where == "inside" else None
+            optimizer = kind(model.parameters(), **options) if where == "inside" else None
             model(torch.randn(3, 4)).sum().backward()
         if where == "outside":
-            optimizer = kind(model.parameters())
+            optimizer = kind(model.parameters(), **options)
             optimizer.step()
         else:
             with mode:
@@ -427,7 +430,7 @@ def test_fake_parameters_have_fake_state(where: str) -> None:
             {key: (tuple(value.shape), value.dtype) for key, value in optimizer.state[param].items() if key != "step"}
             for param in model.parameters()
         ]
-    assert kept[tilestep.AdamW] == kept[torch.optim.AdamW]
+    assert kept[own] == kept[theirs]
 
 
 def test_real_parameters_under_a_fake_mode_are_refused() -> None:

@@ -534,7 +534,7 @@ def _beginning(start: State, param: torch.Tensor, group: Mapping[str, Any]) -> t
     """The values with which a state begins."""
     if start.init == "param":
         return param.detach()
-    return torch.full((), _start(start, group), dtype=torch.float64, device=param.device)
+    return param.detach().new_full((), _start(start, group), dtype=torch.float64)  # a fake tensor if the parameter is
 
 
 def fill_buffers(requests: BufferRequests, home: StateMemory) -> None:
