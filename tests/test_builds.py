@@ -320,7 +320,7 @@ def test_the_scanner_s_build_waits_until_a_process_has_lived_for_a_while(monkeyp
     started: list[bool] = []
     monkeypatch.setattr(native_build, "_start", lambda: started.append(True))
     monkeypatch.setattr(native_build, "_builder", None)
-    monkeypatch.setattr(native_build, "_known_absent", False)
+    monkeypatch.setattr(native_build, "_is_absent", False)
     monkeypatch.setattr(native_build, "_first_asked", None)
     monkeypatch.setattr(native_build, "find_cached", lambda name: None)
     monkeypatch.setattr(native_build, "_file_name", lambda: "scan-test.so")
@@ -341,7 +341,7 @@ def test_a_damaged_scanner_is_not_loaded(directory: Path, monkeypatch: pytest.Mo
     whole = directory / "scan-test.so"
     monkeypatch.setattr(native_build, "_file_name", lambda: whole.name)
     monkeypatch.setattr(native_build, "_builder", None)
-    monkeypatch.setattr(native_build, "_known_absent", False)
+    monkeypatch.setattr(native_build, "_is_absent", False)
     for damage in (whole.read_bytes(), bytes(4100), b""):  # no library at all, zeroed, cut
         whole.write_bytes(damage)
         native_build._loaded.cache_clear()

@@ -109,6 +109,30 @@ def of_backends() -> None:
     >>> names = TritonNames(["param_array"])
     >>> [names.fresh(wanted) for wanted in ("update", "update", "size", "SPAN", "start_1", "param_array")]
     ['update', 'update_2', 'size_2', 'SPAN_', 'start_1_', 'param_array_2']
+
+    >>> import torch
+    >>> from tilestep.backends.spec import cut_tiles, pass_traffic
+    >>> from tilestep.rules import registry
+    >>> from tilestep.runtime import graph_for, kernel_spec
+    >>> from tilestep.storage import Plain
+    >>> graph = graph_for(registry["Lion"], registry["Lion"].hyperparameters, dims=1)
+    >>> storages = {name: Plain(torch.bfloat16) for name in ("param", "grad", "exp_avg")}
+    >>> traffic = pass_traffic(kernel_spec(graph, storages, torch.float32, "cpu"), 0)
+    >>> traffic.bytes_read, traffic.bytes_written
+    (6, 4)
+
+    >>> cut = cut_tiles([5, 0, 4], size=4)
+    >>> cut.first_tile.tolist(), cut.tile_tensor.tolist()
+    ([0, 2, 2], [0, 0, 2])
+
+    >>> from tilestep.backends.cpp.text import CppNames
+    >>> names = CppNames(["param_array"])
+    >>> [names.fresh(wanted) for wanted in ("update", "update", "new", "M_PI", "param_array", "\u03b2")]
+    ['update', 'update_2', 'new_2', 'M_PI_', 'param_array_2', 'beta']
+
+    >>> from tilestep.backends.cpp.run import block_of
+    >>> block_of(1, 4096, 4096), block_of(4096, 3, 3), block_of(1, 4099, 1)
+    ((1, 64, 2048), (4096, 3, 3), (1, 256, 1))
     """
 
 

@@ -76,7 +76,7 @@ _forced: ContextVar[TileShape | None] = ContextVar("forced_shape", default=None)
 
 
 def signature(spec: KernelSpec) -> str:
-    """What decides which tile shape is fastest: bytes moved, the arrays' dtypes, sums over tiles, random bits."""
+    """The properties on which the fastest shape depends: bytes moved, arrays' dtypes, sums over tiles, random bits."""
     from .backends.spec import total_traffic
     from .storage import dtype_name
 
@@ -195,16 +195,16 @@ def _parsed(content: str | bytes) -> Any:
 
 
 def _usable(content: Any, device_name: str, device_type: str) -> dict[str, TileShape]:
-    """The shapes of a file that is of this device and version; anything else in it is passed over."""
+    """The shapes in a file of this device and version; anything else in it is ignored."""
     if not isinstance(content, dict) or content.get("device") != device_name or content.get("tilestep") != __version__:
         return {}
-    known = {tuple(asdict(shape).items()): shape for shape in CANDIDATES[device_type] + STAGED[device_type]}
+    measured = {tuple(asdict(shape).items()): shape for shape in CANDIDATES[device_type] + STAGED[device_type]}
     shapes = content.get("shapes")
     usable = {}
     for name, stored in shapes.items() if isinstance(shapes, dict) else ():
         key = tuple(stored.items()) if isinstance(stored, dict) else ()
-        if all(isinstance(number, int) for _, number in key) and key in known:
-            usable[name] = known[key]
+        if all(isinstance(number, int) for _, number in key) and key in measured:
+            usable[name] = measured[key]
     return usable
 
 

@@ -14,7 +14,7 @@ from triton_assembler import require_assembler
 
 from tilestep import compat
 from tilestep.backends.triton import launch
-from tilestep.backends.triton.launch import Launcher, build_together, prepare
+from tilestep.backends.triton.launch import Launcher, build_together
 
 SCRIPT = Path(__file__).with_name("built_together.py")
 
@@ -77,7 +77,7 @@ def test_launchers_that_have_nothing_to_build_ask_nobody(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(launch, "compile_together", asked)
     on_cpu: list[tuple[Launcher, tuple[torch.Tensor, ...]]] = [
-        (prepare(lambda: None, 1, torch.device("cpu")), (torch.zeros(1),)) for _ in range(3)
+        (Launcher(lambda: None, 1, torch.device("cpu")), (torch.zeros(1),)) for _ in range(3)
     ]
     build_together(on_cpu, torch.device("cpu"))
 

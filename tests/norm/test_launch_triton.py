@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tilestep.backends.triton.launch import prepare
+from tilestep.backends.triton.launch import Launcher
 
 CUDA = torch.device("cuda")
 
@@ -65,7 +65,7 @@ def device_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_builds_once_and_passes_constants_behind_the_arguments() -> None:
     noted = kernel()
-    launch = prepare(noted, 5, CUDA, {"N": 8}, num_warps=2)
+    launch = Launcher(noted, 5, CUDA, {"N": 8}, num_warps=2)
     x = torch.ones(1)
     launch(x, 2.0)
     launch(x, 3.0)
@@ -78,7 +78,7 @@ def test_builds_once_and_passes_constants_behind_the_arguments() -> None:
 
 def test_a_refused_compiled_kernel_is_launched_the_ordinary_way() -> None:
     noted = kernel(refuses=True)
-    launch = prepare(noted, 5, CUDA, {"N": 8})
+    launch = Launcher(noted, 5, CUDA, {"N": 8})
     x = torch.ones(1)
     launch(x, 2.0)
     launch(x, 2.0)
@@ -88,7 +88,7 @@ def test_a_refused_compiled_kernel_is_launched_the_ordinary_way() -> None:
 
 def test_an_error_of_a_proven_kernel_is_not_hidden() -> None:
     noted = kernel()
-    launch = prepare(noted, 5, CUDA, {"N": 8})
+    launch = Launcher(noted, 5, CUDA, {"N": 8})
     launch(torch.ones(1), 2.0)
     noted.compiled.refuses = True
     with pytest.raises(TypeError, match="other arguments"):
@@ -97,17 +97,17 @@ def test_an_error_of_a_proven_kernel_is_not_hidden() -> None:
 
 def test_no_programs_no_launch() -> None:
     noted = kernel()
-    prepare(noted, 0, CUDA, {"N": 8})(torch.ones(1), 2.0)
+    Launcher(noted, 0, CUDA, {"N": 8})(torch.ones(1), 2.0)
     assert noted.calls == []
 
 
 def test_kernels_that_triton_would_specialize_are_refused() -> None:
     with pytest.raises(TypeError, match="'x' in do_not_specialize_on_alignment"):
-        prepare(Kernel(parameter("x", fixed=False), parameter("N", constant=True)), 1, CUDA, {"N": 8})
+        Launcher(Kernel(parameter("x", fixed=False), parameter("N", constant=True)), 1, CUDA, {"N": 8})
     with pytest.raises(TypeError, match="constants must be its last parameters"):
-        prepare(Kernel(parameter("N", constant=True), parameter("x")), 1, CUDA, {"N": 8})
+        Launcher(Kernel(parameter("N", constant=True), parameter("x")), 1, CUDA, {"N": 8})
     with pytest.raises(TypeError, match="whole numbers"):
-        prepare(kernel(), 1, CUDA, {"N": 8})(torch.ones(1), 2)
+        Launcher(kernel(), 1, CUDA, {"N": 8})(torch.ones(1), 2)
 
 
 def test_the_real_kernels_are_accepted() -> None:
@@ -117,10 +117,10 @@ def test_the_real_kernels_are_accepted() -> None:
     from tilestep.norm.triton_source import norm_source, scale_source
 
     module = load_module("norm", norm_source([torch.float32], Order.SQUARES))
-    prepare(module.norm_tiles, 1, CUDA, {"TILE": 8192, "STEP": 1024})
-    prepare(module.norm_finish, 1, CUDA, {"ROOT": True, "BLOCK": 8192})
+    Launcher(module.norm_tiles, 1, CUDA, {"TILE": 8192, "STEP": 1024})
+    Launcher(module.norm_finish, 1, CUDA, {"ROOT": True, "BLOCK": 8192})
     for on_device in (True, False):
-        prepare(
+        Launcher(
             load_module("scale", scale_source([torch.float32], limit_on_device=on_device)).scale_tiles,
             1,
             CUDA,

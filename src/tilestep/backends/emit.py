@@ -6,7 +6,7 @@ import keyword
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from ..graph import Value, size_from_end
 from .spec import KernelSpec
@@ -60,21 +60,23 @@ def _letter_name(letter: str) -> str:
 
 
 class Writer:
-    """Turns values into statements of one language."""
+    """Turns values into statements of a language, whose subclass declares variables and writes constants."""
 
-    def __init__(
-        self,
-        spelling: Mapping[str, str],
-        declare: Callable[[str, str, Value], str],
-        constant: Callable[[float | bool], str],
-        names: Names,
-    ) -> None:
-        self.spelling = spelling
-        self.declare = declare
-        self.constant = constant
+    def __init__(self, kind: str, indent: str, names: Names, spelling: Mapping[str, str]) -> None:
+        self.kind = kind  # the type that is computed in
+        self.indent = indent
         self.names = names
+        self.spelling = spelling
         self.lines: list[str] = []
         self.expressions: dict[int, str] = {}
+
+    def declare(self, name: str, expression: str, value: Value) -> str:
+        """The statement that gives a value a variable."""
+        raise NotImplementedError
+
+    def constant(self, number: float | bool) -> str:
+        """The expression of a constant."""
+        raise NotImplementedError
 
     def spelled(self, value: Value) -> str:
         """The expression of a value whose arguments are written."""

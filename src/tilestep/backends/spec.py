@@ -76,7 +76,7 @@ class KernelSpec:
 
     @cached_property
     def widest(self) -> int:
-        """Bytes of an element of its widest array."""
+        """Bytes of an element of the widest array."""
         return max(array.dtype.itemsize for array in (self.grad, *self.arrays))
 
     @cached_property
@@ -91,21 +91,18 @@ class KernelSpec:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Which of a parameter's sizes the scalar pass knows, counted from the last as 1; 0 stands for their product.
-
-        They are those of the whole parameter, of which the tiles may hold a part.
-        """
+        """The sizes of a whole parameter that the scalar pass reads, counted from the last as 1; 0 is their product."""
         hypers = self.program.graph.hypers()
         asked = {size_from_end(name) for name in hypers} - {0, 1, 2}
         return (2, 1, *sorted(asked), *((0,) if "numel" in hypers else ()))
 
     def scalar_dtype(self, name: str) -> torch.dtype:
-        """What a state of one number a tensor is kept in: what is computed in, unless the rule says otherwise."""
+        """The dtype of a state of one number a tensor: the type computed in, unless the rule declares another."""
         return self.program.graph.state_dtypes.get(name, self.compute)
 
     @property
     def machine_epsilon(self) -> float:
-        """That of the type the parameter is kept in."""
+        """The machine epsilon of the type that the parameter is stored in."""
         return torch.finfo(self.storages["param"].precision).eps
 
     @property
@@ -119,7 +116,7 @@ class KernelSpec:
         return len(self.program.global_reductions)
 
     def header(self, mark: str, backend: str) -> str:
-        """Comment lines that say rule, storage and version."""
+        """Comment lines with rule, storage and version."""
         storage = ", ".join(f"{name} {storage}" for name, storage in self.storages.items())
         lines = [
             f"tilestep {__version__}: rule {self.program.graph.title}, {backend} backend",
@@ -181,25 +178,7 @@ def _bytes(arrays: Sequence[Array]) -> float:
 
 
 def pass_traffic(spec: KernelSpec, index: int) -> Traffic:
-    """What tile pass `index` moves; nothing where there is none.
-
-    Gradients that carry a loss scale are also written back by one pass; that is not counted.
-
-    Args:
-        spec: what the kernels are built from.
-        index: the pass.
-
-    Example:
-        >>> import torch
-        >>> from tilestep.storage import Plain
-        >>> from tilestep.runtime import graph_for, kernel_spec
-        >>> from tilestep.rules import registry
-        >>> graph = graph_for(registry["Lion"], registry["Lion"].hyperparameters, dims=1)
-        >>> storages = {name: Plain(torch.bfloat16) for name in ("param", "grad", "exp_avg")}
-        >>> traffic = pass_traffic(kernel_spec(graph, storages, torch.float32, "cpu"), 0)
-        >>> traffic.bytes_read, traffic.bytes_written
-        (6, 4)
-    """
+    """What tile pass `index` moves, without the gradients that one pass writes back where they carry a loss scale."""
     tile = spec.program.tiles[index]
     return tile_traffic(spec, [*spec.program.slices_before(index), *([] if tile is None else [tile])])
 
@@ -244,13 +223,7 @@ class Tiles:
 
 
 def cut_tiles(numels: Sequence[int], size: int) -> Tiles:
-    """Cut tensors of these lengths into tiles; an empty tensor has none.
-
-    Example:
-        >>> cut = cut_tiles([5, 0, 4], size=4)
-        >>> cut.first_tile.tolist(), cut.tile_tensor.tolist()
-        ([0, 2, 2], [0, 0, 2])
-    """
+    """Cut tensors of these lengths into tiles; an empty tensor has none."""
     numel = np.asarray(numels, dtype=np.int64)
     counts = -(-numel // size)
     ends = np.cumsum(counts)

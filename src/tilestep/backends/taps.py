@@ -50,16 +50,12 @@ def tap_columns(spec: KernelSpec) -> TapColumns:
 
 @dataclass(frozen=True)
 class PassTaps:
-    """What one tile pass puts out.
-
-    spec, tile: the pass. grad: whether its statistics have the gradient's columns. buffers: the parameter and states
-    that it writes.
-    """
+    """What one tile pass puts out."""
 
     spec: KernelSpec
     tile: TilePass
-    grad: bool
-    buffers: tuple[str, ...]
+    grad: bool  # whether its statistics have the gradient's columns
+    buffers: tuple[str, ...]  # the parameter and states that it writes
 
     @cached_property
     def columns(self) -> TapColumns:
@@ -134,16 +130,16 @@ def _moves(build: Builder, value: Value, tile: TilePass) -> Value | None:
     if tile.leaves(value):
         return None
     if value.operation in ("add", "sub"):
-        for kept, other in (value.args, value.args[::-1]) if value.operation == "add" else (value.args,):
+        for kept, term in (value.args, value.args[::-1]) if value.operation == "add" else (value.args,):
             before = _moves(build, kept, tile)
             if before is not None:
-                moves = _is_something(build, other, tile)
+                moves = _is_something(build, term, tile)
                 return moves if before.operation == "constant" else build.apply("or", before, moves)
     if value.operation == "mul":
         for kept, factor in (value.args, value.args[::-1]):
             if kept.operation == "load" and _moves(build, kept, tile) is not None:
-                other = build.apply("ne", factor, build.constant(1.0))
-                return build.apply("and", other, build.apply("ne", kept, build.constant(0.0)))
+                scales = build.apply("ne", factor, build.constant(1.0))
+                return build.apply("and", scales, build.apply("ne", kept, build.constant(0.0)))
     return None
 
 

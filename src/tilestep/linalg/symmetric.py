@@ -102,7 +102,7 @@ def _launcher(
     device: torch.device,
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """A launcher for operands of these dtypes: what it has compiled for one reads another's bits wrongly."""
-    from ..backends.triton.launch import prepare
+    from ..backends.triton.launch import Launcher
 
     blocks = blocks or BLOCKS
     matrices = shape[0]
@@ -118,7 +118,7 @@ def _launcher(
         "EVEN": rows % blocks.rows == 0,
     }
     count = blocks.count(rows)
-    launcher = prepare(
+    launcher = Launcher(
         _triton().symmetric_tiles, matrices * count, device, constants, num_warps=blocks.warps, num_stages=blocks.stages
     )
     sizes = torch.tensor([rows, inner, count], dtype=torch.int64, device=device)

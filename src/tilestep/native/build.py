@@ -1,4 +1,4 @@
-"""Building and loading the scanner: never waited for in a step, kept in the cache, and not missed where it is not."""
+"""Building and loading the scanner: no step waits for it, it is kept in the cache, and Python does without it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from ..cache import cached, content_key, find_cached, open_cached
 from ..errors import BuildError
 
 LEAST_TENSORS = 16
-"""Fewer tensors than this are looked at in Python faster than anyone notices."""
+"""Below so many tensors a look in Python takes no noticeable time."""
 
 _FLAGS = ["-std=c++20", "-O2", "-fopenmp", "-shared", "-fPIC", "-w"]
 _lock = threading.Lock()
 _builder: threading.Thread | None = None
-_known_absent = False
+_is_absent = False
 _first_asked: float | None = None
 
 _SECONDS = 600.0
-"""How long its compiler may take; only `wait` waits for it."""
+"""How long the compiler may take; only `wait` waits for it."""
 
 _START_SECONDS = 2.0
 """A process that has not lived as long after its first step does not start a build that its end would cut short."""
@@ -45,13 +45,13 @@ def _source() -> str:
 
 
 def _sources() -> str:
-    """All that the module is made of."""
+    """The text of all files that the module is built from."""
     return "".join((_FOLDER / name).read_text() for name in ("tensors.h", "arrivals.h", "scan.cpp"))
 
 
 @functools.lru_cache(maxsize=1)
 def layout_flags() -> list[str]:
-    """What a tensor's Python object holds, as torch's headers declare it; nothing where they say it in other words."""
+    """What a tensor's Python object holds, as torch's headers declare it; nothing if they declare it otherwise."""
     folder = Path(torch.__file__).parent / "include/torch/csrc/autograd"
     try:
         variable, graph_task = (folder / name for name in ("python_variable.h", "graph_task.h"))
@@ -82,20 +82,20 @@ def _file_name() -> str | None:
 
 
 def module(tensors: int) -> Any:
-    """The scanner's module if it is built; otherwise a thread builds it in time, and the answer is None for now."""
-    global _known_absent, _first_asked
+    """The scanner's module if it is built; otherwise None, and a thread builds it once that pays."""
+    global _is_absent, _first_asked
     if _loaded.cache_info().currsize:
         return _loaded()
     if _builder is not None:
         return None if _builder.is_alive() else _loaded()
-    if _known_absent:  # looked for once: a step must not read directories
+    if _is_absent:  # looked for once: a step must not read directories
         if tensors >= LEAST_TENSORS and _first_asked is not None and time.monotonic() - _first_asked > _START_SECONDS:
             _start()
         return None
     name = _file_name()
     if name is not None and find_cached(name) is not None:
         return _loaded()
-    _known_absent = True
+    _is_absent = True
     _first_asked = None if name is None else time.monotonic()
     return None
 
@@ -169,8 +169,8 @@ def _loaded() -> ModuleType | None:
 
 def _after_fork() -> None:
     """A forked process has no thread that builds, and a lock of its own."""
-    global _builder, _lock, _known_absent
-    _builder, _lock, _known_absent = None, threading.Lock(), False
+    global _builder, _lock, _is_absent
+    _builder, _lock, _is_absent = None, threading.Lock(), False
 
 
 if hasattr(os, "register_at_fork"):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..backends.triton.launch import Launch, Launcher, load_module, prepare
+from ..backends.triton.launch import Launch, Launcher, load_module
 from .tiles import Order, cut, order_of, upload
 from .triton_source import FINISH_BLOCK, norm_source, scale_source, tile_shape
 
@@ -95,10 +95,10 @@ class TritonNorm:
             finish = {"ROOT": root, "BLOCK": FINISH_BLOCK}
             self._norms[key] = (
                 self._over_tiles(module.norm_tiles),
-                prepare(module.norm_finish, 1, self._device, finish, num_warps=FINISH_WARPS),
+                Launcher(module.norm_finish, 1, self._device, finish, num_warps=FINISH_WARPS),
             )
         return self._norms[key]
 
     def _over_tiles(self, kernel: Any) -> Launcher:
         sizes = {"TILE": self._tile, "STEP": self._step}
-        return prepare(kernel, self._count, self._device, sizes, num_warps=self._warps)
+        return Launcher(kernel, self._count, self._device, sizes, num_warps=self._warps)

@@ -412,7 +412,7 @@ class _Run:
 
     def __init__(self, members: Sequence[_Tracked], device: torch.device) -> None:
         from ..backends.triton.changes import WORDS, count_changes, list_changes
-        from ..backends.triton.launch import prepare
+        from ..backends.triton.launch import Launcher
 
         self.members, self._device = list(members), device
         bits = members[0].bits
@@ -430,8 +430,8 @@ class _Run:
         self._blocks = torch.from_numpy(blocks.astype(np.int64)).to(device)
         self._ends = torch.from_numpy(ends - 1).to(device)
         self._counts = torch.zeros(len(owner), dtype=torch.int64, device=device)
-        self._count = prepare(count_changes, len(owner), device, {"WORDS": WORDS})
-        self._list = prepare(list_changes, len(owner), device, {"WORDS": WORDS, "BYTES": self._dtype.itemsize})
+        self._count = Launcher(count_changes, len(owner), device, {"WORDS": WORDS})
+        self._list = Launcher(list_changes, len(owner), device, {"WORDS": WORDS, "BYTES": self._dtype.itemsize})
 
     def counted(self) -> torch.Tensor:
         """int64[parameters], the numbers of changed weights, on the device."""

@@ -43,10 +43,10 @@ gnu++14 for its headers: those of C++17 hold special functions and parallel algo
 
 
 VERSION_SECONDS = 20.0
-"""How long a compiler may take to say its version."""
+"""How long a compiler may take to print its version."""
 
 RETRY_SECONDS = 300.0
-"""How long a build that has failed is not tried again in this process."""
+"""How long a failed build is not tried again in this process."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -62,14 +62,14 @@ def compiler() -> tuple[str, ...] | None:
 
 @functools.lru_cache(maxsize=1)
 def compiler_version() -> str:
-    """What the compiler says that it is."""
+    """The compiler's own description of itself."""
     command = compiler()
     if command is None:
         return ""
     options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen([*command, "--version"], start_new_session=True, **options) as process:  # type: ignore[call-overload]
         try:
-            said, _ = process.communicate(timeout=VERSION_SECONDS)
+            answer, _ = process.communicate(timeout=VERSION_SECONDS)
         except BaseException as error:
             _kill_group(process)
             if isinstance(error, subprocess.TimeoutExpired):
@@ -77,7 +77,7 @@ def compiler_version() -> str:
                     f"{' '.join(command)} --version has not answered in {VERSION_SECONDS:.0f} s"
                 ) from error
             raise
-    return said.decode(errors="replace")
+    return answer.decode(errors="replace")
 
 
 @functools.lru_cache(maxsize=1)
@@ -115,12 +115,12 @@ def load_library(title: str, source: str, extra_flags: Sequence[str] = ()) -> ct
         return _prebuilt(f"{title}-{key}-*.so")
     version = _attempt(command, compiler_version)
     name = f"{title}-{key}-{content_key(version)[:8]}.so"
-    whole = [*command, *flags, "-x", "c++", "-"]
-    return _attempt((command, name), lambda: _load_or_build(name, whole, source))
+    build = [*command, *flags, "-x", "c++", "-"]
+    return _attempt((command, name), lambda: _load_or_build(name, build, source))
 
 
 _failures: dict[Any, tuple[float, str]] = {}
-"""What could not be built, and until when that is not tried again."""
+"""Why something could not be built, and until when it is not tried again."""
 
 
 def _attempt(subject: Any, action: Callable[[], T]) -> T:
@@ -149,7 +149,7 @@ def _load_or_build(name: str, command: list[str], source: str) -> ctypes.CDLL:
             try:
                 return _open(file)
             except BuildError:
-                # It is whole, but from a machine with other libraries; or nothing can be loaded from there.
+                # It is complete, but from a machine with other libraries, or nothing can be loaded from this folder.
                 if anew:
                     raise
     raise AssertionError
@@ -179,7 +179,7 @@ def _open(file: CachedFile) -> ctypes.CDLL:
 
 
 def build_seconds() -> float:
-    """How long a kernel's compiler may take, and another process's is waited for: `TILESTEP_BUILD_TIMEOUT`, or 90."""
+    """How long a compiler may run, or another process's build is waited for: `TILESTEP_BUILD_TIMEOUT`, or 90."""
     return float(os.environ.get("TILESTEP_BUILD_TIMEOUT") or 90)
 
 
@@ -197,7 +197,7 @@ kill -KILL "$watch"
 exit "$status"
 """
 """Runs a compiler, and ends it with all that it has started and written when its standard input ends: when this process
-does, in whatever way. A compiler's driver alone would leave the compiler itself and temporary files behind."""
+does, in any way. A compiler's driver alone would leave the compiler itself and temporary files behind."""
 
 _running: set[subprocess.Popen[bytes]] = set()
 
@@ -206,10 +206,10 @@ def compile_source(command: Sequence[str], source: str, target: Path, libraries:
     """Run a compiler on a source that it reads from its standard input; nothing of it outlives this process."""
     folder = target.parent
     (folder / "source").write_text(source, encoding="utf-8")
-    whole = [*command, "-o", str(target), *libraries]
+    arguments = [*command, "-o", str(target), *libraries]
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process: subprocess.Popen[bytes] = subprocess.Popen(  # type: ignore[call-overload]
-        ["/bin/sh", "-c", _SUPERVISOR, "tilestep-build", *whole],
+        ["/bin/sh", "-c", _SUPERVISOR, "tilestep-build", *arguments],
         env={**os.environ, "TMPDIR": str(folder)},
         start_new_session=True,
         bufsize=0,
@@ -226,10 +226,10 @@ def compile_source(command: Sequence[str], source: str, target: Path, libraries:
         _stop(process)
         _running.discard(process)
     if status:
-        said = ""
+        errors = ""
         with contextlib.suppress(OSError):
-            said = (folder / "errors").read_text(encoding="utf-8", errors="replace")
-        raise BuildError(f"{' '.join(command)} failed with status {status}:\n{said[-4000:]}")
+            errors = (folder / "errors").read_text(encoding="utf-8", errors="replace")
+        raise BuildError(f"{' '.join(command)} failed with status {status}:\n{errors[-4000:]}")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -276,7 +276,7 @@ def _remedy() -> str:
 
 @functools.lru_cache(maxsize=1)
 def warn_without_compiler() -> None:
-    """Say once a process that rules run eagerly because nothing can be built."""
+    """Warn once a process that rules run eagerly because nothing can be built."""
     warnings.warn(
         f"tilestep found no C++ compiler ({_remedy()}) and no cached build: rules run as eager PyTorch, which is slow",
         RuntimeWarning,
@@ -288,7 +288,7 @@ _told: set[tuple[str, ...]] = set()
 
 
 def warn_of_failure(error: BuildError) -> None:
-    """Say why a rule runs eagerly: that there is no compiler, or once for each compiler what has failed."""
+    """Warn that a rule runs eagerly: without a compiler, or once for each compiler with what has failed."""
     command = compiler()
     if command is None:
         warn_without_compiler()

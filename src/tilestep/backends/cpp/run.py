@@ -29,16 +29,11 @@ _ELEMENTS = 1 << 16
 
 
 def block_of(matrices: int, rows: int, columns: int) -> Block:
-    """The part of a tensor that one thread works on at a time: rows long enough for vectors, sums kept in the cache.
-
-    Example:
-        >>> block_of(1, 4096, 4096), block_of(4096, 3, 3), block_of(1, 4099, 1)
-        ((1, 64, 2048), (4096, 3, 3), (1, 256, 1))
-    """
+    """The part of a tensor that one thread works on at a time: rows long enough for vectors, sums kept in the cache."""
     width = max(min(columns, source.MOST_COLUMNS), 1)
     height = max(min(rows, max(_FEWEST_ROWS, _ELEMENTS // width), _MOST_ROWS), 1)
-    whole = height >= rows and width >= columns
-    return (max(min(matrices, _ELEMENTS // (height * width)), 1) if whole else 1), height, width
+    holds_matrices = height >= rows and width >= columns
+    return (max(min(matrices, _ELEMENTS // (height * width)), 1) if holds_matrices else 1), height, width
 
 
 class CpuSlices:

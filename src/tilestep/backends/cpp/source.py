@@ -17,6 +17,7 @@ from .text import (
     TENSORS,
     TILES_OF_TENSORS,
     CppNames,
+    CppWriter,
     accumulate,
     array_lines,
     combine,
@@ -28,7 +29,6 @@ from .text import (
     scalar_type,
     scalars_of,
     totals,
-    writer_of,
 )
 
 GRADIENT_SCALE = """
@@ -51,7 +51,7 @@ def scalar_function(spec: KernelSpec, index: int, scalar_pass: ScalarPass) -> st
     scalar = scalar_type(spec)
     needed = scalar_needs(scalar_pass)
     per_tensor = any(value.level.name == "TENSOR" for value in needed)
-    writer = writer_of("double", "    ", CppNames())
+    writer = CppWriter("double", "    ", CppNames())
     states = {name: f"{_scalar_state(spec, name)}[t]" for name in spec.program.graph.scalar_states}
     places = {
         "reduction": f"launch->sums[t * {spec.reduction_count} + {{}}]",
@@ -261,7 +261,7 @@ class _SlicePass:
 
     def _run_loop(self, gaps: bool) -> list[str]:
         """The loop over the runs of a tile's part of a row; in blocks only a row's last one may be short."""
-        inner = writer_of(self.scalar, "  ", self.scalars.names.within())
+        inner = CppWriter(self.scalar, "  ", self.scalars.names.within())
         inner.expressions.update(self.scalars.expressions)
         body = RunBody(
             self.spec,
@@ -351,7 +351,7 @@ def _tile_function(spec: KernelSpec, index: int, tile: TilePass, gaps: bool) -> 
     chunks = [combine(value, f"part_{slot}", f"chunk_{slot}") for slot, value in tile.reductions]
 
     def runs(gaps: bool) -> list[str]:
-        inner = writer_of(scalar, "  ", scalars.names.within())
+        inner = CppWriter(scalar, "  ", scalars.names.within())
         inner.expressions.update(scalars.expressions)
         body = RunBody(spec, tile, inner, _RUN, gaps=gaps, unscales=unscales, clause=clause, taps=taps)
         loop = _run_loop(body, [*parts, *body.lines(), *chunks])

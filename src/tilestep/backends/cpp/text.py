@@ -1,10 +1,10 @@
-"""How C++ says things: names that are free, operations, numbers, the statements of one element, storage formats."""
+"""How C++ is written: free names, operations, numbers, the statements of one element, storage formats."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from ...graph import TilePass, Value, ancestors
 from ...storage import BLOCK, Array, Codec, Storage, bits_graph, codec_of, dtype_name, keys_graph
@@ -42,13 +42,7 @@ measure are functions of storage formats; numbered ones are reductions'."""
 
 
 class CppNames(Names):
-    """Hands out identifiers for a C++ function.
-
-    Example:
-        >>> names = CppNames(["param_array"])
-        >>> [names.fresh(wanted) for wanted in ("update", "update", "new", "M_PI", "param_array", "\u03b2")]
-        ['update', 'update_2', 'new_2', 'M_PI_', 'param_array_2', 'beta']
-    """
+    """Hands out identifiers for a C++ function."""
 
     reserved, slots = _RESERVED, _MACRO_OR_SLOT
 
@@ -117,36 +111,32 @@ SPELLING = {
 }
 
 
-def _constant(scalar: str) -> Callable[[float | bool], str]:
-    def spell(number: float | bool) -> str:
-        if isinstance(number, bool):
-            return "true" if number else "false"
-        if isinstance(number, int):
-            return f"int32_t({number})"
-        if math.isnan(number):
-            return f"{scalar}(NAN)"
-        if math.isinf(number):
-            return f"{scalar}({'-' if number < 0 else ''}INFINITY)"
-        return f"{scalar}({number!r})"
-
-    return spell
-
-
 def scalar_type(spec: KernelSpec) -> str:
     """The C++ type that a spec computes in."""
     return C_TYPES[dtype_name(spec.compute)]
 
 
-def writer_of(scalar: str, indent: str, names: Names) -> Writer:
-    """A writer of C++ statements."""
+class CppWriter(Writer):
+    """Writes C++ statements."""
 
-    def declare(name: str, expression: str, value: Value) -> str:
+    def __init__(self, kind: str, indent: str, names: Names) -> None:
+        super().__init__(kind, indent, names, {**SPELLING, "number": f"{kind}({{0}})"})
+
+    def declare(self, name: str, expression: str, value: Value) -> str:
         from_row = expression.startswith("row[")
-        kind = C_TYPES[value.dtype] if value.dtype else "bool" if value.is_bool and not from_row else scalar
-        return f"{indent}const {kind} {name} = {expression};"
+        kind = C_TYPES[value.dtype] if value.dtype else "bool" if value.is_bool and not from_row else self.kind
+        return f"{self.indent}const {kind} {name} = {expression};"
 
-    spelling = {**SPELLING, "number": f"{scalar}({{0}})"}
-    return Writer(spelling, declare, _constant(scalar), names)
+    def constant(self, number: float | bool) -> str:
+        if isinstance(number, bool):
+            return "true" if number else "false"
+        if isinstance(number, int):
+            return f"int32_t({number})"
+        if math.isnan(number):
+            return f"{self.kind}(NAN)"
+        if math.isinf(number):
+            return f"{self.kind}({'-' if number < 0 else ''}INFINITY)"
+        return f"{self.kind}({number!r})"
 
 
 def accumulate(reduction: Value, total: str, expression: str) -> str:
@@ -162,7 +152,7 @@ COMBINERS = {"reduce_sum": "+", "reduce_amax": "maximum_of_all", "reduce_amin": 
 
 
 def neutral(reduction: Value) -> str:
-    """What a reduction of nothing is."""
+    """The value of a reduction of nothing."""
     return {"reduce_sum": "0", "reduce_amax": "-INFINITY", "reduce_amin": "INFINITY"}[reduction.operation]
 
 
@@ -193,10 +183,10 @@ def layout_line(spec: KernelSpec, gaps: bool) -> str:
 
 
 def scalars_of(spec: KernelSpec, tile: TilePass) -> Writer:
-    """A writer that has read what a tile pass takes from the scalar passes, each in a variable of its own."""
+    """A writer that has read the numbers of scalar passes that a tile pass uses, each into a variable."""
     suffixes = ("array", "spare", "run", "values", "codes", "entry", "kept", "size", "largest")
     names = CppNames(f"{array.name}_{suffix}" for array in [spec.grad, *spec.arrays] for suffix in suffixes)
-    scalars = writer_of(scalar_type(spec), "    ", names)
+    scalars = CppWriter(scalar_type(spec), "    ", names)
     for value in tile.values():
         if tile.leaves(value) and value.operation != "constant" and id(value) in spec.program.columns:
             name = scalars.name(value, f"row[{spec.program.columns[id(value)]}]", value.name or describe(value))
@@ -273,8 +263,8 @@ def _functions(title: str, codec: Codec) -> list[str]:
 
 
 def _written(roots: Iterable[Value], bound: Sequence[tuple[Value, str]] = ()) -> Writer:
-    """A writer that has written a format's graph in statements; some of its values are there already."""
-    writer = writer_of("float", "  ", CppNames(["number", "largest", "stored_scale"]))
+    """A writer that has written the graph of a format; values with names are not written again."""
+    writer = CppWriter("float", "  ", CppNames(["number", "largest", "stored_scale"]))
     for value, name in bound:
         writer.bind(value, name)
     values = _needed(roots, {id(value) for value, _ in bound})
@@ -285,8 +275,8 @@ def _written(roots: Iterable[Value], bound: Sequence[tuple[Value, str]] = ()) ->
     return writer
 
 
-def _needed(roots: Iterable[Value], given: set[int]) -> list[Value]:
-    """The roots and what they depend on, down to what is given."""
+def _needed(roots: Iterable[Value], bound: set[int]) -> list[Value]:
+    """The roots and what they depend on, down to values that are bound."""
     chosen: set[int] = set()
     stack = list(roots)
     listed = ancestors(stack)
@@ -294,7 +284,7 @@ def _needed(roots: Iterable[Value], given: set[int]) -> list[Value]:
         value = stack.pop()
         if id(value) not in chosen:
             chosen.add(id(value))
-            stack += [] if id(value) in given else value.args
+            stack += [] if id(value) in bound else value.args
     return [value for value in listed if id(value) in chosen]
 
 

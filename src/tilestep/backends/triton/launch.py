@@ -78,21 +78,28 @@ _THREADS = "TILESTEP_BUILD_THREADS"
 
 
 class Launcher:
-    """One kernel, grid, device and set of constants; made by `prepare`, called with the run-time arguments.
+    """One `triton.jit` kernel with grid, device, constants and options; called with the run-time arguments.
 
     `kernel[grid](...)` looks at every argument again, for the compiled kernel that fits. A launcher
     looks once; later calls go to the compiled kernel itself.
     """
 
     def __init__(
-        self, kernel: Any, grid: int, device: torch.device, constants: Mapping[str, Any], options: Mapping[str, Any]
+        self,
+        kernel: Any,
+        grid: int,
+        device: torch.device,
+        constants: Mapping[str, Any] | None = None,
+        *,
+        num_warps: int = 4,
+        **options: Any,
     ) -> None:
         self._kernel = kernel
         self._grid = (grid, 1, 1)
         self._device = device
-        self._constants = dict(constants)
-        self._options = dict(options)
-        self._constant_values = tuple(constants.values())
+        self._constants = dict(constants or {})
+        self._options = {"num_warps": num_warps, **options}
+        self._constant_values = tuple(self._constants.values())
         self._run: Any = None
         self._direct: Callable[[tuple[torch.Tensor | float, ...]], bool] | None = None
         self._proven = False
@@ -188,19 +195,6 @@ def build_threads() -> int:
 
 def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def prepare(
-    kernel: Any,
-    grid: int,
-    device: torch.device,
-    constants: Mapping[str, Any] | None = None,
-    *,
-    num_warps: int = 4,
-    **options: Any,
-) -> Launcher:
-    """A launcher of a `triton.jit` kernel with everything that stays the same from call to call."""
-    return Launcher(kernel, grid, device, constants or {}, {"num_warps": num_warps, **options})
 
 
 def _require_one_specialization(kernel: Any, constants: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ from ...tuning import tile_shape
 from ..spec import KernelSpec, Tiles, cut_tiles
 from ..taps import taps_of
 from . import source as triton_backend
-from .launch import EXACT, Launch, Launcher, build_together, load_module, prepare
+from .launch import EXACT, Launch, Launcher, build_together, load_module
 from .slices import CudaSlices
 
 
@@ -186,7 +186,7 @@ class CudaSegment(Segment):
         constants = {"COLUMNS": width, "WIDTH": 1 << max(width - 1, 1).bit_length(), "BLOCK": 32}
         return [
             (
-                prepare(sum_up_taps, bounds.shape[1], self.device, constants, num_warps=4, **EXACT),
+                Launcher(sum_up_taps, bounds.shape[1], self.device, constants, num_warps=4, **EXACT),
                 [source, table(bounds[0]), table(bounds[1]), extremes, results],
             )
             for bounds, source, results in ((runs, partials, between), (tensors, between, self.taps.totals))
@@ -301,7 +301,7 @@ class CudaSegment(Segment):
         elif is_small and is_tile_pass and not name.endswith("_strided"):
             options = {"maxnreg": self._registers(constants.get("RUNS", 1))}
         warps = self._warps(spec) if is_tile_pass else 4
-        return prepare(kernel, grid, self.device, constants, num_warps=warps, **options, **EXACT)
+        return Launcher(kernel, grid, self.device, constants, num_warps=warps, **options, **EXACT)
 
     def upload(self) -> None:
         copy_to(self._tables["addresses"], np.ascontiguousarray(self.addresses.T))
@@ -433,7 +433,7 @@ def decision_launch(control: torch.Tensor, decision: StepInputs, launchers: Deci
 
         table = torch.tensor([*limits, 1.0], dtype=torch.float64, device=control.device)
         constants = {**dict(zip(_DECIDE_FLAGS, flags, strict=True)), "BLOCK": _DECIDE_BLOCK}
-        launcher = prepare(decide, 1, control.device, constants, num_warps=32 if decision.partials else 1)
+        launcher = Launcher(decide, 1, control.device, constants, num_warps=32 if decision.partials else 1)
         launchers[key] = launcher, table, table.view(torch.float32)
     launcher, table, absent = launchers[key]
     sums = decision.partials or (control if decision.power_sum is None else decision.power_sum, table)
@@ -458,7 +458,7 @@ def limit_on_device(
         require(not is_capturing(), f"no step was decided with a limit like this before; {WARM_UP}")
         table = torch.tensor(limit.numbers(), dtype=torch.float64, device=control.device)
         constants = {"HAS_LOSS": loss is not None, **limit.constants()}
-        launcher = prepare(getattr(support, limit.kernel), 1, control.device, constants, num_warps=1)
+        launcher = Launcher(getattr(support, limit.kernel), 1, control.device, constants, num_warps=1)
         launchers[key] = launcher, table, table
     launcher, table, absent = launchers[key]
     (launcher.build if build_only else launcher)(control, memory, table, absent if loss is None else loss)

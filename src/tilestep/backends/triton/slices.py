@@ -12,7 +12,7 @@ import torch
 from ...graph import TilePass
 from ...runtime.segment import Block, Entry, SliceTables, ViewTiles
 from ..spec import KernelSpec, tile_traffic
-from .launch import EXACT, Launcher, prepare
+from .launch import EXACT, Launcher
 from .source import FINISH_POINTERS, SLICE_POINTERS, STRIDED_POINTERS, slice_pointers
 
 Launch = tuple[Launcher, list[torch.Tensor]]
@@ -160,7 +160,7 @@ class CudaSlices:
             constants, options = build_options(self.spec, tile, block, unscale)
             of_range = {"tile_tensor": own["tile_tensor"][first : first + count], "tile_base": own[f"base_{first}"]}
             pointers = [*SLICE_POINTERS, *slice_pointers(self.spec, tile)]
-            kernel = prepare(getattr(module, name), count, self.device, constants, **options)
+            kernel = Launcher(getattr(module, name), count, self.device, constants, **options)
             launches.append((kernel, [{**common, **of_range}[pointer] for pointer in pointers]))
             listed = first + np.flatnonzero(strided[tiles.tile_tensor[first : first + count]])
             if tile.over is None and len(listed):
@@ -168,7 +168,7 @@ class CudaSlices:
                 pointers = [*SLICE_POINTERS, *STRIDED_POINTERS, *slice_pointers(self.spec, tile)]
                 strided_kernel = getattr(module, f"{name}_strided")
                 options.pop("maxnreg", None)
-                kernel = prepare(strided_kernel, len(listed), self.device, constants, **options)
+                kernel = Launcher(strided_kernel, len(listed), self.device, constants, **options)
                 launches.append((kernel, [{**common, **of_range}[pointer] for pointer in pointers]))
         return launches + self._finishing(module, tile, common)
 
@@ -183,11 +183,11 @@ class CudaSlices:
             count = len(combined["tile_tensor"]) if self.tables.slot_counts[slot] else 0
             arguments = {**common, **combined, "parts": common[f"parts_{slot}"], "out": common[f"slot_{slot}"]}
             constants = {"OPERATION": reduction.operation, "SLICES": _COMBINED_SLICES, "PARTS": _COMBINED_PARTS}
-            combine = prepare(combine_parts, count, self.device, constants)
+            combine = Launcher(combine_parts, count, self.device, constants)
             launches.append((combine, [arguments[pointer] for pointer in COMBINE_POINTERS]))
         if tile.reductions:
             kernel = getattr(module, f"{self.spec.name}_{tile.title}_finish")
-            finish = prepare(kernel, len(common["first_tile"]), self.device, {"BLOCK": _FINISH_BLOCK})
+            finish = Launcher(kernel, len(common["first_tile"]), self.device, {"BLOCK": _FINISH_BLOCK})
             launches.append((finish, [common[pointer] for pointer in FINISH_POINTERS]))
         return launches
 

@@ -131,8 +131,8 @@ class TapText:
             wanted = [*(["grad"] if taps.grad else []), *taps.buffers]
             if not body.mask:
                 wanted = [name for name in wanted if name not in taps.states]
-            known = {own: name for name, own in reversed(self._math.inputs)}
-            lines += [f"{indent}tap_old_{name} = {known.get(name) or body.load(name)}" for name in wanted]
+            loaded = {buffer: name for name, buffer in reversed(self._math.inputs)}
+            lines += [f"{indent}tap_old_{name} = {loaded.get(name) or body.load(name)}" for name in wanted]
         arrays = self._spec.storages["param"].arrays("param")
         lines += [f"{indent}tap_was_{place} = {body.loaded(arrays[place])}" for place in taps.compared]
         if taps.changes and not self._scatters(body, strided):

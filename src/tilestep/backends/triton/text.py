@@ -98,19 +98,6 @@ POINTERS = {
 """Pointer parameters of each kind of kernel, in order; scalar kernels have one more per scalar state."""
 
 
-def _constant(spec_type: str) -> Callable[[float | bool], str]:
-    def spell(number: float | bool) -> str:
-        if isinstance(number, bool):
-            return f"tl.full((1,), {int(number)}, tl.int1)"
-        if isinstance(number, int):
-            return repr(number)
-        if math.isnan(number) or math.isinf(number):
-            return f"tl.full((1,), float('{number}'), tl.{spec_type})"
-        return f"tl.full((1,), {number!r}, tl.{spec_type})" if spec_type == "float64" else repr(number)
-
-    return spell
-
-
 _QUICK = {
     "div": "({0} / {1})",
     "sqrt": "tl.sqrt({0})",
@@ -126,8 +113,24 @@ _BYTES = {"int8": "int8", "uint8": "uint8", "float8_e4m3fn": "uint8"}
 """Dtypes of one byte, and what Triton has them as."""
 
 
-class _BytesWriter(Writer):
-    """Makes numbers of bytes and of halves of bytes together with the constant that is added to them."""
+class _PlainWriter(Writer):
+    """Writes Triton statements: numbers of bytes and of their halves are made with the constant added to them."""
+
+    def __init__(self, kind: str, indent: str, names: Names, quick: bool) -> None:
+        spelling = {**SPELLING, **(_QUICK if quick else {}), "number": f"{{0}}.to(tl.{kind})"}
+        super().__init__(kind, indent, names, spelling)
+
+    def declare(self, name: str, expression: str, value: Value) -> str:
+        return f"{self.indent}{name} = {expression}"
+
+    def constant(self, number: float | bool) -> str:
+        if isinstance(number, bool):
+            return f"tl.full((1,), {int(number)}, tl.int1)"
+        if isinstance(number, int):
+            return repr(number)
+        if math.isnan(number) or math.isinf(number):
+            return f"tl.full((1,), float('{number}'), tl.{self.kind})"
+        return f"tl.full((1,), {number!r}, tl.{self.kind})" if self.kind == "float64" else repr(number)
 
     def spelled(self, value: Value) -> str:
         if value.operation == "of_bits" and value.dtype in _BYTES and value.args[0].operation == "shift_right":
@@ -149,7 +152,7 @@ class _BytesWriter(Writer):
         return f"nibbles_plus({self[value.args[0].args[0]]}, {plus})"
 
 
-class _QuickWriter(_BytesWriter):
+class _QuickWriter(_PlainWriter):
     """Divides by the numbers of a tensor by multiplying with their reciprocal: made once, not for each element."""
 
     def spelled(self, value: Value) -> str:
@@ -291,17 +294,12 @@ def _has_root(value: Value) -> bool:
 
 
 def writer_of(
-    spec_type: str, indent: str, names: Names, quick: bool = False, fuses: bool = False, in_pairs: bool = False
+    kind: str, indent: str, names: Names, quick: bool = False, fuses: bool = False, in_pairs: bool = False
 ) -> Writer:
-    """A writer of Triton statements."""
-
-    def declare(name: str, expression: str, value: Value) -> str:
-        return f"{indent}{name} = {expression}"
-
-    spelling = {**SPELLING, **(_QUICK if quick else {}), "number": f"{{0}}.to(tl.{spec_type})"}
+    """A writer of Triton statements that compute in a type."""
     fusing = _PairsWriter if in_pairs else _FusingWriter
-    kind = _BytesWriter if not quick else fusing if fuses else _QuickWriter
-    return kind(spelling, declare, _constant(spec_type), names)
+    writer = _PlainWriter if not quick else fusing if fuses else _QuickWriter
+    return writer(kind, indent, names, quick)
 
 
 def is_16_bits(spec: KernelSpec, tile: TilePass) -> bool:
