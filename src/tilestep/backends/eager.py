@@ -1,4 +1,4 @@
-"""Running a segment as eager PyTorch: the rule itself, tensor by tensor, where nothing can be built."""
+"""Segments as eager PyTorch: the rule itself, tensor by tensor, where no kernels can be built."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ class EagerSegment(Segment):
         self.hyper: list[list[float]] = []
 
     def upload(self) -> None:
-        """Nothing is kept beside the tensors themselves."""
+        """There are no tables."""
 
     def set_hypers(self, rows: Sequence[Sequence[float]]) -> None:
-        """Remember the hyperparameter table."""
         self.hyper = [list(row) for row in rows]
 
     def set_device_hyper(self, row: int, column: int, tensor: torch.Tensor) -> None:
@@ -52,7 +51,7 @@ class EagerSegment(Segment):
                 self._update(position, gradient)
 
     def tile_pass(self, index: int) -> None:
-        """The scalar pass has done it."""
+        """The last scalar pass has done everything."""
 
     def _update(self, position: int, gradient: torch.Tensor) -> None:
         entry, graph, compute = self.entries[position], self.spec.program.graph, self.spec.compute
@@ -65,7 +64,7 @@ class EagerSegment(Segment):
         loads.update({name: matrix.clone() for name, matrix in entry.matrices.items()})
         numbers = {name: array[position] for name, array in self.scalar_states.items()}
         loads.update({name: number.to(torch.float64, copy=True) for name, number in numbers.items()})
-        # Of an empty tensor only its numbers go on.
+        # An empty tensor only has new scalar states.
         outputs = {name: graph.outputs[name] for name in (graph.outputs if gradient.numel() else graph.scalar_states)}
         results = self._evaluated(outputs.values(), loads, position)
         for name, output in outputs.items():
@@ -81,7 +80,7 @@ class EagerSegment(Segment):
             gradient.mul_(float(self.control[INVERSE_SCALE]))
 
     def _random(self, position: int, name: str) -> torch.Tensor | None:
-        """The bits by which a buffer is rounded at random; None for one that is not."""
+        """The random bits that round a buffer; None for one that is rounded to nearest."""
         if name not in self.spec.draws:
             return None
         entry = self.entries[position]

@@ -1,4 +1,4 @@
-"""Writing values as statements: the rule's own names, one statement a named value, the rest inlined."""
+"""Values as statements: the rule's own names, one statement for each named value, all others inlined."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Names:
 
     reserved: frozenset[str] = frozenset()
     slots = re.compile("(?!)")
-    """Names that the code around may have: of macros, constants, reductions and arrays."""
+    """Names that the surrounding code may use: of macros, constants, reductions and arrays."""
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
         self._used = {*taken, *_RESERVED, *self.reserved}
 
     def fresh(self, wanted: str) -> str:
-        """The wanted name, with a number behind it where it is taken."""
+        """The wanted name, followed by a number if it is taken."""
         base = self.spelled(wanted)
         stem = f"{base}_" if self.is_kept(f"{base}_2") else base
         name, count = base, 2
@@ -40,7 +40,7 @@ class Names:
         return name
 
     def is_kept(self, name: str) -> bool:
-        """Whether the code around has this name for itself."""
+        """Whether the surrounding code may use this name."""
         return self.slots.fullmatch(name) is not None
 
     def within(self) -> Names:
@@ -91,7 +91,7 @@ class Writer:
         return self.spelling[value.operation]
 
     def bind(self, value: Value, expression: str) -> None:
-        """Let a value be written as this expression."""
+        """Write a value as this expression from now on."""
         self.expressions[id(value)] = expression
 
     def name(self, value: Value, expression: str, wanted: str = "") -> str:
@@ -149,7 +149,7 @@ def scalar_source(spec: KernelSpec, value: Value, places: Mapping[str, str], sta
 
 
 def _stripped(expression: str) -> str:
-    """Without the outermost parentheses, where they enclose the whole."""
+    """Without the outermost parentheses if they enclose the whole expression."""
     if not (expression.startswith("(") and expression.endswith(")")):
         return expression
     depth = 0

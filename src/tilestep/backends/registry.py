@@ -1,4 +1,4 @@
-"""Which backend runs segments and decides steps on which device: the only place that knows them all."""
+"""The backend for each type of device: the only module that knows all of them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ BACKENDS: dict[str, Callable[[], type[Segment]]] = {"cuda": _triton, "cpu": _cpp
 
 
 def segment_class(device: torch.device) -> type[Segment]:
-    """The segment class for tensors on a device; the eager one where nothing can be built for it."""
+    """The segment class for tensors on a device; the eager one if no kernels can be built for it."""
     if _interpreting:
         return _triton()
     backend = BACKENDS.get(device.type, _eager)
@@ -91,7 +91,7 @@ def load_ahead(spec: KernelSpec, device: torch.device, *, gaps: bool) -> None:
 
 
 def control_kernels(control: torch.Tensor) -> Any:
-    """What writes control numbers on a GPU, the functions of `triton.run`; None where the host writes them."""
+    """The module whose functions write control numbers on a GPU; None if the host writes them."""
     if not control.is_cuda:
         return None
     from .triton import run

@@ -1,4 +1,4 @@
-"""What a tile pass puts out beside the update: sums and extremes of each tensor, and a bit for each changed weight."""
+"""Outputs of a tile pass beside the update: sums and extremes of each tensor, and a bit for each changed weight."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ NEAR, FAR = 2.0**40, 2.0**-11
 squares of second moments too, from 1e-31 to 1e+22."""
 
 SPLIT = 2.0**-10
-"""The magnitude from which one is large."""
+"""Magnitudes from here on are large."""
 
 
 class TapColumns:
-    """The columns of the table that statistics come out in, as kernels leave them: sums, counts and extremes.
+    """The columns of the table of statistics, as kernels write it: sums, counts and extremes.
 
     Squares of states are in two columns, of small ones and of large ones; see `NEAR`.
     """
@@ -33,16 +33,16 @@ class TapColumns:
         return len(self.names)
 
     def slot(self, name: str) -> int:
-        """The place of a column."""
+        """The index of a column."""
         return self.names.index(name)
 
     def is_extreme(self, slot: int) -> bool:
-        """Whether tiles are combined by the larger, and not added."""
+        """Whether the values of tiles are combined by their maximum, not by their sum."""
         return self.names[slot].endswith("_max")
 
 
 def tap_columns(spec: KernelSpec) -> TapColumns:
-    """The columns of a spec's statistics: states with an element for each of the parameter have some."""
+    """The columns of a spec's statistics; only states of the parameter's shape have some."""
     graph = spec.program.graph
     apart = {*graph.scalar_states, *graph.slice_states, *graph.matrix_states}
     return TapColumns([name for name in graph.states if name not in apart and name in spec.storages])
@@ -50,7 +50,7 @@ def tap_columns(spec: KernelSpec) -> TapColumns:
 
 @dataclass(frozen=True)
 class PassTaps:
-    """What one tile pass puts out."""
+    """The outputs of one tile pass beside the update."""
 
     spec: KernelSpec
     tile: TilePass
@@ -64,17 +64,17 @@ class PassTaps:
 
     @property
     def stats(self) -> bool:
-        """Whether it has statistics."""
+        """Whether the pass has statistics."""
         return self.spec.taps.stats and bool(self.grad or self.buffers)
 
     @property
     def changes(self) -> bool:
-        """Whether it marks changed weights."""
+        """Whether the pass marks changed weights."""
         return self.spec.taps.changes and "param" in self.buffers
 
     @property
     def slots(self) -> list[int]:
-        """The columns that it fills."""
+        """The columns that the pass fills."""
         first = [f"grad_{what}" for what in ("squares", "max", "zeros")] if self.grad else []
         if "param" in self.buffers:
             first += ["param_squares", "param_max", "update_squares", "update_max", "lost"]
@@ -83,18 +83,18 @@ class PassTaps:
 
     @property
     def states(self) -> list[str]:
-        """The states that it writes."""
+        """The states that the pass writes."""
         return [name for name in self.columns.states if name in self.buffers]
 
     @property
     def compared(self) -> list[int]:
-        """Places of the parameter's arrays whose elements are compared with what they were."""
+        """Indices of the parameter's arrays whose elements are compared with their values before the step."""
         arrays = self.spec.storages["param"].arrays("param")
         return list(range(len(arrays) if self.stats else 1)) if "param" in self.buffers else []
 
     @cached_property
     def moves(self) -> Value | None:
-        """Whether the rule adds something to the parameter; None where that is not to be seen.
+        """Whether the rule adds something to the parameter; None if the graph does not show it.
 
         No product of the rule is used in it: a compiler that finds one used beside a sum does not fuse the two, and
         steps that measure would round otherwise than those that do not.
@@ -106,7 +106,7 @@ class PassTaps:
 
     @property
     def move_values(self) -> list[Value]:
-        """What `moves` is computed from beside values of the pass, in order."""
+        """The values from which `moves` is computed, in order, without those of the pass."""
         if self.moves is None:
             return []
         order: list[Value] = []
@@ -154,7 +154,7 @@ def _is_something(build: Builder, value: Value, tile: TilePass) -> Value:
 
 
 def taps_of(spec: KernelSpec, tile: TilePass) -> PassTaps | None:
-    """What a pass puts out; None where that is nothing."""
+    """The outputs of a pass; None if it has none."""
     if not (spec.taps.stats or spec.taps.changes):
         return None
     columns = tap_columns(spec)
@@ -165,13 +165,13 @@ def taps_of(spec: KernelSpec, tile: TilePass) -> PassTaps | None:
 
 
 def kept_states(spec: KernelSpec) -> list[str]:
-    """The states with an element for each of the parameter that no pass writes."""
+    """The states of the parameter's shape that no pass writes."""
     stored = {name for tile in spec.program.tile_passes() for name in tile.stores}
     return [name for name in tap_columns(spec).states if name not in stored]
 
 
 def taps_fit(spec: KernelSpec) -> bool:
-    """Whether kernels can do it: they write the parameter, and no pass that has something to put out walks rows."""
+    """Whether kernels can have taps: they write the parameter, and no pass with outputs works on rows."""
     passes = spec.program.tile_passes()
     columns = tap_columns(spec)
     put_out = {"param", *columns.states}

@@ -22,7 +22,7 @@ def _eigenbasis(operands: Sequence[torch.Tensor], _: Sequence[float], out: torch
 
 
 def _finite(squares: torch.Tensor) -> torch.Tensor:
-    """The matrices, with the identity for those that have overflowed: LAPACK raises for them, or gives NaN."""
+    """The matrices, with the identity in place of those that have overflowed: LAPACK raises or returns NaN for them."""
     identity = torch.eye(squares.size(-1), dtype=squares.dtype, device=squares.device)
     return torch.where(squares.isfinite().all(dim=-1).all(dim=-1)[..., None, None], squares, identity)
 

@@ -20,7 +20,7 @@ from .operations import MATRIX_OPERATIONS, Batch, Launch, MatrixSegment, matrice
 LEAST_MATRICES = 32  # fewer are not worth a graph: its workspace stays allocated between steps
 
 _RUNS_BEFORE = 2
-"""Kernels are built and libraries set themselves up in the first runs; a recording is too late for that."""
+"""In the first runs kernels are built and libraries initialize themselves, which a recording cannot contain."""
 
 
 class RecordedPass:
@@ -53,7 +53,7 @@ class RecordedPass:
             self._graph.replay()
 
     def _record(self) -> None:
-        """Nothing runs while a graph is recorded, so what fails here can still be launched as ever."""
+        """Record the pass; nothing runs meanwhile, so a pass that cannot be recorded is launched as before."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device):
             current, side = torch.cuda.current_stream(), _side_stream(self._device)
@@ -74,7 +74,7 @@ class RecordedPass:
 
 @lru_cache(maxsize=64)
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream that recordings are made on: the default one takes none."""
+    """The stream for recordings, which the default stream does not allow."""
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         for dtype in (torch.bfloat16, torch.float32):
@@ -90,10 +90,10 @@ class Exchange(Protocol):
         """Whether this rank works on a matrix."""
 
     def gather(self, parts: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Tensor | None]:
-        """Put matrices together where they are worked on."""
+        """Assemble matrices on the ranks that work on them."""
 
     def scatter(self, wholes: Sequence[tuple[int, torch.Tensor | None, torch.Tensor]]) -> None:
-        """Take matrices apart."""
+        """Send results back to the ranks that have their parts."""
 
 
 class SharedMatrices:
@@ -105,7 +105,7 @@ class SharedMatrices:
             name: dtype or segment.spec.compute for name, dtype in segment.spec.program.matrices.scratch.items()
         }
         self._places: dict[Exchange, dict[int, int]] = {}
-        """For each exchange its members, with their places there."""
+        """The members of each exchange, with their places there."""
         for member in [member for batch in batches for member in batch.members]:
             entry = segment.entries[member]
             exchange, place = entry.exchange
@@ -166,7 +166,7 @@ class SharedMatrices:
 
 
 def elementwise(operation: str, arguments: list[torch.Tensor]) -> torch.Tensor:
-    """An operation of the graph by torch's function of the same name."""
+    """Apply an operation of the graph by torch's function of the same name."""
     if operation == "number":
         return arguments[0]
     return getattr(torch, f"logical_{operation}" if operation in ("and", "or", "not") else operation)(*arguments)
@@ -213,7 +213,7 @@ def _compute(
         return operation.run(operands, [batch.numbers[id(arg)] for arg in value.args[operation.operands :]], out)
     if value.operation == "where":
         branches = [results[id(arg)] for arg in value.args[1:] if id(arg) in results or arg.level in SCALAR_LEVELS]
-        if len(branches) == 1:  # the other is spared, since the step does not take it
+        if len(branches) == 1:  # the step does not take the other one, so it was not computed
             return branches[0]
     arguments = [results[id(arg)] if id(arg) in results else _number(segment, arg, batch, chunk) for arg in value.args]
     result = elementwise(value.operation, arguments)
@@ -221,7 +221,7 @@ def _compute(
 
 
 def _number(segment: MatrixSegment, value: Value, batch: Batch, chunk: slice) -> torch.Tensor:
-    """A number of each tensor, [matrices, 1, 1]; a constant without dimensions."""
+    """A number for each tensor, [matrices, 1, 1]; a constant without dimensions."""
     table = segment.row_table()
     if value.operation == "constant":
         dtype = torch.bool if value.is_bool else table.dtype
@@ -234,8 +234,8 @@ def _store(segment: MatrixSegment, states: Mapping[str, Value], results: Results
     """Write new matrix states where the tensor has a gradient and the step is not skipped."""
     active = (segment.grads[batch.index[chunk]] != 0) & (segment.skip == 0)
     new = {name: results[id(value)] for name, value in states.items() if id(value) in results}
-    # All are chosen before any is written: one may be another's old value. One that stays is its own memory as it lies
-    # there: its transpose is too, and does not.
+    # All are chosen before any is written: one may be another's old value. A state that stays has its own memory and
+    # strides; its transpose has the memory alone.
     chosen = {
         name: torch.where(active[:, None, None], value, batch.states[name][chunk])
         for name, value in new.items()
@@ -246,11 +246,11 @@ def _store(segment: MatrixSegment, states: Mapping[str, Value], results: Results
 
 
 SkippedValues = dict[tuple[int, int], frozenset[int]]
-"""Values that are not computed, by identity, for each matrix pass and batch by their places."""
+"""Identities of values that are not computed, by the indices of matrix pass and batch."""
 
 
 class StepBounds:
-    """Least and greatest value that each step count may have."""
+    """The least and the greatest value that each step count can have."""
 
     def __init__(self, steps: torch.Tensor) -> None:
         self.steps = steps
@@ -260,7 +260,7 @@ class StepBounds:
         self._arrival: torch.cuda.Event | None = None
 
     def read(self) -> tuple[np.ndarray, np.ndarray]:
-        """Bounds of the counts as they are now, int64[tensors] each."""
+        """The current bounds of the counts, int64[tensors] each."""
         if not self.steps.is_cuda:
             now = self.steps.numpy().astype(np.int64)
             return now, now
@@ -294,7 +294,7 @@ class StepBounds:
             self._since = active.astype(np.int64)
 
 
-_LOOKED_AHEAD = 1000  # steps among which one is looked for that needs nothing of what the host waits for
+_LOOKED_AHEAD = 1000  # following steps that are searched for one in which the host waits for nothing
 
 
 class GroupNumbers(Mapping[str, float]):
@@ -321,7 +321,7 @@ class GroupNumbers(Mapping[str, float]):
 
 
 class Conditions:
-    """What the host knows of the step counts, and so of what their next step needs."""
+    """The host's bounds of the step counts, which tell what the next step needs."""
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
         self.groups = groups
@@ -331,7 +331,7 @@ class Conditions:
         self._skipped: dict[tuple[int, tuple[int, ...], frozenset[int]], frozenset[int]] = {}
 
     def look(self, steps: torch.Tensor, active: np.ndarray) -> None:
-        """Take in what is known of the step counts now."""
+        """Update the bounds of the step counts."""
         if self._bounds is None or self._bounds.steps is not steps:
             self._bounds = StepBounds(steps)
         self._low, self._high = self._bounds.read()
@@ -344,14 +344,14 @@ class Conditions:
         self._bounds.launched(active, may_skip)
 
     def skipped_values(self, matrix_pass: MatrixPass, members: Sequence[int], groups: Sequence[int]) -> frozenset[int]:
-        """The values of a pass that these tensors surely do not need in this step, by identity."""
+        """The identities of values that these tensors certainly do not need in this step."""
         taking_part = [member for member in members if self._active[member]]
         counts = {(int(self._low[member]), int(self._high[member])) for member in taking_part}
         following = {step + 1 for low, high in counts for step in range(low, high + 1)}
         return self._skipped_in(matrix_pass, groups, frozenset(following))
 
     def later(self, passes: Sequence[MatrixPass], groups: Sequence[int]) -> list[frozenset[int]] | None:
-        """What a later step, that needs nothing of what the host waits for, can be spared."""
+        """The values that a later step, in which the host waits for nothing, does not need."""
         waiting = [{id(value) for value in matrix_pass.values if _waits(value)} for matrix_pass in passes]
         highest = int(self._high.max(initial=0))
         for step in range(highest + 1, highest + 1 + _LOOKED_AHEAD):
@@ -387,7 +387,7 @@ def _possible(
         try:
             decided[key] = any(bool(evaluate(value, group)) == outcome for group in numbers)
         except (KeyError, RuleError):
-            decided[key] = True  # it depends on something that only the device knows
+            decided[key] = True  # it depends on a number on the device
     return decided[key]
 
 
@@ -399,7 +399,7 @@ class MatrixBatches:
         self.spec, self.entries, self.groups = segment.spec, segment.entries, segment.groups
         self.program = self.spec.program.matrices
         self.passes = {index: matrix_pass for index, matrix_pass in enumerate(self.program.passes) if matrix_pass}
-        """The matrix passes by the tile passes that they follow."""
+        """The matrix passes, by the index of the tile pass before them."""
         self.numbers = self.program.numbers()
         self.keys = self._keys()
         own = [index for index, entry in enumerate(self.entries) if entry.exchange is None]
@@ -408,17 +408,17 @@ class MatrixBatches:
             self._allocate(batch)
         shared = [index for index, entry in enumerate(self.entries) if entry.exchange is not None]
         parted = [self._batch(key, members) for key, members in self._sorted(shared).items()]
-        self.shared = SharedMatrices(segment, parted) if parted else None  # the tensors of which this rank has a part
+        self.shared = SharedMatrices(segment, parted) if parted else None  # tensors that are sharded over ranks
         work = self.passes.values()
         self.waits = any(_waits(value) for matrix_pass in work for value in matrix_pass.values)
-        """Whether the host waits for the device in steps that need all."""
+        """Whether the host waits for the device in steps that need all values."""
         conditional = any(matrix_pass.needed for matrix_pass in work)
         self.conditions = Conditions(self.groups) if conditional else None
-        """What decides on the host which work a step does not need; None if all is needed always."""
+        """Decides on the host which values a step does not need; None if it always needs all."""
         self.skipped_values: SkippedValues | None = None
-        """What steps leave out, whatever they need: set while a step is captured. None lets the host decide."""
-        self.active = np.ones(0, dtype=bool)  # which tensors took part in the last step, where it matters
-        self.is_built = False  # whether all passes have run, so that nothing is left to compile
+        """The values that steps leave out, set while a step is captured; None lets the host decide."""
+        self.active = np.ones(0, dtype=bool)  # which tensors took part in the last step, if conditions need it
+        self.is_built = False  # whether all passes have run and nothing is left to compile
         self._recorded = self._recordings()
 
     def _keys(self) -> list[tuple[Any, ...]]:
@@ -450,7 +450,7 @@ class MatrixBatches:
         by_identity = {id(value): number for value, number in zip(self.numbers, numbers)}
         batch = Batch((rows, columns), members, by_identity, chunk)
         batch.index = torch.tensor(members, dtype=torch.int64, device=self.segment.device)
-        for name in self.spec.program.graph.matrix_states:  # entries get views of what batches take
+        for name in self.spec.program.graph.matrix_states:  # entries get views of the batch's states
             batch.states[name] = torch.stack([self.entries[index].matrices[name] for index in members])
             for index, state in zip(members, batch.states[name]):
                 self.entries[index].matrices[name] = state
@@ -470,7 +470,7 @@ class MatrixBatches:
             self.entries[index].arrays.update({name: array[place] for name, array in batch.arrays.items()})
 
     def _replacements(self) -> dict[str, str | None]:
-        """Each scratch array that has memory of its own, and the one, if any, that takes it over chunk by chunk."""
+        """Each scratch array with its own memory, and the array, if any, that takes over this memory chunk by chunk."""
         scratch = self.program.scratch
         owners: dict[str, str | None] = dict.fromkeys(scratch)
         work = [(matrix_pass, value) for matrix_pass in self.passes.values() for value in matrix_pass.values]
@@ -485,7 +485,7 @@ class MatrixBatches:
         return owners
 
     def plain(self) -> SkippedValues | None:
-        """What is left out of a step that the host need not wait in; None if there is no such step."""
+        """The values that a step without waiting leaves out; None if there is no such step."""
         if not self.waits:
             return {}
         if self.conditions is None:
@@ -500,7 +500,7 @@ class MatrixBatches:
         return skipped
 
     def suffices(self, skipped_values: SkippedValues, active: np.ndarray) -> bool:
-        """Whether a step that leaves this out is what the next step should be."""
+        """Whether the next step does not need these values."""
         assert self.conditions is not None
         self.conditions.look(self.segment.step, active)
         for (index, place), values in skipped_values.items():
@@ -516,7 +516,7 @@ class MatrixBatches:
         self.conditions.launched(active, may_skip)
 
     def launches(self) -> list[Launch]:
-        """What operations on parameter-shaped matrices launch that Triton builds, if they say so."""
+        """The launches of Triton kernels in operations on matrices of the parameter's shape."""
         launches: list[Launch] = []
         for matrix_pass in self.passes.values():
             for value in matrix_pass.values:
@@ -544,7 +544,7 @@ class MatrixBatches:
             self._run(index, self.skipped_values, stores=True)
 
     def _recordings(self) -> dict[int, RecordedPass]:
-        """The passes that are the same launches at every step, where the host is spared enough of them."""
+        """Recordings of the passes, if every step launches the same and the host saves enough by them."""
         device = self.segment.device
         differs = self.waits or self.conditions is not None or self.shared is not None
         if not has_streams(device) or differs or len(self.entries) < LEAST_MATRICES:
@@ -567,11 +567,11 @@ class MatrixBatches:
         return sorted({self.entries[member].group for member in batch.members})
 
     def _takes_part(self, batch: Batch) -> bool:
-        """Whether a matrix of a batch takes part in this step, where that is known."""
+        """Whether a matrix of a batch may take part in this step."""
         return self.conditions is None or bool(self.active[batch.members].any())
 
     def _skipped_values(self, matrix_pass: MatrixPass, batch: Batch) -> frozenset[int]:
-        """What a batch does not need in this step."""
+        """The values that a batch does not need in this step."""
         if self.conditions is None:
             return frozenset()
         return self.conditions.skipped_values(matrix_pass, batch.members, self._groups(batch))

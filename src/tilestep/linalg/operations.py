@@ -48,10 +48,10 @@ class Batch:
         return replace(self, members=list(members), index=index, arrays={}, states={})
 
 
-limit: int = 1 << 30  # the bound of an optimizer that is made now
+limit: int = 1 << 30  # the bound for new optimizers
 
 _kept: ContextVar[int | None] = ContextVar("_kept", default=None)
-"""The bound of the optimizer whose kernels are being prepared; None for the one of now."""
+"""The bound of the optimizer whose kernels are being prepared; None for `limit`."""
 
 
 class Operation(Protocol):
@@ -90,7 +90,7 @@ def limit_workspace(size: int) -> int:
 
 @contextmanager
 def keeping_to(bound: int | None) -> Iterator[None]:
-    """Prepare matrix operations for a bound that may have been set when another was; None takes that of now."""
+    """A block that prepares matrix operations for the bound of an earlier optimizer; None for the current one."""
     token = _kept.set(bound)
     try:
         yield
@@ -99,7 +99,7 @@ def keeping_to(bound: int | None) -> Iterator[None]:
 
 
 def matrices_at_once(work: Sequence[Operation], shape: tuple[int, int], compute: torch.dtype, count: int) -> int:
-    """How many of a number of matrices are worked on together."""
+    """How many matrices are processed at once."""
     rows, columns = shape
     needs = [1]
     for value in work:

@@ -15,7 +15,7 @@ STEPS_OF_A_GRAM = 3
 """Steps until the Gram matrix is made anew: by then rounding has grown to about what a step in bfloat16 makes."""
 
 _ELONGATED = 1.4
-"""With sides nearer each other, the products that are saved are fewer than those that Gram matrices take."""
+"""With a smaller ratio of the sides, Gram matrices take more products than they save."""
 
 _STEEPEST = 4.0
 
@@ -65,7 +65,7 @@ def _factor(
     coefficients: tuple[float, float, float],
     multiply: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """What a number of steps multiply a matrix by, bfloat16[B, short, short], with `scale` in it."""
+    """The factor that several steps multiply a matrix by, bfloat16[B, short, short], including `scale`."""
     a, b, c = coefficients
     short = min(matrix.shape[-2:])
 
@@ -184,7 +184,7 @@ def _update(
 
 
 def _launches(shape: tuple[int, int], numbers: Sequence[float], device: torch.device) -> list[Launch]:
-    """The kernels of `newton_schulz` for matrices of a shape, each once: it is run on one, with nothing multiplied."""
+    """The kernels of `newton_schulz` for matrices of a shape, noted in a run that multiplies nothing."""
     batch = torch.zeros(1, *shape, dtype=torch.bfloat16, device=device)
     if not pays(batch):
         return []

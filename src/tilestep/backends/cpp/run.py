@@ -1,4 +1,4 @@
-"""Running a segment on the CPU: one ctypes call a pass, threads as torch has them, one after a fork."""
+"""Segments on the CPU: one ctypes call for each pass, as many threads as torch uses, one after a fork."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def block_of(matrices: int, rows: int, columns: int) -> Block:
 
 
 class CpuSlices:
-    """The tables of a segment's slices, kept alive beside the record that points at them."""
+    """The tables of a segment's slices, and the record that points at them."""
 
     def __init__(self, spec: KernelSpec, entries: Sequence[Entry]) -> None:
         slices, compute = spec.program.slices, np.dtype(np.float64 if spec.compute.itemsize == 8 else np.float32)
@@ -69,7 +69,7 @@ class CpuSlices:
 
 _libraries: dict[tuple[int, bool, tuple[str, ...]], ctypes.CDLL] = {}
 _without_gaps: set[int] = set()
-"""Specs, by identity, whose next segment is to fail as the last one did when a gradient first had gaps."""
+"""Specs, by identity, whose kernels for gaps could not be built: their next segment asks for them again, and fails."""
 
 
 def load(spec: KernelSpec, *, gaps: bool = False) -> ctypes.CDLL:
@@ -165,7 +165,7 @@ class CpuSegment(Segment):
         return bool((self.layout_index >= 0).any())
 
     def _take_gaps(self) -> None:
-        """Have kernels that walk gaps: from the first gradient on that has some."""
+        """Load kernels for tensors with gaps when the first gradient has some."""
         if self._gaps or not self._has_gaps:
             return
         try:
@@ -182,7 +182,7 @@ class CpuSegment(Segment):
         return [self._functions(library, index) for index in range(len(self.spec.program.tiles))]
 
     def _functions(self, library: ctypes.CDLL, index: int) -> list[tuple[Any, tuple[Any, ...]]]:
-        """The functions of a tile pass and of what precedes it, with their arguments."""
+        """The functions of a tile pass and of the passes before it, with their arguments."""
         functions: list[tuple[Any, tuple[Any, ...]]] = []
         for tile in (*self.spec.program.slices_before(index), self.spec.program.tiles[index]):
             if tile is not None:
@@ -245,19 +245,16 @@ class CpuSegment(Segment):
             function(ctypes.byref(launch))
 
     def finish_tile_ranges(self, index: int) -> None:
-        """The ranges have done it."""
+        """Every range has finished its own."""
 
     def slices_of(self, slot: int) -> tuple[torch.Tensor, list[int]]:
-        """The slot's array, and where each tensor's slices begin."""
         assert self.slices is not None
         return self.slices.slot(slot), self.slices.tables.starts_of(slot)
 
     def row_table(self) -> torch.Tensor:
-        """The row table, in the memory that passes write."""
         return self.rows
 
     def set_hypers(self, rows: Sequence[Sequence[float]]) -> None:
-        """Write the hyperparameter table."""
         self.hyper[:] = rows
 
     def set_device_hyper(self, row: int, column: int, tensor: torch.Tensor) -> None:
@@ -265,14 +262,12 @@ class CpuSegment(Segment):
         self.hyper[row][column] = float(tensor)
 
     def scalar_pass(self, index: int) -> None:
-        """Run scalar pass `index`."""
         self._scalar[index](self._argument)
 
     def scalar_call(self, index: int) -> Callable[[], object]:
         return partial(self._scalar[index], self._argument)
 
     def tile_pass(self, index: int) -> None:
-        """Run tile pass `index` and the passes over slices before it, if there are any."""
         if self._tile[index]:
             self._launch.threads = 1 if devices.is_forked else torch.get_num_threads()
         for function, arguments in self._tile[index] if self.taps is None else self._passes[index]:

@@ -1,4 +1,4 @@
-"""What passes do with elements that follow each other: runs of them, in place or copied, and what taps measure."""
+"""The code for runs of consecutive elements, in place or copied, and for the statistics of taps."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .text import C_TYPES, TILES_OF_TENSORS, accumulate, arrays_of, neutral, sca
 
 
 def touches_blocks(spec: KernelSpec, tile: TilePass) -> bool:
-    """Whether a pass reads or stores something in blocks."""
+    """Whether a pass reads or stores a buffer in blocks."""
     return any(codec_of(spec.storages[name]).has_blocks for name in (*tile.reads(), *tile.stores))
 
 
 def write_math(tile: TilePass, writer: Writer, load: Callable[[str], str]) -> None:
-    """Write what a pass computes of one element, from the expressions of what it reads."""
+    """Write the math of one element, from the expressions of the buffers it reads."""
     for value in tile.values():
         buffer = tile.buffer_of(value)
         if buffer is not None:
@@ -27,7 +27,7 @@ def write_math(tile: TilePass, writer: Writer, load: Callable[[str], str]) -> No
 
 
 _ASKED = 64
-"""Elements of runs that ask ahead: their lines have room in a processor's buffers."""
+"""Elements of a run that prefetches: its cache lines fit into a processor's buffers."""
 
 
 class RunBody:
@@ -70,7 +70,7 @@ class RunBody:
         self.written = [a for name in tile.stores for a in self.storages[name].arrays(name) if a.elements < BLOCK]
 
     def lines(self) -> list[str]:
-        """All statements of a run."""
+        """The statements of a run."""
         lines = self.begin([array for name, storage in self.storages.items() for array in storage.arrays(name)])
         apart = [name for name in self.storages if not self._is_computed_with(name)]
         lines += [*self._indices(), *self.numbers(apart), *self._math()]
@@ -87,7 +87,7 @@ class RunBody:
         return [*lines, *self._back(self.written)]
 
     def numbers(self, names: Iterable[str]) -> list[str]:
-        """In blocks: room for numbers of buffers that are not computed with as they lie; those read are filled in."""
+        """In blocks: arrays for the numbers of buffers with a conversion loop of their own; read ones are filled."""
         apart = [name for name in names if not self._is_computed_with(name)]
         room = [f"float {name}_values[{BLOCK}];" for name in apart]
         read = [name for name in self.reads if name in apart]
@@ -98,7 +98,7 @@ class RunBody:
         return [*room, *joined, *(f'asm("" : "+m"({name}_values));' for name in codes)]
 
     def begin(self, arrays: Iterable[Array]) -> list[str]:
-        """Where the elements of arrays are."""
+        """Pointers to the elements of arrays."""
         if self.asks:
             arrays_asked = arrays_of(self.spec, self.tile, self.unscales)
             return [f"ask_ahead<{_ASKED}>({array.name}_array, first);" for array in arrays_asked]
@@ -106,7 +106,7 @@ class RunBody:
         return [*copies, *(line for array in arrays for line in self._begin(array))]
 
     def loop(self, clause: str, statements: Iterable[str], *, exact: bool = False) -> list[str]:
-        """A loop over all elements; an exact one of blocks goes beyond the end of a short one."""
+        """A loop over all elements; an exact one over a block goes beyond the end of a short block."""
         if self.in_place:
             head = ["for (int64_t i = first; i < first + count; ++i) {"]
         else:
@@ -115,7 +115,7 @@ class RunBody:
         return [f"#pragma omp simd{clause}", *head, *statements, "}"]
 
     def array(self, array: Array) -> str:
-        """Where an array's elements are."""
+        """The name of the pointer to an array's elements."""
         return f"{array.name}_array" if self.in_place else f"{array.name}_run"
 
     def element(self, array: Array) -> str:
@@ -131,7 +131,7 @@ class RunBody:
         return f"{function}({', '.join(map(self.element, read_arrays(storage, name)))})"
 
     def position(self, array: Array) -> int:
-        """The place of an array's strides in a layout."""
+        """The index of an array's strides in a layout."""
         return [self.spec.grad, *self.spec.arrays].index(array)
 
     def _is_computed_with(self, name: str) -> bool:
@@ -141,7 +141,7 @@ class RunBody:
         return direct or not self.in_blocks
 
     def _at(self, array: Array) -> str:
-        """Where an array's part of the run is: the last arguments of `run_of` and `put_back`."""
+        """The last arguments of `run_of` and `put_back`, which locate an array's part of the run."""
         return "nullptr, pair, pairs, 0" if array.elements == 2 else f"layout, first, count, {self.position(array)}"
 
     def _begin(self, array: Array) -> list[str]:
@@ -161,7 +161,7 @@ class RunBody:
         return [f"{kind} {name}_spare[{size}];", run, *ahead]
 
     def _back(self, arrays: Iterable[Array]) -> list[str]:
-        """What takes copies back."""
+        """The statements that write copies back."""
         if self.in_place:
             return []
         where = "if (copies) " if self.in_blocks else ""
@@ -180,7 +180,7 @@ class RunBody:
 
     @property
     def place(self) -> str:
-        """An element's place in the run."""
+        """An element's index in the run."""
         return "i - first" if self.in_place else "j"
 
     def _each(self, statement: str) -> list[str]:
@@ -189,7 +189,7 @@ class RunBody:
         return ["#pragma omp simd", f"for (int64_t j = 0; j < {BLOCK if self.in_blocks else 'count'}; ++j) {statement}"]
 
     def kept_numbers(self, name: str) -> list[str]:
-        """What makes numbers of the codes that a block has been kept as."""
+        """The statements that convert the stored codes of a block to numbers."""
         return self._join(name, "kept")
 
     def _join(self, name: str, entry: str = "entry") -> list[str]:
@@ -235,14 +235,14 @@ class RunBody:
         ]
 
     def _store(self, name: str, value: str) -> str:
-        """The statement that keeps a buffer's new value."""
+        """The statement that stores a buffer's new value."""
         storage = self.storages[name]
         function = "write" if codec_of(storage).is_plain else f"split_{storage.title}"
         elements = ", ".join(map(self.element, storage.arrays(name)))
         return f"{function}({elements}, {value}{self._random(name)});"
 
     def _keep(self, name: str) -> list[str]:
-        """The scales of a block, and its elements over them."""
+        """The statements that store the scales of a block and its elements divided by them."""
         storage = self.storages[name]
         arrays = storage.arrays(name)
         scales = [array for array in arrays if array.elements == BLOCK]
@@ -276,14 +276,14 @@ class TapText:
         return self._taps.slots if self.stats else []
 
     def tile_lines(self) -> list[str]:
-        """What a tile begins with."""
+        """The first statements of a tile."""
         lines = [f"    double tap_part_{slot} = 0;" for slot in self._slots]
         if self._taps.changes:
             lines.append("    uint32_t* tap_words = launch->tap_words + launch->first_word[t];")
         return lines
 
     def run_lines(self, body: RunBody, scalar: str, *, skipped: bool = False) -> list[str]:
-        """What a run begins with."""
+        """The first statements of a run."""
         lines = [f"{scalar} tap_{slot} = 0;" for slot in self._slots]
         if skipped:
             return lines
@@ -306,7 +306,7 @@ class TapText:
 
     @property
     def reads(self) -> list[str]:
-        """The buffers whose numbers before the step are measured."""
+        """The buffers of which statistics need the numbers before the step."""
         return [*(["grad"] if self.grad else []), *self._taps.buffers] if self.stats else []
 
     @property
@@ -319,7 +319,7 @@ class TapText:
         return [f"  const {scalar} tap_old_{name} = {body.load(name)};" for name in self.reads]
 
     def before(self, body: RunBody) -> list[str]:
-        """What is remembered of an element before it is written."""
+        """The statements that remember an element before it is written."""
         bits = [f"bits_of({body.element(array)})" for array in self._arrays]
         if body.in_blocks:
             old = [name for name in self.reads if name in ("grad", "param")]
@@ -328,7 +328,7 @@ class TapText:
         return [*self._loads(body), *(f"  const auto tap_was_{place} = {was};" for place, was in enumerate(bits))]
 
     def after(self, body: RunBody, inner: Writer) -> list[str]:
-        """What becomes of an element: measured once it is written, or in blocks remembered until all are."""
+        """The statements that measure an element once it is written, or in blocks remember it until all are."""
         lines: list[str] = []
         moves = None
         if self.stats:
@@ -345,7 +345,7 @@ class TapText:
         return [*lines, *([f"  tap_moved[j] = {moves};"] if moves is not None else [])]
 
     def apart(self, body: RunBody) -> list[str]:
-        """What a block's elements have become: a loop of its own when all are stored."""
+        """A loop of its own over a block's elements when all are stored."""
         in_blocks = [name for name in self._taps.states if name in body.kept] if self.stats else []
         remembered = [f"  const auto tap_{name} = tap_{name}s[j];" for name in self._remembered if name != "new_param"]
         remembered += [f"  const auto tap_was_{place} = tap_bits_{place}[j];" for place in range(len(self._arrays))]
@@ -358,7 +358,7 @@ class TapText:
         ]
 
     def _measured(self, body: RunBody, values: Mapping[str, str], moves: str | None) -> list[str]:
-        """What is measured of an element that was written."""
+        """The statements that measure an element that was written."""
         lines = [
             f"  const bool tap_other_{place} = bits_of({body.element(array)}) != tap_was_{place};"
             for place, array in enumerate(self._arrays)
@@ -380,7 +380,7 @@ class TapText:
         return lines + self._sums("now")
 
     def _sums(self, which: str | None) -> list[str]:
-        """The accumulation of an element, after the step ("now") or of what a skipped one leaves (None)."""
+        """The statements that accumulate an element, after the step ("now") or in a skipped step (None)."""
         lines: list[str] = []
         if not self.stats:
             return lines
@@ -416,7 +416,7 @@ class TapText:
         return [f"  {line}" for line in lines]
 
     def after_run(self, body: RunBody, *, skipped: bool = False) -> list[str]:
-        """What a run leaves."""
+        """The last statements of a run."""
         lines = []
         for slot in self._slots:
             part = f"tap_part_{slot}"
@@ -427,7 +427,7 @@ class TapText:
         return lines
 
     def skipped(self, body: RunBody) -> list[str]:
-        """What a run of a skipped step measures: the gradient, and what is kept."""
+        """The statements of a run in a skipped step: statistics of the gradient and of what stays."""
         storages = {name: self._spec.storages[name] for name in self.reads}
         return [
             *body.begin([array for name, storage in storages.items() for array in read_arrays(storage, name)]),
@@ -438,12 +438,12 @@ class TapText:
         ]
 
     def partials(self) -> list[str]:
-        """What a tile leaves."""
+        """The statements that write a tile's partial results."""
         width = len(self._columns)
         return [f"    launch->tap_partials[tile * {width} + {slot}] = tap_part_{slot};" for slot in self._slots]
 
     def finish(self) -> list[str]:
-        """The totals of each tensor, of its tiles in their order."""
+        """The loop that combines the tiles of each tensor in order."""
         if not self._slots:
             return []
         width = len(self._columns)

@@ -103,7 +103,7 @@ def scalar_function(spec: KernelSpec, index: int, scalar_pass: ScalarPass) -> st
 
 
 def _copied_columns(columns: int, own: list[int]) -> list[str]:
-    """Take a pass's columns from the tensor before; those of other passes may differ between tensors."""
+    """Copy a pass's columns from the previous tensor; those of other passes may differ between tensors."""
     if len(own) == columns:
         copy = f"row[column] = rows[same_as * {columns} + column];"
         return [f"      for (int64_t column = 0; column < {columns}; ++column) {copy}"]
@@ -111,7 +111,7 @@ def _copied_columns(columns: int, own: list[int]) -> list[str]:
 
 
 def _absent(spec: KernelSpec, scalar_pass: ScalarPass) -> list[str]:
-    """A tensor without gradient adds nothing to what spans tensors."""
+    """A tensor without gradient adds nothing to reductions over all tensors."""
     return [
         f"      launch->global_parts[t * {spec.global_count} + {slot}] = "
         f"{'0' if value.operation == 'global_sum' else '-INFINITY'};"
@@ -124,7 +124,7 @@ def _step_of(index: str, scalar_pass: ScalarPass) -> str:
 
 
 def _scalar_state(spec: KernelSpec, name: str) -> str:
-    """The array of a state of one number for each tensor."""
+    """The array of a scalar state, with one number for each tensor."""
     position = spec.program.graph.scalar_states.index(name)
     return f"reinterpret_cast<{C_TYPES[dtype_name(spec.scalar_dtype(name))]}*>(launch->scalar_states[{position}])"
 
@@ -133,7 +133,7 @@ _OPERATIONS = {"reduce_sum": "Add", "reduce_amax": "Larger", "reduce_amin": "Sma
 
 
 def slice_function(spec: KernelSpec, tile: TilePass, gaps: bool) -> str:
-    """The function of a pass that reads, makes or is over slices."""
+    """The function of a pass that reads, computes or works on slices."""
     return "\n".join(_SlicePass(spec, tile, gaps).lines())
 
 
@@ -153,7 +153,7 @@ class _SlicePass:
         self._bind_slices()
 
     def _bind_slices(self) -> None:
-        """Spell what is read from other passes: once a row, matrix or tile where it is the same there."""
+        """Bind values read from other passes: once a row, matrix or tile if they are the same there."""
         indents = {"row": "        ", "matrix": "      ", "column": "      "}
         index = {"row": "line", "matrix": "matrix", "own": "i", "column": "i - base"}
         for value in self.read:
@@ -260,7 +260,7 @@ class _SlicePass:
         return "".join(f" reduction({COMBINERS[value.operation]} : {name})" for name, value in reduced)
 
     def _run_loop(self, gaps: bool) -> list[str]:
-        """The loop over the runs of a tile's part of a row; in blocks only a row's last one may be short."""
+        """The loop over the runs of a tile's part of a row; only the last block of a row may be short."""
         inner = CppWriter(self.scalar, "  ", self.scalars.names.within())
         inner.expressions.update(self.scalars.expressions)
         body = RunBody(
@@ -297,7 +297,7 @@ class _SlicePass:
             inner.lines.append(indent + accumulate(reduction, place, inner[reduction.args[0]]))
 
     def _finish(self, index: int) -> list[str]:
-        """What the tiles have left, combined in their order: per slice, and per tensor."""
+        """The partial results of tiles combined in order, for slices and for tensors."""
         lines = []
         for slot, reduction in self.tile.parts:
             kind = self.slices.kinds.index(self.slices.overs[slot])
@@ -311,10 +311,10 @@ class _SlicePass:
 
 
 MOST_COLUMNS = 2048
-"""Elements of a row that a tile of a pass over rows and columns has at most."""
+"""The most elements of a row that a tile of a pass over rows and columns has."""
 
 _RUN = 1024
-"""Elements of a run, which are summed in the type computed in before that is added to a float64 sum."""
+"""Elements of a run, which are summed in the compute type before that sum is added to a float64 sum."""
 
 
 def _tile_function(spec: KernelSpec, index: int, tile: TilePass, gaps: bool) -> str:
@@ -369,7 +369,7 @@ def _tile_function(spec: KernelSpec, index: int, tile: TilePass, gaps: bool) -> 
 
 
 def for_layouts(write: Callable[[bool], list[str]], once: bool) -> list[str]:
-    """The loops for tensors without gaps and with gaps, or those that do for all that there are."""
+    """The loops for tensors without gaps and with gaps, or one loop if it suffices."""
     if once:
         return write(False)
     loops = [[line if line[0] == "#" else f"  {line}" for line in write(gaps)] for gaps in (False, True)]
@@ -377,7 +377,7 @@ def for_layouts(write: Callable[[bool], list[str]], once: bool) -> list[str]:
 
 
 def _run_loop(body: RunBody, statements: list[str]) -> list[str]:
-    """The loop over the runs of a tile: of blocks, tiles count as if none were short."""
+    """The loop over the runs of a tile; tiles of blocks count short blocks as full ones."""
     size = body.size
     if body.in_blocks:
         loop = f"    for (int64_t block = begin / {size}; block * {size} < end; ++block) {{"
@@ -395,7 +395,7 @@ def _run_loop(body: RunBody, statements: list[str]) -> list[str]:
 
 
 def source(spec: KernelSpec, *, gaps: bool = True) -> str:
-    """The whole translation unit of a spec; without `gaps` for tensors whose elements all lie without them."""
+    """The translation unit of a spec; without `gaps` only for tensors whose memory has none."""
     parts = [spec.header("//", "C++"), PRELUDE.strip(), GRADIENT_SCALE.strip()]
     parts += [BLOCKS_PRELUDE.strip()] if spec.has_blocks else []
     parts += format_functions(spec.storages.values())

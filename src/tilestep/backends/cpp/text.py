@@ -140,7 +140,7 @@ class CppWriter(Writer):
 
 
 def accumulate(reduction: Value, total: str, expression: str) -> str:
-    """The statement that takes an element into a reduction in the type computed in."""
+    """The statement that adds an element to a reduction in the compute type."""
     if reduction.operation == "reduce_sum":
         return f"{total} += {expression};"
     function = "maximum" if reduction.operation == "reduce_amax" else "minimum"
@@ -174,7 +174,7 @@ def totals(spec: KernelSpec, tile: TilePass) -> list[str]:
 
 
 def layout_line(spec: KernelSpec, gaps: bool) -> str:
-    """The layout of a tensor whose elements lie with gaps, if there are such tensors."""
+    """The layout of a tensor with gaps, if there are such tensors."""
     if not gaps:
         return "    const int64_t* layout = nullptr;"
     width = f"(1 + MAX_DIMS * {2 + len(spec.arrays) + bool(spec.draws)})"
@@ -203,7 +203,7 @@ def arrays_of(spec: KernelSpec, tile: TilePass, unscales: bool) -> list[Array]:
 
 
 def array_lines(spec: KernelSpec, tile: TilePass, unscales: bool) -> list[str]:
-    """Pointers to the arrays that a tile pass touches, and what it takes to leave gradients without loss scale."""
+    """Pointers to the arrays that a tile pass touches, and the numbers that take the loss scale off gradients."""
     written = {array.name for name in tile.stores for array in spec.storages[name].arrays(name)}
     used = arrays_of(spec, tile, unscales)
     lines = []
@@ -221,7 +221,7 @@ def array_lines(spec: KernelSpec, tile: TilePass, unscales: bool) -> list[str]:
 
 
 def key_lines(spec: KernelSpec, tile: TilePass) -> list[str]:
-    """The keys of a tensor's random bits at this step, and where what of it is here begins in the whole."""
+    """The keys of a tensor's random bits at this step, and the index of its first element in the full tensor."""
     if not spec.draws_in(tile):
         return []
     # The last scalar pass has counted the step.
@@ -313,7 +313,7 @@ def _random(codec: Codec) -> str:
 
 
 def random_functions(slots: Iterable[int]) -> list[str]:
-    """What makes random bits: the keys of a tensor at a step, and the bits of an element for each of these slots."""
+    """Functions for random bits: the keys of a tensor at a step, and the bits of an element for each of these slots."""
     heads = {
         f"stream_key_{place}(int32_t low, int32_t high, int32_t count)": key for place, key in enumerate(keys_graph())
     }
@@ -328,7 +328,7 @@ def random_functions(slots: Iterable[int]) -> list[str]:
 
 
 def _assignment(array: Array, element: str) -> str:
-    # Of a type with bits these alone: GCC does not vectorize the copy of a structure.
+    # Of a structure only its bits: GCC does not vectorize the copy of a structure.
     bits = ".bits" if array.dtype.is_floating_point and array.dtype.itemsize == 2 else ""
     return f"  {array.name}{bits} = {element}{bits};"
 

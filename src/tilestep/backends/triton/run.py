@@ -27,7 +27,7 @@ from .slices import CudaSlices
 def range_tables(
     segment: Segment, tile_range: TileRange, tables: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """What launches over a range of tiles read and write."""
+    """The tables of launches over a range of tiles, and the number of its tiles that are walked by coordinates."""
     begin, first = tile_range.tiles.start, tile_range.tensors.start
     tiles, tensors = slice(begin, tile_range.tiles.stop), slice(first, tile_range.tensors.stop)
     owner = segment.tiles.tile_tensor[tiles]
@@ -403,8 +403,8 @@ class CudaSegment(Segment):
 
 
 DecisionLaunchers = dict[tuple[object, ...], tuple[Launcher, torch.Tensor, torch.Tensor]]
-"""Launchers of decisions that are made from the same kinds of numbers, with the limits they compare with, and what
-stands for a number that is not there."""
+"""Launchers of decisions from the same kinds of numbers, each with its table of limits and a placeholder for absent
+numbers."""
 
 
 def decide_on_device(

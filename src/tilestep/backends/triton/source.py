@@ -474,7 +474,7 @@ def slice_pointers(spec: KernelSpec, tile: TilePass) -> list[str]:
 
 
 def slice_kernels(spec: KernelSpec, tile: TilePass) -> list[list[str]]:
-    """The functions of a pass that reads, makes or is over slices."""
+    """The functions of a pass that reads, computes or works on slices."""
     kernel = _SliceKernel(spec, tile)
     parts = [kernel.math(), kernel.kernel()]
     if tile.over is None:

@@ -1,4 +1,4 @@
-"""How Triton says things: names that are free, operations, numbers, loads and stores of a tile, storage formats."""
+"""How Triton is written: free names, operations, numbers, loads and stores of a tile, storage formats."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ class _FusingWriter(_QuickWriter):
 
 
 class _PairsWriter(_FusingWriter):
-    """Finds the largest of a block, and what codes of roots are made of, by the roots that a rule takes too.
+    """Computes block maxima and codes of roots from the roots that the rule computes too.
 
     Where codes share a byte, arithmetic is what a step waits for. Numbers below float32's normal ones have the root 0.
     """
@@ -270,7 +270,7 @@ def _has_its_constant(link: Value) -> bool:
 
 
 def _all_args(chain: Sequence[Value]) -> list[Value]:
-    """What the links of a chain are worked out from, but for constants."""
+    """The arguments of the links of a chain, without constants."""
     args = {id(arg): arg for link in chain for arg in link.args if arg.operation != "constant"}
     return list(args.values())
 
@@ -382,7 +382,7 @@ class TileBody:
         return _MASKS[array.elements] if self.mask and self.spec.has_blocks else self.mask
 
     def loaded(self, array: Array) -> str:
-        """The expression of an array's elements as they lie in memory."""
+        """The expression of an array's elements as stored."""
         if array.elements == BLOCK and not self.mask and self.shapes is None:
             return f"{array.name}_now"
         other = "0.0" if array.dtype.is_floating_point and array.dtype.itemsize > 1 else "0"
@@ -415,7 +415,7 @@ class TileBody:
         return f"{joined}.to(tl.{self.compute})"
 
     def store(self, name: str, value: str) -> None:
-        """Write the statements that keep a buffer's new values."""
+        """Write the statements that store a buffer's new values."""
         storage = self.spec.storages[name]
         arrays, codec = storage.arrays(name), codec_of(storage)
         if codec.is_plain:
@@ -424,7 +424,7 @@ class TileBody:
         elements = [f"{array.name}_element" for array in arrays]
         number, index = f"({value}).to(tl.float32)", "element"
         if codec.has_blocks and self.mask:
-            # What is behind a short block is no part of it.
+            # Elements behind a short block are no part of it.
             number = f"tl.where({self.mask}, {number}, 0.0)"
         if codec.has_blocks and self.shapes is not None:
             number = f"tl.reshape(tl.broadcast_to({number}, {self.shapes[0]}), {self.shapes[1]})"
@@ -465,7 +465,7 @@ _ELSEWHERE = """
 absolute add add_count add_largest add_squares bytes_plus differs gradient_scale_of larger larger_number
 largest_in_block loop_bound nibbles_plus quick_float8_element quick_quotient smaller to_bfloat16_pairs
 """
-"""Helpers that no operation is spelled with."""
+"""Helpers that are in no operation's spelling."""
 
 HELPERS = sorted({"libdevice", *_ELSEWHERE.split(), *re.findall(r"(?<![.\w])(\w+)\(", " ".join(SPELLING.values()))})
 """What generated modules import of backends/triton/support.py, where they use it."""
@@ -501,7 +501,7 @@ def format_functions(storages: Iterable[Storage], quick: bool) -> list[list[str]
 
 
 def random_functions(slots: Iterable[int]) -> list[list[str]]:
-    """What makes random bits: the keys of a tensor at a step, and the bits of an element for each of these slots."""
+    """Functions for random bits: the keys of a tensor at a step, and the bits of an element for each of these slots."""
     functions = [_function("stream_keys", ["low", "high", "count"], keys_graph())]
     for slot in slots:
         functions.append(_function(f"random_{slot}", ["key_0", "key_1", "low", "high"], [bits_graph(slot)]))
