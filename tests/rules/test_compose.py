@@ -163,6 +163,21 @@ def test_infinite_weights_stay_as_they_are_without_a_coupled_decay(maximize: boo
     assert weight.tolist() == [1.5 if maximize else 0.5, torch.inf, -torch.inf]
 
 
+@pytest.mark.parametrize("composer", [cautious, clip_update])
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adan"])
+def test_infinite_weights_stay_as_they_are_where_an_update_is_changed(composer: Any, name: str) -> None:
+    composed = composer(registry[name])
+    start = torch.tensor([1.0, torch.inf, -torch.inf], dtype=torch.float64)
+    weight = torch.nn.Parameter(start.clone())
+    optimizer = tilestep.Optimizer([weight], composed, lr=0.1, weight_decay=0.0)
+    weight.grad = torch.tensor([0.5, -0.5, 0.1], dtype=torch.float64)
+    optimizer.step()
+    states = [torch.zeros_like(start) for _ in composed.states]
+    by_torch = composed(start, weight.grad, *states, lr=0.1, weight_decay=0.0, step=1)[0]
+    for moved in (weight.detach(), by_torch):
+        assert 0 < moved[0] < 1 and moved[1:].tolist() == [torch.inf, -torch.inf]
+
+
 def test_decoupled_decay_needs_a_learning_rate() -> None:
     nameless = rule(lambda param, grad, *, rate=0.1: param - rate * grad)
     with pytest.raises(RuleError, match="lr"):

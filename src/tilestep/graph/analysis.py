@@ -109,7 +109,7 @@ def _mixed(value: Value, bounds: Mapping[int, Bounds]) -> Bounds | None:
 
 @torch.library.custom_op("tilestep::displacement", mutates_args=(), schema="(Tensor new, Tensor old) -> Tensor")
 def _displacement(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    return new - old
+    return torch.where(new == old, 0.0, new - old)  # also where both are infinite
 
 
 @_displacement.register_fake
@@ -162,7 +162,10 @@ def _scaled_moved(build: Builder, value: Value, old: Value) -> Value | None:
             less_one = build.apply("neg", factor.args[1])
         elif factor.operation == "add" and any(_is_number(arg, 1.0) for arg in factor.args):
             less_one = factor.args[_is_number(factor.args[0], 1.0)]
-        pulled = build.apply("mul", old, less_one)
+        # A factor of 1 moves nothing, also not an infinite number, whose product with 0 is NaN.
+        zero = build.constant(0.0)
+        kept = build.apply("where", build.apply("eq", less_one, zero), zero, old)
+        pulled = build.apply("mul", kept, less_one)
         if not is_product:
             return build.apply("div", _subtract(build, moved, pulled), factor)
         return pulled if _is_number(moved, 0.0) else build.apply("add", pulled, build.apply("mul", moved, factor))
