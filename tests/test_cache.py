@@ -276,13 +276,13 @@ def test_many_processes_build_each_kernel_once(directory: Path) -> None:
     processes = [context.Process(target=step_at_once, args=(str(directory), start, results)) for _ in range(4)]
     for process in processes:
         process.start()
-    found = [results.get(timeout=120) for _ in processes]
+    outcomes = [results.get(timeout=120) for _ in processes]
     for process in processes:
         process.join(60)
         assert process.exitcode == 0
-    assert all(weights == found[0][0] for weights, _ in found)
+    assert all(weights == outcomes[0][0] for weights, _ in outcomes)
     libraries = list(directory.glob("*.so"))
-    assert sum(count for _, count in found) == len(libraries) == 1
+    assert sum(count for _, count in outcomes) == len(libraries) == 1
 
 
 def test_a_fork_after_use_steps_with_one_thread_and_does_not_hang() -> None:

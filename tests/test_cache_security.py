@@ -116,8 +116,8 @@ def test_a_folder_that_becomes_writable_later_is_not_used(directory: Path) -> No
     before = sorted(directory.iterdir())
     directory.chmod(0o777)
     with pytest.warns(RuntimeWarning, match="works without its cache"):
-        found = find_cached(the_library(directory).name)
-        assert found is None or found.parent != directory
+        cached_path = find_cached(the_library(directory).name)
+        assert cached_path is None or cached_path.parent != directory
         assert load_library("other", ANSWER.replace("42", "43")).answer() == 43
     assert sorted(directory.iterdir()) == before, "nothing is written there"
 

@@ -140,7 +140,7 @@ def test_compiled_optimizers_and_models(own_models: None, quick_compiler: list[o
     for group in result.groups:
         assert {row.contender for row in group.rows} == {*CONTENDERS, "torch compiled"}
         assert [row.failure for row in group.rows] == [None] * 4
-    assert sum(isinstance(each, nn.Module) for each in quick_compiler) == 1
+    assert sum(isinstance(module, nn.Module) for module in quick_compiler) == 1
     assert len(quick_compiler) == 2  # the model, and the optimizer's step
     assert said.count("  torch compiled: compiling the step of 4 tensors") == 1 and "  compiling the model" in said
     means = {f"{name}, {mode}, all models" for name in ("torch fused", "torch compiled", OURS) for mode in e2e.MODES}
@@ -268,8 +268,8 @@ def test_the_command_writes_result_and_picture(own_models: None, tmp_path: Path,
 
 
 def test_missing_libraries_are_noted(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "timm" else found(name))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "timm" else find_spec(name))
     monkeypatch.setattr(models, "MODELS", [Own("one", "torch", "", 4, 6), Own("gone", "timm", "", 4, 6)])
     result = run_e2e(settings)
     assert [group.tags["model"] for group in result.groups] == ["one", "one"]

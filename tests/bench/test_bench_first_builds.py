@@ -20,12 +20,12 @@ def test_every_kernel_of_a_first_step_is_built_with_its_stages() -> None:
     before = tilestep.compile_count()
     done = run_script(SCRIPT, "--rules", "SGD", "--shapes", "5x3,7", "--json")
     assert done.returncode == 0, done.stderr
-    [found] = [json.loads(line) for line in done.stdout.splitlines()]
-    names = [kernel["name"] for kernel in found["kernels"]]
+    [figures] = [json.loads(line) for line in done.stdout.splitlines()]
+    names = [kernel["name"] for kernel in figures["kernels"]]
     assert names == ["norm_tiles", "decide", "sgd_scalar_pass_0", "sgd_tile_pass_0"]
-    for kernel in found["kernels"]:
+    for kernel in figures["kernels"]:
         assert set(kernel["stages"]) == {"python", "ttir", "ttgir", "llir", "ptx", "cubin"}
-    assert all(found[key] > 0 for key in ("prepared", "serial", "processor", "together", "again"))
+    assert all(figures[key] > 0 for key in ("prepared", "serial", "processor", "together", "again"))
     assert tilestep.compile_count() == before
 
 

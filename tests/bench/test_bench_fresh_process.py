@@ -41,13 +41,13 @@ def test_what_one_has_built_the_next_has_to_read(tmp_path: Path) -> None:
     parents = set()
     for folder, builds in runs:
         variables = {"TILESTEP_CACHE_DIR": str(tmp_path / folder)}
-        found = in_fresh_process(step_once, ["TILESTEP_CACHE_DIR"], variables)
-        assert found["before"] == {
+        report = in_fresh_process(step_once, ["TILESTEP_CACHE_DIR"], variables)
+        assert report["before"] == {
             "builds": 0, "directory": 0, "tables": 0, "cuda": False, "generated": [], "marked": False
         }  # fmt: skip
-        assert (found["builds"] > 0) == bool(builds) and found["cache"] == str(tmp_path / folder)
+        assert (report["builds"] > 0) == bool(builds) and report["cache"] == str(tmp_path / folder)
         assert any((tmp_path / folder).glob("*.so"))
-        parents.add(found["parent"])
+        parents.add(report["parent"])
     assert len(parents) == 1 and os.getpid() not in parents  # one server, which has everything imported
     assert os.environ.get("TILESTEP_CACHE_DIR") != str(tmp_path / "other")
 

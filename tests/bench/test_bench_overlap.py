@@ -23,31 +23,33 @@ def run(*words: str) -> str:
 def test_iterations_memory_and_losses(tmp_path: Path) -> None:
     """Every contender has figures in every group, and losses are the serial ones."""
     run("overlap_figures.py", "--ranks", "2", "--small", "--batch", "1", "--rounds", "1", "--output", str(tmp_path))
-    found = Result.load(tmp_path / "overlap-2.json")
-    assert not found.notes
+    result = Result.load(tmp_path / "overlap-2.json")
+    assert not result.notes
     contenders = ["no step", "torch fused", "serial", "backward", "forward"]
-    assert [group.tags.get("batch") for group in found.groups] == ["1", "1", *[None] * 4]
-    for group in found.groups:
+    assert [group.tags.get("batch") for group in result.groups] == ["1", "1", *[None] * 4]
+    for group in result.groups:
         drops = "tokens" in group.tags and group.tags["clip"] == "no clip"
         assert [row.contender for row in group.rows] == contenders + ["dropped"] * drops
         assert all(row.wall is not None and row.wall.median > 0 for row in group.rows)
-    assert found.summary["auto, batch 1, clip, is forward"] == 0
-    equal = [value for key, value in found.summary.items() if key.startswith("losses equal")]
+    assert result.summary["auto, batch 1, clip, is forward"] == 0
+    equal = [value for key, value in result.summary.items() if key.startswith("losses equal")]
     assert equal == [10.0] * 4
-    first, last = (found.summary[f"{which} loss, clip"] for which in ("first", "last"))
+    first, last = (result.summary[f"{which} loss, clip"] for which in ("first", "last"))
     assert first != last
 
 
 def test_what_is_not_measured_again_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     figures = load(BENCHMARKS / "overlap_figures.py")
-    here = {"device": "one", "torch": "2", "commit": "new", "date": "today"}
+    environment = {"device": "one", "torch": "2", "commit": "new", "date": "today"}
     titles = [f"iteration, batch 1, {clip}" for clip in ("clip", "no clip")]
     bench = figures.Bench.__new__(figures.Bench)
-    bench.result = Result("overlap-2", here, [Group(titles[0], [])], summary={"exposed ms, batch 1, clip, serial": 1.0})
+    bench.result = Result(
+        "overlap-2", environment, [Group(titles[0], [])], summary={"exposed ms, batch 1, clip, serial": 1.0}
+    )
     bench._known = Result(
         "overlap-2",
-        {**here, "commit": "old", "date": "before"},
+        {**environment, "commit": "old", "date": "before"},
         [Group(title, [Row("serial")]) for title in titles],
         summary={
             "exposed ms, batch 1, clip, serial": 2.0,
@@ -56,15 +58,15 @@ def test_what_is_not_measured_again_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
             "auto, batch 1, clip, serial ms": 4.0,
         },
     )
-    found = bench._with_known()
-    assert [(group.title, len(group.rows)) for group in found.groups] == [(titles[0], 0), (titles[1], 1)]
-    assert found.summary == {
+    result = bench._with_known()
+    assert [(group.title, len(group.rows)) for group in result.groups] == [(titles[0], 0), (titles[1], 1)]
+    assert result.summary == {
         "exposed ms, batch 1, clip, serial": 1.0,
         "exposed ms, batch 1, no clip, serial": 3.0,
         "auto, batch 1, clip, serial ms": 4.0,
     }
-    assert found.notes == ["groups kept: 1 from a run at commit old, before"]
-    assert found.environment == here and len(bench.result.groups) == 1
+    assert result.notes == ["groups kept: 1 from a run at commit old, before"]
+    assert result.environment == environment and len(bench.result.groups) == 1
 
 
 def test_what_is_exposed_is_told_from_round_to_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,31 +86,31 @@ def test_what_is_exposed_is_told_from_round_to_round(monkeypatch: pytest.MonkeyP
 def test_backward_needs_what_any_schedule_needs(tmp_path: Path) -> None:
     """Storages of real and of fake tensors are counted alike, and "backward" has no gradient longer than it must."""
     run("overlap_floor.py", "--small", "--tokens", "4", "--output", str(tmp_path))
-    found = Result.load(tmp_path / "overlap-floor.json")
-    assert [group.tags for group in found.groups] == [{"ranks": ranks, "tokens": "4"} for ranks in ("2", "4")]
-    for group in found.groups:
+    result = Result.load(tmp_path / "overlap-floor.json")
+    assert [group.tags for group in result.groups] == [{"ranks": ranks, "tokens": "4"} for ranks in ("2", "4")]
+    for group in result.groups:
         work = f"{group.tags['ranks']} ranks, 4 tokens"
         peaks = {row.contender: row.peak_bytes or 0 for row in group.rows}
-        gradients = found.summary[f"bytes of gradients, {work}"]
+        gradients = result.summary[f"bytes of gradients, {work}"]
         assert peaks["serial"] - peaks["dropped"] > 0.3 * gradients
         assert peaks["backward"] == peaks["dropped"]
         for name, peak in peaks.items():
-            items = [value for key, value in found.summary.items() if key.startswith(f"bytes, {work}, {name}, ")]
+            items = [value for key, value in result.summary.items() if key.startswith(f"bytes, {work}, {name}, ")]
             assert sum(items) == peak
 
 
 def test_distributed_data_parallel(tmp_path: Path) -> None:
     options = ["--small", "--parts", "losses", "--output", str(tmp_path)]
     run("overlap_figures.py", "--ranks", "2", "--wrap", "ddp", *options)
-    found = Result.load(tmp_path / "overlap-ddp-2.json")
-    assert not found.notes
-    assert [value for key, value in found.summary.items() if key.startswith("losses equal")] == [10.0] * 4
+    result = Result.load(tmp_path / "overlap-ddp-2.json")
+    assert not result.notes
+    assert [value for key, value in result.summary.items() if key.startswith("losses equal")] == [10.0] * 4
 
 
 def test_parts_without_time_are_said_to_be_left_out(tmp_path: Path) -> None:
     said = run("overlap_figures.py", "--small", "--limit", "0", "--output", str(tmp_path))
-    found = Result.load(tmp_path / "overlap-1.json")
-    assert not found.groups and len(found.notes) == 7
+    result = Result.load(tmp_path / "overlap-1.json")
+    assert not result.groups and len(result.notes) == 7
     assert "no time was left for losses" in said
 
 

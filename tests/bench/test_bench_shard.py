@@ -19,7 +19,7 @@ python = functools.partial(run_python, CUDA_VISIBLE_DEVICES="")
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     folder = tmp_path_factory.mktemp("figures")
     options = ["--quick", "--output", str(folder / "figures.json"), "--constants", str(folder / "constants.json")]
     done = python(str(BENCHMARKS / "shard_figures.py"), "--ranks", "2", *options)
@@ -27,8 +27,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pat
     return json.loads((folder / "figures.json").read_text()), folder / "constants.json"
 
 
-def test_every_part_reports(found: tuple[dict[str, Any], Path]) -> None:
-    figures, _ = found
+def test_every_part_reports(measured: tuple[dict[str, Any], Path]) -> None:
+    figures, _ = measured
     assert figures["ranks"] == 2 and "torch" in figures["environment"]
     assert abs(figures["sharded"]["memory"]["state_over_its_share"]) < 0.02
     assert figures["sharded"]["parts of a step"]["update_ms"]["low"] > 0
@@ -39,7 +39,7 @@ def test_every_part_reports(found: tuple[dict[str, Any], Path]) -> None:
     for part, names in peers.items():
         for batch in ("1", "2"):
             assert set(figures[part][batch]) == {"sharded", *names}
-            assert all(each["iteration_ms"]["median"] > 0 for each in figures[part][batch].values())
+            assert all(figure["iteration_ms"]["median"] > 0 for figure in figures[part][batch].values())
             ours = figures[part][batch]["sharded"]
             assert {"forward_backward_ms", "exposed_sums_ms", "exposed_clip_step_gather"} <= set(ours)
         assert set(figures[part]["host"]) == {"sharded", *names} and "failures" not in figures[part]
@@ -47,8 +47,8 @@ def test_every_part_reports(found: tuple[dict[str, Any], Path]) -> None:
     assert set(figures["host_of_many"]["20"]) >= {"step", "backward", "backward of plain tensors", "buckets"}
 
 
-def test_parts_that_are_not_taken_again_are_kept(found: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
-    figures, _ = found
+def test_parts_that_are_not_taken_again_are_kept(measured: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    figures, _ = measured
     path = tmp_path / "figures.json"
     earlier = {**figures, "environment": {**figures["environment"], "commit": "earlier"}}
     path.write_text(json.dumps({**earlier, "zero_redundancy": {"failure": "too late"}}))
@@ -64,8 +64,8 @@ def test_parts_that_are_not_taken_again_are_kept(found: tuple[dict[str, Any], Pa
     assert done.returncode == 1 and "torch 1.0, cannot be added to" in done.stderr
 
 
-def test_constants_are_for_plans(found: tuple[dict[str, Any], Path]) -> None:
-    constants = Constants.load(found[1])
+def test_constants_are_for_plans(measured: tuple[dict[str, Any], Path]) -> None:
+    constants = Constants.load(measured[1])
     assert "launch_latency" not in constants.assumed and "network_bandwidth" in constants.assumed
     assert constants.sources["compute"].startswith("measured: 2 x ")
 
@@ -101,8 +101,8 @@ def test_the_constants_of_plans_are_those_of_committed_figures(tmp_path: Path) -
     words = ["--again", "--parts", parts, "--output", stored, "--constants", str(tmp_path / "constants.json")]
     done = python(str(BENCHMARKS / "shard_figures.py"), *words)
     assert done.returncode == 0, done.stdout + done.stderr
-    again, known = Constants.load(tmp_path / "constants.json"), default_constants()
-    assert again.sources == known.sources
-    for name, source in known.sources.items():
-        assert getattr(again, name) == pytest.approx(getattr(known, name)), name
+    again, defaults = Constants.load(tmp_path / "constants.json"), default_constants()
+    assert again.sources == defaults.sources
+    for name, source in defaults.sources.items():
+        assert getattr(again, name) == pytest.approx(getattr(defaults, name)), name
         assert "shard-2.json" in source or name not in ("compute", "model_host", "beside_sums", "step_latency")

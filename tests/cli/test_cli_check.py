@@ -24,7 +24,7 @@ Verdicts = dict[str, Verdict]
 
 
 @pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_this_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rules of `authored.py` are in the current directory."""
     monkeypatch.chdir(FOLDER)
 
@@ -33,15 +33,15 @@ def verdicts(rule: tilestep.Rule, **given: object) -> Verdicts:
     return {verdict.item: verdict for verdict in check_rule(rule, given, interpret=False)}
 
 
-def failures(found: Verdicts) -> list[str]:
-    return [item for item, verdict in found.items() if verdict.passed is False]
+def failures(result: Verdicts) -> list[str]:
+    return [item for item, verdict in result.items() if verdict.passed is False]
 
 
 @pytest.mark.parametrize("name", ["authored:signed", "LAMB"])
 def test_good_rules_pass_every_item(name: str) -> None:
-    found = verdicts(load_rule(name))
-    assert failures(found) == []
-    assert found.keys() >= {f"C++, {item}" for item in ITEMS} | {"translation"}
+    result = verdicts(load_rule(name))
+    assert failures(result) == []
+    assert result.keys() >= {f"C++, {item}" for item in ITEMS} | {"translation"}
 
 
 def test_a_function_without_a_decorator_is_a_rule() -> None:
@@ -52,16 +52,16 @@ def test_a_function_without_a_decorator_is_a_rule() -> None:
 
 
 def test_a_rule_for_matrices_says_so_and_leaves_the_thread_count_out() -> None:
-    found = verdicts(tilestep.registry["Muon"])
-    assert failures(found) == []
-    assert "tensors of 2 dimensions; of others not" in found["translation"].text
-    assert found["C++, threads"].passed is None
+    result = verdicts(tilestep.registry["Muon"])
+    assert failures(result) == []
+    assert "tensors of 2 dimensions; of others not" in result["translation"].text
+    assert result["C++, threads"].passed is None
 
 
 def test_a_rule_for_tensors_of_other_dimensions_is_tried_on_such() -> None:
-    found = verdicts(load_rule("authored:for_volumes"))
-    assert failures(found) == [] and "tensors of 3 dimensions; of others not" in found["translation"].text
-    assert "up to 27 elements" in found["C++, sizes"].text
+    result = verdicts(load_rule("authored:for_volumes"))
+    assert failures(result) == [] and "tensors of 3 dimensions; of others not" in result["translation"].text
+    assert "up to 27 elements" in result["C++, sizes"].text
 
 
 def test_hyperparameters_are_those_given() -> None:
@@ -69,8 +69,8 @@ def test_hyperparameters_are_those_given() -> None:
     assert translation.passed and "20 bytes read and 16 written" in translation.text
     assert float32.passed
     for item in ("bfloat16 with remainder", "int8 states", "checkpoint"):
-        found = checked("AdamW", item, amsgrad=True)
-        assert found.passed, found.text
+        result = checked("AdamW", item, amsgrad=True)
+        assert result.passed, result.text
 
 
 def test_a_composed_rule_passes() -> None:
@@ -97,8 +97,8 @@ def test_what_cannot_be_translated_is_one_failure_with_its_line(name: str, text:
 
 def test_a_rule_that_is_not_the_same_each_time_fails() -> None:
     """It counts its calls, which the kernel made from its first call cannot know."""
-    found = checked("authored:counting", "float32")
-    text = found.text
+    result = checked("authored:counting", "float32")
+    text = result.text
     assert "the parameter of a float32 tensor of shape" in text and "where the formula gives" in text
     assert f"authored.py:{line_of('drift * CALLS')}" in text
 
@@ -135,22 +135,22 @@ def test_a_state_that_does_not_begin_as_declared_is_found(monkeypatch: pytest.Mo
 
     right = states._start
     monkeypatch.setattr(states, "_start", lambda *given: 1.5 * right(*given))
-    found = checked("NAdam", "float32")
-    assert "mu_product" in found.text or "the parameter" in found.text
-    assert found.passed is False and "at step 1," in found.text
+    result = checked("NAdam", "float32")
+    assert "mu_product" in result.text or "the parameter" in result.text
+    assert result.passed is False and "at step 1," in result.text
 
 
 @pytest.mark.parametrize("kind", ["float32 master", "remainder"])
 def test_the_first_step_of_a_master_is_as_precise_as_later_ones(kind: str) -> None:
     """Adafactor's bounds follow the precision of what it updates, which is the master."""
-    found = checked("Adafactor", f"bfloat16 with {kind}")
-    assert found.passed, found.text
+    result = checked("Adafactor", f"bfloat16 with {kind}")
+    assert result.passed, result.text
 
 
 @pytest.mark.parametrize("name", ["bfloat16 states", "float8_e4m3 states", "int4 states", "int8 states"])
 def test_states_are_checked_in_every_format(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = checked("AdamW", name)
-    assert found.passed and "with 8 states kept so agree" in found.text
+    result = checked("AdamW", name)
+    assert result.passed and "with 8 states kept so agree" in result.text
     assert "no state that is kept so" in checked("SGD", name).text
     from tilestep.checking import items
 
@@ -160,8 +160,8 @@ def test_states_are_checked_in_every_format(name: str, monkeypatch: pytest.Monke
 
 
 def test_a_state_that_is_not_as_its_format_needs_it_fails_there() -> None:
-    found = checked("authored:said_to_be_positive", "int8 states")
-    assert found.passed is False and "momentum_buffer" in found.text and "authored.py:" in found.text
+    result = checked("authored:said_to_be_positive", "int8 states")
+    assert result.passed is False and "momentum_buffer" in result.text and "authored.py:" in result.text
     assert checked("authored:said_to_be_positive", "bfloat16 states").passed
     over_rows = checked("authored:over_rows", "int8 states")
     assert over_rows.passed and "states kept so agree" in over_rows.text
@@ -218,11 +218,11 @@ def test_the_interpreter_runs_the_triton_code() -> None:
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    found = list(check_interpreted(load_rule("authored:signed"), {"weight_decay": 0.1}))
-    assert [verdict.item for verdict in found] == [
+    result = list(check_interpreted(load_rule("authored:signed"), {"weight_decay": 0.1}))
+    assert [verdict.item for verdict in result] == [
         f"Triton in its interpreter, {item}" for item in ("float32", "sizes", "layouts", "param groups")
     ]
-    assert all(verdict.passed for verdict in found), found
+    assert all(verdict.passed for verdict in result), result
 
 
 def test_rules_that_another_process_cannot_import_are_left_out() -> None:

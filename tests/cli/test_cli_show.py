@@ -44,7 +44,7 @@ def test_every_rule_can_be_described(name: str) -> None:
         description = describe(tilestep.registry[name], backend=backend)
         assert description.bytes_read >= 8 and description.bytes_written >= 4
         assert description.equations.startswith(tilestep.registry[name].__doc__.split("\n")[0])
-        written = {array.name for each in description.passes if each.traffic for array in each.traffic.writes}
+        written = {array.name for entry in description.passes if entry.traffic for array in entry.traffic.writes}
         assert "param" in written
         for launch in description.launches:
             assert launch.startswith("torch, ") or launch == "combine_parts" or launch in description.source
@@ -147,8 +147,8 @@ def test_show_takes_a_rule_of_the_user_s(run: Run) -> None:
     ],
 )
 def test_what_cannot_be_shown(arguments: list[str], code: int, text: str, run: Run) -> None:
-    found, out, err = run("show", *arguments)
-    assert found == code and out == ""
+    exit_code, out, err = run("show", *arguments)
+    assert exit_code == code and out == ""
     assert text in " ".join(err.replace("│", " ").split())
 
 

@@ -106,7 +106,7 @@ class Net(torch.nn.Module):
 def batches(accumulation: int, rank: int = 0, ranks: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(STEPS * accumulation, ranks, 4, 32, generator=generator)
-    return [(each[rank], each[rank].sum(1, keepdim=True) / 8) for each in inputs]
+    return [(batch[rank], batch[rank].sum(1, keepdim=True) / 8) for batch in inputs]
 
 
 def loss_of(model: Any, batch: Any) -> torch.Tensor:

@@ -42,16 +42,16 @@ def test_the_page_is_as_it_is_written() -> None:
 @pytest.mark.parametrize("framework", cells.FRAMEWORKS)
 def test_what_the_page_says_of_one_rank(framework: str) -> None:
     with warnings.catch_warnings(), cells.alone():
-        found = cells.outcomes(framework, cells.FEATURES[:-1])
+        outcomes = cells.outcomes(framework, cells.FEATURES[:-1])
     said = committed()[framework]
-    assert {cell: cells.sentence(text) for cell, text in found.items()} == {cell: said[cell] for cell in found}
+    assert {cell: cells.sentence(text) for cell, text in outcomes.items()} == {cell: said[cell] for cell in outcomes}
 
 
 @pytest.mark.parametrize("framework", cells.FRAMEWORKS)
 def test_what_the_page_says_of_two_ranks(framework: str) -> None:
-    found = cells.on_two_ranks(framework)
+    outcomes = cells.on_two_ranks(framework)
     said = committed()[framework]
-    assert {cell: cells.sentence(text) for cell, text in found.items()} == {cell: said[cell] for cell in found}
+    assert {cell: cells.sentence(text) for cell, text in outcomes.items()} == {cell: said[cell] for cell in outcomes}
 
 
 def test_a_clip_and_a_second_backward_change_the_numbers() -> None:

@@ -16,7 +16,7 @@ if __name__ == "__main__":
     for rule in ("AdamW", "LAMB"):
         for home in (streamed(), streamed(6_000, 2)):
             pair = Pair(lambda params, rule=rule: tilestep.Optimizer(params, rule, max_grad_norm=1.0), home, SHAPES)
-            assert all(isinstance(each, CudaSegment) for each in pair.optimizer.plan.engines[0].segments)
+            assert all(isinstance(segment, CudaSegment) for segment in pair.optimizer.plan.engines[0].segments)
             for step in range(2):
                 pair.step(missing=lambda place, step=step: place == step)
             pair.compare()

@@ -149,11 +149,11 @@ def test_what_is_refused() -> None:
 def test_what_is_chosen_counts_gradients() -> None:
     """They come in for an update on the device, and are there already for one on the host."""
     plan = plan_for(tilestep.AdamW(model().parameters()))
-    known = Bandwidths(inward=1e9, outward=1e9, both=1e9, host=1e9)
+    bandwidths = Bandwidths(inward=1e9, outward=1e9, both=1e9, host=1e9)
     elements = plan.gradients // 4
-    assert plan.on_device(known) == pytest.approx(8e-9 * elements)
-    assert plan.on_device(known, kept=True) == pytest.approx(12e-9 * elements)
-    assert plan.on_host(known) - plan.on_host(known, kept=True) == pytest.approx(4e-9 * elements)
+    assert plan.on_device(bandwidths) == pytest.approx(8e-9 * elements)
+    assert plan.on_device(bandwidths, kept=True) == pytest.approx(12e-9 * elements)
+    assert plan.on_host(bandwidths) - plan.on_host(bandwidths, kept=True) == pytest.approx(4e-9 * elements)
 
 
 def test_without_it_gradients_stay() -> None:

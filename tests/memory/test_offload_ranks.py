@@ -68,8 +68,8 @@ def shards_whose_gradients_leave(home: Homes) -> None:
                 left = left_of(moved)
                 assert all(gradient.placements != param.placements for gradient, param in left)
                 assert len(left) < len(list(moved.parameters())), layout
-            for each in (reference, optimizer):
-                each.step()
+            for stepped in (reference, optimizer):
+                stepped.step()
             assert all(param.grad is None for param in moved.parameters())
             reference.zero_grad()
             assert torch.equal(reference.grad_norm, optimizer.grad_norm), (layout, step)
@@ -91,9 +91,9 @@ def checkpoints_are_saved_and_loaded() -> None:
         state = get_optimizer_state_dict(other, fresh)
         dcp.load(state, checkpoint_id="offloaded")
         set_optimizer_state_dict(other, fresh, state)
-        for param, known in zip(other.parameters(), net.parameters()):
+        for param, original in zip(other.parameters(), net.parameters()):
             for name in ("exp_avg", "exp_avg_sq", "step"):
-                assert torch.equal(*here(fresh.state[param][name], optimizer.state[known][name])), name
+                assert torch.equal(*here(fresh.state[param][name], optimizer.state[original][name])), name
 
 
 def checkpoints_are_written_beside_training() -> None:
@@ -127,10 +127,10 @@ def parameters_that_fsdp_offloads_need_nothing() -> None:
     optimizer = tilestep.offload(tilestep.AdamW(right.parameters(), lr=1e-2, max_grad_norm=0.05))
     assert optimizer.offload_report().where == "here"
     for step in range(3):
-        for net, each in ((left, reference), (right, optimizer)):
+        for net, stepped in ((left, reference), (right, optimizer)):
             backward(net, batch(step, "fsdp"))
-            each.step()
-            each.zero_grad()
+            stepped.step()
+            stepped.zero_grad()
     for one, other in zip(left.parameters(), right.parameters()):
         assert torch.equal(*here(one, other))
 

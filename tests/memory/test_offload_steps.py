@@ -68,9 +68,9 @@ def test_any_layout_follows_float64(layout: str, home: Homes) -> None:
         referee.step()
     torch.testing.assert_close(param.detach().double(), wanted.detach(), rtol=1e-5, atol=1e-6)
     for name in ("exp_avg", "exp_avg_sq"):
-        found = optimizer.state[param][name]
-        assert found.shape == param.shape
-        torch.testing.assert_close(found.double(), referee.state[wanted][name], rtol=1e-5, atol=1e-6)
+        buffer = optimizer.state[param][name]
+        assert buffer.shape == param.shape
+        torch.testing.assert_close(buffer.double(), referee.state[wanted][name], rtol=1e-5, atol=1e-6)
 
 
 def test_tiny_chunks_cut_tensors() -> None:

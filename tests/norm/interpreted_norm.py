@@ -15,14 +15,14 @@ CPU = torch.device("cpu")
 
 
 def table_of(tensors: list[torch.Tensor]) -> tuple[TritonNorm, torch.Tensor]:
-    table = TritonNorm(CPU, [each.numel() for each in tensors], [each.dtype for each in tensors])
-    return table, torch.tensor([each.data_ptr() for each in tensors])
+    table = TritonNorm(CPU, [tensor.numel() for tensor in tensors], [tensor.dtype for tensor in tensors])
+    return table, torch.tensor([tensor.data_ptr() for tensor in tensors])
 
 
-def check(label: object, found: float, expected: float, relative: float = 1e-5) -> None:
-    same = found == expected or (math.isnan(found) and math.isnan(expected))
-    if not (same or math.isclose(found, expected, rel_tol=relative)):
-        raise SystemExit(f"{label}: {found} is not {expected}")
+def check(label: object, actual: float, expected: float, relative: float = 1e-5) -> None:
+    same = actual == expected or (math.isnan(actual) and math.isnan(expected))
+    if not (same or math.isclose(actual, expected, rel_tol=relative)):
+        raise SystemExit(f"{label}: {actual} is not {expected}")
 
 
 def norms(tensors: list[torch.Tensor], label: str, absent: int | None = None) -> None:
@@ -78,12 +78,12 @@ def scaling() -> None:
     for limit, norm in ((2.0, 8.0), (8.0, 2.0), (1.0, math.nan), (1.0, math.inf)):
         for given in (limit, torch.tensor([limit])):
             table, addresses = table_of(tensors)
-            before = [each.clone() for each in tensors]
+            before = [tensor.clone() for tensor in tensors]
             table.scale(addresses, torch.tensor([norm]), given)
             coefficient = torch.tensor(limit / (norm + 1e-6)).clamp(max=1.0)
-            for each, old in zip(tensors, before):
-                torch.testing.assert_close(each, old * coefficient.to(old.dtype), equal_nan=True)
-                each.copy_(old)
+            for tensor, old in zip(tensors, before):
+                torch.testing.assert_close(tensor, old * coefficient.to(old.dtype), equal_nan=True)
+                tensor.copy_(old)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,9 @@ def with_gradients(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def pair(gradients: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    return with_gradients([each.clone() for each in gradients]), with_gradients([each.clone() for each in gradients])
+    return with_gradients([gradient.clone() for gradient in gradients]), with_gradients(
+        [gradient.clone() for gradient in gradients]
+    )
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 3.0, 1e9, -1.0, 0.0])
@@ -42,7 +44,7 @@ def test_equals_torch(norm_type: float, max_norm: float) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_dtype_is_rounded_once(dtype: torch.dtype) -> None:
     gradients = drawn([20000, 3], dtype)
-    parameters = with_gradients([each.clone() for each in gradients])
+    parameters = with_gradients([gradient.clone() for gradient in gradients])
     norm = clip_grad_norm_(parameters, 1.5)
     coefficient = 1.5 / (norm.double() + 1e-6)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -73,7 +75,7 @@ def test_mixed_dtypes_and_layouts() -> None:
         image.half().permute(3, 1, 2, 0),
     ]
     untouched = base.view(20, 20)[1::2].clone()
-    before = [each.double().clone() for each in gradients]
+    before = [gradient.double().clone() for gradient in gradients]
     norm = clip_grad_norm_(with_gradients(gradients), 0.25)
     assert norm.item() == pytest.approx(referee(before, 2.0), rel=1e-6)
     for gradient, old in zip(gradients, before):
@@ -133,7 +135,7 @@ def test_single_parameter_missing_gradients_and_none_at_all() -> None:
     assert clip_grad_norm_([torch.nn.Parameter(torch.zeros(2))], 1.0) == 0
     assert clip_grad_norm_([], 1.0) == 0
     with pytest.warns(UserWarning, match="empty generator") as record:
-        assert clip_grad_norm_((each for each in []), 1.0) == 0
+        assert clip_grad_norm_((gradient for gradient in []), 1.0) == 0
     assert record[0].filename == __file__
 
 

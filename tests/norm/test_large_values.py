@@ -17,10 +17,10 @@ MOST = sys.float_info.max**0.5
 
 
 def squares(tensors: list[torch.Tensor], *, eager: bool, root: bool = True) -> float:
-    sizes = [each.numel() for each in tensors], [each.dtype for each in tensors]
+    sizes = [tensor.numel() for tensor in tensors], [tensor.dtype for tensor in tensors]
     table: CpuNorm | EagerNorm = EagerNorm(cut(*sizes, 16384)) if eager else cpu_norm(*sizes)
     out = torch.empty(1, dtype=torch.float64)
-    table.norm(torch.tensor([each.data_ptr() for each in tensors]), out, 2.0, root)
+    table.norm(torch.tensor([tensor.data_ptr() for tensor in tensors]), out, 2.0, root)
     return out.item()
 
 
@@ -29,7 +29,7 @@ def squares(tensors: list[torch.Tensor], *, eager: bool, root: bool = True) -> f
 @pytest.mark.parametrize("value", [3e38, -1e30, 1.5e19])
 def test_norm_of_large_values(value: float, dtype: torch.dtype, eager: bool) -> None:
     tensors = [torch.full((20_000,), value, dtype=dtype), torch.ones(5, dtype=dtype), torch.ones(40_000)]
-    expected = torch.cat([each.double() for each in tensors]).norm().item()
+    expected = torch.cat([tensor.double() for tensor in tensors]).norm().item()
     assert squares(tensors, eager=eager) == pytest.approx(expected, rel=1e-5)
     if not eager:
         assert total_norm([tensors[0][:1]]).item() == pytest.approx(abs(tensors[0][0].item()), rel=1e-5)
@@ -51,7 +51,7 @@ def test_clips_of_large_float64_gradients_are_torchs(value: float) -> None:
     gradients = [torch.full((5,), value, dtype=torch.float64), torch.ones(3, dtype=torch.float64)]
     expected = torch.nn.utils.get_total_norm(gradients)
     torch.testing.assert_close(total_norm(gradients), expected, equal_nan=True)
-    weights = [[torch.nn.Parameter(torch.zeros_like(each)) for each in gradients] for _ in range(3)]
+    weights = [[torch.nn.Parameter(torch.zeros_like(tensor)) for tensor in gradients] for _ in range(3)]
     for one in weights:
         for weight, gradient in zip(one, gradients):
             weight.grad = gradient.clone()
@@ -111,10 +111,10 @@ def test_what_is_not_finite_stays_so_beside_large_values(bad: float, dtype: torc
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_norm_above_the_range_of_float32_is_infinite_there_as_in_torch(eager: bool) -> None:
     tensors = [torch.full((4,), 3e38), torch.ones(7)]
-    sizes = [each.numel() for each in tensors], [each.dtype for each in tensors]
+    sizes = [tensor.numel() for tensor in tensors], [tensor.dtype for tensor in tensors]
     table: CpuNorm | EagerNorm = EagerNorm(cut(*sizes, 16384)) if eager else cpu_norm(*sizes)
     out = torch.empty(1)
-    table.norm(torch.tensor([each.data_ptr() for each in tensors]), out, 2.0, True)
+    table.norm(torch.tensor([tensor.data_ptr() for tensor in tensors]), out, 2.0, True)
     assert out.item() == math.inf
     assert total_norm(tensors).item() == torch.nn.utils.get_total_norm(tensors).item() == math.inf
     with pytest.raises(RuntimeError, match="non-finite"):

@@ -75,12 +75,12 @@ def test_strided_tensors_are_read_anew() -> None:
 
 def test_tensors_are_not_kept_alive() -> None:
     tensor = torch.ones(100)
-    known = weakref.ref(tensor)
+    reference = weakref.ref(tensor)
     total_norm([tensor, torch.ones(5)])
     clip_grad_norm_([torch.nn.Parameter(torch.ones(5))], 1.0)
     del tensor
     gc.collect()
-    assert known() is None
+    assert reference() is None
 
 
 def test_few_are_kept(built: list[int]) -> None:
@@ -124,7 +124,7 @@ def test_two_threads_share_a_recipe() -> None:
 
 def test_table_with_absent_tensors() -> None:
     tensors = drawn([100, 20000, 7], torch.float32)
-    table = NormTable(torch.device("cpu"), [each.numel() for each in tensors], [each.dtype for each in tensors])
+    table = NormTable(torch.device("cpu"), [tensor.numel() for tensor in tensors], [tensor.dtype for tensor in tensors])
     addresses = torch.tensor([tensors[0].data_ptr(), 0, tensors[2].data_ptr()])
     present = [tensors[0], tensors[2]]
     out = torch.empty(1, dtype=torch.float64)
@@ -220,7 +220,7 @@ class _OnGpu(torch.Tensor):
 
 def test_a_capture_neither_takes_nor_leaves_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = drawn([40, 50], torch.float32)
-    seen = [each.as_subclass(_OnGpu) for each in tensors]
+    seen = [tensor.as_subclass(_OnGpu) for tensor in tensors]
     monkeypatch.setattr(plan_cache, "_plain", lambda tensors: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     outside = plan_cache.find_recipe(seen)

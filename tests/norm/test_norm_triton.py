@@ -41,12 +41,12 @@ def test_full_tiles_are_read_and_written_16_bytes_at_a_time(dtypes: list[torch.d
         module.norm_tiles, {**TABLES, "partials": "*fp64", "power": "fp64"}, {"TILE": 8192, "STEP": 1024}, 4
     )
     wide = {"ld.global.v2.b64"} if dtypes == [torch.float64] else {"ld.global.v4.b32"}
-    assert any(each in text for each in wide)
+    assert any(access in text for access in wide)
     module = load_module("scale", scale_source(dtypes, limit_on_device=False))
     text = compiled(module.scale_tiles, {**TABLES, "norm": "*fp32", "limit": "fp64"}, {"TILE": 8192, "STEP": 1024}, 4)
-    for each in wide:
-        assert each in text
-        assert each.replace("ld.", "st.") in text
+    for access in wide:
+        assert access in text
+        assert access.replace("ld.", "st.") in text
 
 
 @pytest.mark.parametrize("order", Order)

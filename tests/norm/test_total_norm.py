@@ -58,7 +58,7 @@ def test_bfloat16_is_summed_in_float32() -> None:
 def test_single_tensor_generator_and_string_order() -> None:
     tensor = torch.tensor([3.0, -4.0])
     assert total_norm(tensor) == 5
-    assert total_norm(each for each in [tensor]) == 5
+    assert total_norm(item for item in [tensor]) == 5
     assert total_norm([tensor], "inf") == 4  # type: ignore[arg-type]
     assert total_norm([]) == torch.nn.utils.get_total_norm([])
     assert total_norm([]).dtype == torch.float32

@@ -42,11 +42,11 @@ def check(dtype: torch.dtype, master_weights: bool | str, *, streams: bool = Fal
             other.grad = param.grad.clone()
         optimizer.step()
         twin.step()
-        found = {name: (indices.long(), values) for name, indices, values in optimizer.changes()}
+        listed = {name: (indices.long(), values) for name, indices, values in optimizer.changes()}
         for place, (param, old, other) in enumerate(zip(params, before, plain)):
             assert torch.equal(param, other), (dtype, step)
             wanted = (param.detach() != old).reshape(-1).nonzero().reshape(-1)
-            indices, values = found.get(f"0.{place}", (wanted[:0], param.detach().reshape(-1)[:0]))
+            indices, values = listed.get(f"0.{place}", (wanted[:0], param.detach().reshape(-1)[:0]))
             assert torch.equal(indices, wanted), (dtype, master_weights, step, place)
             assert torch.equal(values, param.detach().reshape(-1)[wanted])
             if step % 2 == 0:
@@ -70,11 +70,11 @@ def check_lists_of_several_blocks() -> None:
         for param in params:
             param.grad = torch.randn_like(param) * (torch.rand_like(param) < density)
         optimizer.step()
-        found = {name: (indices.long(), values) for name, indices, values in optimizer.changes(clear=True)}
+        listed = {name: (indices.long(), values) for name, indices, values in optimizer.changes(clear=True)}
         for place, (param, old) in enumerate(zip(params, before)):
             now = param.detach()
             wanted = (now != old).nonzero().reshape(-1)
-            indices, values = found.get(f"0.{place}", (wanted[:0], now[:0]))
+            indices, values = listed.get(f"0.{place}", (wanted[:0], now[:0]))
             assert torch.equal(indices, wanted), (density, place)
             assert torch.equal(values, now[wanted])
 

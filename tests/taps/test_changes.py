@@ -37,17 +37,17 @@ class Mirror:
 
     def take(self, optimizer: Any) -> int:
         seen = 0
-        found = {name: (indices, values) for name, indices, values in optimizer.changes(clear=True)}
+        listed = {name: (indices, values) for name, indices, values in optimizer.changes(clear=True)}
         for place, param in enumerate(self.params):
             wanted = self.changed[place].nonzero().reshape(-1)
-            indices, values = found.pop(f"0.{place}", (wanted[:0].to(torch.int32), param.detach().reshape(-1)[:0]))
+            indices, values = listed.pop(f"0.{place}", (wanted[:0].to(torch.int32), param.detach().reshape(-1)[:0]))
             assert indices.dtype is torch.int32 and values.dtype is param.dtype
             assert torch.equal(indices.long(), wanted), place
             self.copies[place].view(-1)[indices.long()] = values
             assert torch.equal(bits(self.copies[place]), bits(param)), place
             self.changed[place].zero_()
             seen += len(wanted)
-        assert not found
+        assert not listed
         return seen
 
 
@@ -155,8 +155,8 @@ def test_writes_from_outside_list_the_whole_tensor_once() -> None:
         optimizer.step()
     with torch.no_grad():
         params[1].add_(1.0)
-    found = {name: indices.tolist() for name, indices, _ in optimizer.changes()}
-    assert found == {"0.0": [7], "0.1": list(range(50))}
+    listed = {name: indices.tolist() for name, indices, _ in optimizer.changes()}
+    assert listed == {"0.0": [7], "0.1": list(range(50))}
     for param in params:
         param.grad = torch.zeros(50)
         param.grad[9] = 1.0
@@ -180,9 +180,9 @@ def test_a_parameter_that_was_given_other_memory_is_listed_wholly(steps: bool) -
     params[1].data = torch.full((50,), 3.0)  # counts no version
     if steps:
         step()
-    found = {name: (indices.tolist(), values) for name, indices, values in optimizer.changes()}
-    assert found["0.1"][0] == list(range(50)) and torch.equal(found["0.1"][1], params[1].detach())
-    assert [found[name][0] for name in found if name != "0.1"] == ([[7]] if steps else [])
+    listed = {name: (indices.tolist(), values) for name, indices, values in optimizer.changes()}
+    assert listed["0.1"][0] == list(range(50)) and torch.equal(listed["0.1"][1], params[1].detach())
+    assert [listed[name][0] for name in listed if name != "0.1"] == ([[7]] if steps else [])
     step()
     assert {name: indices.tolist() for name, indices, _ in optimizer.changes()} == {"0.0": [7], "0.1": [7]}
 
@@ -248,8 +248,8 @@ def test_writes_to_parameters_that_have_had_no_gradient() -> None:
         params[1].add_(1.0)
     params[2].data = torch.ones(6, 4)
     params[0].grad = None
-    found = {name: (indices.tolist(), values.tolist()) for name, indices, values in optimizer.changes()}
-    assert found == dict.fromkeys(["0.1", "0.2"], (list(range(24)), [1.0] * 24))
+    listed = {name: (indices.tolist(), values.tolist()) for name, indices, values in optimizer.changes()}
+    assert listed == dict.fromkeys(["0.1", "0.2"], (list(range(24)), [1.0] * 24))
     params[1].grad = torch.zeros(6, 4)
     params[1].grad[0, 1] = 1.0
     optimizer.step()
@@ -266,8 +266,8 @@ def test_bits_outlive_new_tables() -> None:
     params[1].grad = torch.ones(50)
     params[0].grad.zero_()[12] = 1.0
     optimizer.step()
-    found = {name: indices.tolist() for name, indices, _ in optimizer.changes()}
-    assert found == {"0.0": [11, 12], "1.0": list(range(50))}
+    listed = {name: indices.tolist() for name, indices, _ in optimizer.changes()}
+    assert listed == {"0.0": [11, 12], "1.0": list(range(50))}
 
 
 def test_before_any_gradient_nothing_has_changed() -> None:

@@ -385,7 +385,7 @@ def test_a_plan_made_anew_in_backward_keeps_what_was_measured() -> None:
             optimizer.zero_grad()
     assert updated and updated[0] > 0
     assert overlapped.stats.read() == plain.stats.read()
-    lists = [[(name, *map(torch.Tensor.tolist, each)) for name, *each in o.changes()] for o in (plain, overlapped)]
+    lists = [[(name, *map(torch.Tensor.tolist, change)) for name, *change in o.changes()] for o in (plain, overlapped)]
     assert lists[0] == lists[1]
 
 

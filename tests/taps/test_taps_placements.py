@@ -68,7 +68,7 @@ class Case:
         expected = made(plain, rule, "plain", "at the step", options)
         optimizer = made(model, rule, placement, schedule, options)
         before = [whole(param) for param in model.weights]
-        changed = [torch.zeros_like(each, dtype=torch.bool) for each in before]
+        changed = [torch.zeros_like(tensor, dtype=torch.bool) for tensor in before]
         for step in range(1, STEPS + 1):
             gradients = gradients_of(plain, step)
             for weight, gradient in zip(plain.weights, gradients):
@@ -175,16 +175,16 @@ def writes_from_outside_mark_their_tensor_alone() -> None:
         list(optimizer.changes())
         with torch.no_grad():
             model.weights[1].mul_(2.0)
-        found = {name: (indices, values) for name, indices, values in optimizer.changes(gather=True)}
-        assert list(found) == ["w1"], way
-        assert found["w1"][0].tolist() == list(range(70 * 65))
-        assert torch.equal(found["w1"][1], whole(model.weights[1]).reshape(-1))
+        listed = {name: (indices, values) for name, indices, values in optimizer.changes(gather=True)}
+        assert list(listed) == ["w1"], way
+        assert listed["w1"][0].tolist() == list(range(70 * 65))
+        assert torch.equal(listed["w1"][1], whole(model.weights[1]).reshape(-1))
         before = [whole(param) for param in model.weights]
         step(model, optimizer, 2)
         now = [whole(param) for param in model.weights]
-        found = {name: (indices, values) for name, indices, values in optimizer.changes(gather=True)}
+        listed = {name: (indices, values) for name, indices, values in optimizer.changes(gather=True)}
         for place, (old, new) in enumerate(zip(before, now)):
-            assert torch.equal(found[f"w{place}"][0].long(), (old != new).reshape(-1).nonzero().reshape(-1)), way
+            assert torch.equal(listed[f"w{place}"][0].long(), (old != new).reshape(-1).nonzero().reshape(-1)), way
 
 
 def skipped_steps_change_nothing_and_have_a_name() -> None:
@@ -257,7 +257,7 @@ def ranks_without_a_piece_have_all_columns() -> None:
     optimizer.step()
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (optimizer.stats.columns, str(optimizer.stats.read())))
-    assert all(each == everyone[0] for each in everyone)
+    assert all(tensor == everyone[0] for tensor in everyone)
     assert optimizer.stats.read()["weight"]["momentum_buffer_norm"] > 0
     optimizer.zero_grad()
     optimizer.add_param_group({"params": [("late", late)], "lr": 0.5})

@@ -25,7 +25,8 @@ def pair(**options: Any) -> tuple[Any, list[Any], Any, list[Any]]:
     torch.manual_seed(0)
     whole = [nn.Parameter(torch.randn(5, 7)) for _ in PLACEMENTS]
     parts = [
-        nn.Parameter(distribute_tensor(param.detach().clone(), mesh, each)) for param, each in zip(whole, PLACEMENTS)
+        nn.Parameter(distribute_tensor(param.detach().clone(), mesh, placements))
+        for param, placements in zip(whole, PLACEMENTS)
     ]
     return (
         tilestep.AdamW(parts, lr=0.1, **options),
