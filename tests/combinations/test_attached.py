@@ -53,14 +53,17 @@ def test_an_optimizer_stays_of_its_class(kind: str) -> None:
     model = nn.Linear(3, 2)
     optimizer = Named(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert not any(hasattr(optimizer, each) for each in offers)
+    assert not any(hasattr(optimizer, offer) for offer in offers)
     assert not isinstance(optimizer, getattr(tilestep, name)) and optimizer.schedule is AT_STEP
     made = attach(optimizer, model)
     assert made is optimizer and type(made) is Named
-    assert all(isinstance(made, each) for each in (Named, tilestep.AdamW, tilestep.Optimizer, torch.optim.Optimizer))
-    for other, (_, each, _) in KINDS.items():
-        assert isinstance(made, getattr(tilestep, each)) == (other == kind)
-    assert all(hasattr(made, each) for each in offers)
+    assert all(
+        isinstance(made, kind_of_optimizer)
+        for kind_of_optimizer in (Named, tilestep.AdamW, tilestep.Optimizer, torch.optim.Optimizer)
+    )
+    for other, (_, attached_type, _) in KINDS.items():
+        assert isinstance(made, getattr(tilestep, attached_type)) == (other == kind)
+    assert all(hasattr(made, offer) for offer in offers)
     before = model.weight.detach().clone()
     model(torch.ones(1, 3)).sum().backward()
     made.step()

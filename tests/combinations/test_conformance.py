@@ -75,13 +75,13 @@ def is_one(choice: Choice) -> bool:
 
 @contextmanager
 def backend(name: str) -> Iterator[None]:
-    known = dict(registry.BACKENDS)
+    before = dict(registry.BACKENDS)
     if name == "eager":
         registry.BACKENDS.clear()
     try:
         yield
     finally:
-        registry.BACKENDS.update(known)
+        registry.BACKENDS.update(before)
 
 
 class Case:
@@ -106,12 +106,12 @@ class Case:
                 param.grad = gradient
             trial.compared_step() if is_near else trial.step()
         with backend(engine):
-            found = self.trained(placed(Weights(shapes, dtype), placement))
+            updated = self.trained(placed(Weights(shapes, dtype), placement))
         is_exact = engine == "cpp" and (placement == "plain" or name in ("AdamW", "SGD", "Lion"))
         near = {"rtol": 2.0**-6, "atol": 1e-3} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
         if "states in" in storage:
             near = {"rtol": 1e-2, "atol": 1e-2}
-        for mine, wanted in zip(found, plain.weights):
+        for mine, wanted in zip(updated, plain.weights):
             torch.testing.assert_close(mine, wanted.detach(), **({"rtol": 0, "atol": 0} if is_exact else near))
 
     @property

@@ -90,7 +90,9 @@ def steps_are_skipped(way: str) -> None:
         if step % 3 != 1:
             twins.step(step)
             continue
-        before = [copy.deepcopy((model.state_dict(), each.state_dict()["state"])) for model, each in twins.pairs]
+        before = [
+            copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"])) for model, optimizer in twins.pairs
+        ]
         twins.backward(lambda model, step=step: loss_of(model, step) * float("inf"))
         twins.update()
         for (model, optimizer), (weights, states) in zip(twins.pairs, before):
@@ -110,7 +112,7 @@ def steps_above_a_running_mean_are_skipped(way: str) -> None:
         twins.step(step, lambda model, step: loss_of(model, step) * (1 + step % 4))
     twins.compare()
     assert twins.optimizer.skipped_steps == twins.reference.skipped_steps > 0
-    saved, wanted = (each.state_dict()["param_groups"][0] for each in (twins.optimizer, twins.reference))
+    saved, wanted = (owner.state_dict()["param_groups"][0] for owner in (twins.optimizer, twins.reference))
     assert saved["norm_mean"] == wanted["norm_mean"]
 
 
@@ -248,8 +250,8 @@ def checkpoints_go_both_ways(way: str) -> None:
         target.load_state_dict(source.state_dict())
     others.optimizer.load_state_dict(written(twins.reference))
     others.reference.load_state_dict(written(twins.optimizer))
-    for each in (twins, others):
-        trained(each, 2, first=3).compare()
+    for pair in (twins, others):
+        trained(pair, 2, first=3).compare()
     compare_models(twins.serial, others.serial)
 
 
@@ -292,7 +294,7 @@ def averages_are_held_and_given_back(way: str) -> None:
 @event
 def schedulers_hooks_and_closures(way: str) -> None:
     twins = Twins(adamw, way)
-    schedulers = [lr_scheduler.CosineAnnealingLR(each, 10) for _, each in twins.pairs]
+    schedulers = [lr_scheduler.CosineAnnealingLR(optimizer, 10) for _, optimizer in twins.pairs]
     counts = []
     for _, optimizer in twins.pairs:
         count: list[str] = []

@@ -123,8 +123,8 @@ def one_norm_for_two() -> None:
     for turn, way in enumerate(WAYS):
         plain, model = Weights(SHAPES), placed(Weights(SHAPES), way[0])
         pairs = [
-            [tilestep.AdamW(each.weights[:2], lr=0.05, max_grad_norm=5.0) for each in (plain, model)],
-            [tilestep.SGD(each.weights[2:], lr=0.05, skip_nonfinite=True) for each in (plain, model)],
+            [tilestep.AdamW(net.weights[:2], lr=0.05, max_grad_norm=5.0) for net in (plain, model)],
+            [tilestep.SGD(net.weights[2:], lr=0.05, skip_nonfinite=True) for net in (plain, model)],
         ]
         expected, mine = ([pair[place] for pair in pairs] for place in (0, 1))
         tilestep.joint_norm(expected)

@@ -178,7 +178,7 @@ REFUSED: dict[tuple[str, str], str] = {
     **{pair: "overlapped already" for pair in itertools.product(OVERLAPS, repeat=2)},
     **{("shard", name): "shard.. overlaps communication by itself" for name in OVERLAPS},
     **{(name, "shard"): "overlapped already, and shard" for name in OVERLAPS},
-    **{(name, each): "offload it first" for name in OVERLAPS for each in OFFLOADS},
+    **{(name, way): "offload it first" for name in OVERLAPS for way in OFFLOADS},
     **{(name, "capture"): "overlaps other work" for name in OVERLAPS},
     **{("fsdp1", name): "FullyShardedDataParallel" for name in [*OVERLAPS, "shard"]},
     **{(name, "fsdp1"): "FullyShardedDataParallel" for name in [*OVERLAPS, "shard"]},

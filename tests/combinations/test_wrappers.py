@@ -209,10 +209,10 @@ def late_hooks(make: Callable[[nn.Module], Any]) -> None:
 
     for step in range(4):
         if step == 2:
-            for each in (*model.parameters(), *wanted.parameters()):
-                each.register_post_accumulate_grad_hook(turn)
-        for each in (model, wanted):
-            loss(each, step).backward()
+            for param in (*model.parameters(), *wanted.parameters()):
+                param.register_post_accumulate_grad_hook(turn)
+        for net in (model, wanted):
+            loss(net, step).backward()
         if dist.is_initialized():
             for param in wanted.parameters():
                 dist.all_reduce(param.grad)

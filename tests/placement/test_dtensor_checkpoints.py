@@ -30,7 +30,7 @@ FOLDER = Path("checkpoint")
 
 def _optimizer(net: Model, kind: Any = tilestep.AdamW, **arguments: Any) -> Any:
     slow = [net.odd.weight, net.odd.bias]
-    rest = [param for param in net.parameters() if all(param is not each for each in slow)]
+    rest = [param for param in net.parameters() if all(param is not other for other in slow)]
     groups = [{"params": rest}, {"params": slow, "lr": 3e-3}]
     return kind(groups, lr=1e-2, weight_decay=0.1, **arguments)
 
@@ -97,8 +97,8 @@ def state_dict_goes_round() -> None:
         loaded = _optimizer(other, max_grad_norm=0.05)
         assert not loaded.state
         loaded.load_state_dict(saved)
-        for each, own in ((net, optimizer), (other, loaded)):
-            _step(each, own, 3, layout)
+        for model, own in ((net, optimizer), (other, loaded)):
+            _step(model, own, 3, layout)
         for left, right in zip(net.parameters(), other.parameters()):
             assert torch.equal(*here(left, right)), layout
 
@@ -164,10 +164,10 @@ def flattened_checkpoints_change_places() -> None:
         folder = FOLDER / f"flat-{first.__module__}"
         dcp.save({"optimizer": get_optimizer_state_dict(net, optimizer, options=options)}, checkpoint_id=folder)
         other = _optimizer(net, second)
-        found = get_optimizer_state_dict(net, other, options=options)
+        state = get_optimizer_state_dict(net, other, options=options)
         planner = dcp.DefaultLoadPlanner(allow_partial_load=second is tilestep.AdamW)
-        dcp.load({"optimizer": found}, checkpoint_id=folder, planner=planner)
-        set_optimizer_state_dict(net, other, found, options=options)
+        dcp.load({"optimizer": state}, checkpoint_id=folder, planner=planner)
+        set_optimizer_state_dict(net, other, state, options=options)
         assert [group["lr"] for group in other.param_groups] == [1e-2, 3e-3]
         for step in range(2, 4):
             _step(net, other, step, "fsdp")
@@ -198,12 +198,12 @@ def keeps_masters() -> None:
 
 def _keeps_masters(kind: Any) -> None:
     net, reference = LAYOUTS["fsdp"][0](), plain()
-    for each in (net, reference):
-        each.to(torch.bfloat16)
-    optimizer, expected = (_optimizer(each, master_weights=kind) for each in (net, reference))
+    for model in (net, reference):
+        model.to(torch.bfloat16)
+    optimizer, expected = (_optimizer(model, master_weights=kind) for model in (net, reference))
     for step in range(3):
-        for each, own in ((net, optimizer), (reference, expected)):
-            for index, param in enumerate(each.parameters()):
+        for model, own in ((net, optimizer), (reference, expected)):
+            for index, param in enumerate(model.parameters()):
                 torch.manual_seed(100 * step + index)
                 grad = torch.randn(param.shape, device=device()).bfloat16()
                 param.grad = (
@@ -214,15 +214,15 @@ def _keeps_masters(kind: Any) -> None:
             own.step()
             if step == 1:
                 with torch.no_grad():
-                    each.first.weight.mul_(2)
+                    model.first.weight.mul_(2)
     for param, other in zip(net.parameters(), reference.parameters()):
         assert torch.equal(*here(param, other))
         for name, value in expected.state[other].items():
             if name.endswith("_param"):
                 # Collectives know no 16-bit integers.
-                found = optimizer.state[param][name]
-                assert torch.equal(*(each.float() for each in here(found, value)))
-                assert found.dtype is value.dtype
+                buffer = optimizer.state[param][name]
+                assert torch.equal(*(tensor.float() for tensor in here(buffer, value)))
+                assert buffer.dtype is value.dtype
     loaded = _optimizer(net, master_weights=kind)
     loaded.load_state_dict(copy.deepcopy(expected.state_dict()))
     whole = _optimizer(reference, master_weights=kind)
@@ -260,16 +260,16 @@ def loads_remainders_on_another_number_of_ranks() -> None:
     optimizer = _optimizer(net, master_weights="remainder")
     _load(FOLDER / "remainders", net, optimizer)
     for param, other in zip(net.parameters(), expected.parameters()):
-        found, kept = (opt.state[each]["remainder_param"] for opt, each in ((optimizer, param), (wanted, other)))
-        assert torch.equal(full(param), full(other)) and found.dtype is torch.int16
-        assert torch.equal(found.to_local(), kept.to_local())
+        loaded, kept = (opt.state[owner]["remainder_param"] for opt, owner in ((optimizer, param), (wanted, other)))
+        assert torch.equal(full(param), full(other)) and loaded.dtype is torch.int16
+        assert torch.equal(loaded.to_local(), kept.to_local())
     assert any(bool(state["remainder_param"].to_local().any()) for state in optimizer.state.values())
 
 
 def evaluates_averages() -> None:
     net, reference = LAYOUTS["fsdp"][0](), plain()
     rule = ema(tilestep.registry["SGD"], 0.75)
-    optimizer, expected = (tilestep.Optimizer(each.parameters(), rule, lr=0.1) for each in (net, reference))
+    optimizer, expected = (tilestep.Optimizer(model.parameters(), rule, lr=0.1) for model in (net, reference))
     for step in range(3):
         _step(net, optimizer, step, "fsdp")
         _step(reference, expected, step, None)

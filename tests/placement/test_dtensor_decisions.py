@@ -94,8 +94,10 @@ def updates_complex_parameters() -> None:
     whole = [torch.zeros(6, 3, dtype=torch.complex64), torch.zeros(5, dtype=torch.complex64), torch.zeros(3)]
     whole = list(map(draw, whole))
     placements: list[list[Any]] = [[Shard(0)], [Replicate()], [Shard(0)]]
-    params = [torch.nn.Parameter(distribute_tensor(each.clone(), mesh, how)) for each, how in zip(whole, placements)]
-    others = [torch.nn.Parameter(each.clone()) for each in whole]
+    params = [
+        torch.nn.Parameter(distribute_tensor(tensor.clone(), mesh, how)) for tensor, how in zip(whole, placements)
+    ]
+    others = [torch.nn.Parameter(tensor.clone()) for tensor in whole]
     mine, theirs = tilestep.AdamW(params, lr=0.1, max_grad_norm=0.5), torch.optim.AdamW(others, lr=0.1)
     for step in range(4):
         for param, other, how in zip(params, others, placements):
@@ -144,7 +146,7 @@ def sees_what_one_rank_has() -> None:
 def _spoil(net: torch.nn.Module, rank: int, value: float) -> None:
     """Put a value into one rank's part of a gradient."""
     if dist.get_rank() == rank:
-        param = max(net.parameters(), key=lambda each: getattr(each, "_local_tensor", each).numel())
+        param = max(net.parameters(), key=lambda candidate: getattr(candidate, "_local_tensor", candidate).numel())
         getattr(param.grad, "_local_tensor", param.grad).view(-1)[0] = value
 
 
@@ -180,10 +182,10 @@ def _scaled_training(layout: str, scaler: Any, reference_scaler: Any) -> None:
     optimizer = tilestep.AdamW(net.parameters(), lr=1e-2, max_grad_norm=0.05)
     expected = tilestep.AdamW(reference.parameters(), lr=1e-2, max_grad_norm=0.05)
     for step in range(4):
-        for each, own, whose in ((net, optimizer, scaler), (reference, expected, reference_scaler)):
+        for model, own, whose in ((net, optimizer, scaler), (reference, expected, reference_scaler)):
             own.zero_grad()
-            x = batch(step, layout if each is net else None)
-            whose.scale(each(x).square().mean()).backward()
+            x = batch(step, layout if model is net else None)
+            whose.scale(model(x).square().mean()).backward()
         if step == 1:
             _spoil(net, 0, math.inf)
             reference.first.weight.grad[0, 0] = math.inf

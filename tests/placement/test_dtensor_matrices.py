@@ -159,8 +159,8 @@ def work_is_divided() -> None:
     ]
     owned: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(owned, [place for place in places if exchange.owns(place)])
-    assert sorted(place for each in owned for place in each) == places
-    assert all(sum(place % 4 == 3 for place in each) <= 1 for each in owned) and all(owned)
+    assert sorted(place for places_of_rank in owned for place in places_of_rank) == places
+    assert all(sum(place % 4 == 3 for place in places_of_rank) <= 1 for places_of_rank in owned) and all(owned)
 
 
 def two_messages_for_each_pass() -> None:
@@ -179,7 +179,7 @@ def tensor_parallel_and_sharded() -> None:
         net, reference = LAYOUTS[layout][0](), plain()
         for name in ("Muon", "SOAP"):
             given = {"lr": 0.02} if name == "Muon" else {"lr": 0.01, "precondition_frequency": 2}
-            mine, others = ([param for param in each.parameters() if param.dim() == 2] for each in (net, reference))
+            mine, others = ([param for param in model.parameters() if param.dim() == 2] for model in (net, reference))
             optimizer, expected = getattr(tilestep, name)(mine, **given), getattr(tilestep, name)(others, **given)
             for step in range(4):
                 torch.manual_seed(step)

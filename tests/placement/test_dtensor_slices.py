@@ -57,7 +57,7 @@ def adafactor_is_torch_s() -> None:
             for name, wanted in expected.state[other].items():
                 mine = optimizer.state[param][name]
                 assert not isinstance(param, DTensor) or name == "step" or mine.shape == wanted.shape
-                torch.testing.assert_close(*(each.double().cpu() for each in here(mine, wanted)), **EXACT)
+                torch.testing.assert_close(*(tensor.double().cpu() for tensor in here(mine, wanted)), **EXACT)
 
 
 def every_kind_of_slice() -> None:

@@ -82,8 +82,8 @@ def dispatches_nothing() -> None:
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            assert not any(issubclass(each, DTensor) for each in types), func
-            assert not any(isinstance(each, DTensor) for each in args), func
+            assert not any(issubclass(kind, DTensor) for kind in types), func
+            assert not any(isinstance(arg, DTensor) for arg in args), func
             return func(*args, **(kwargs or {}))
 
     for layout in LAYOUTS:
@@ -99,9 +99,9 @@ def dispatches_nothing() -> None:
 def accumulates_and_freezes() -> None:
     """Microbatches, a frozen parameter, and one that gets no gradient."""
     net, reference = LAYOUTS["fsdp"][0](), plain()
-    for each in (net, reference):
-        each.first.bias.requires_grad_(False)
-        each.register_parameter("unused", torch.nn.Parameter(torch.ones(3, device=batch(0).device)))
+    for model in (net, reference):
+        model.first.bias.requires_grad_(False)
+        model.register_parameter("unused", torch.nn.Parameter(torch.ones(3, device=batch(0).device)))
     optimizer = tilestep.AdamW(net.parameters(), lr=1e-2, max_grad_norm=0.05)
     expected = tilestep.AdamW(reference.parameters(), lr=1e-2, max_grad_norm=0.05)
     for step in range(2):

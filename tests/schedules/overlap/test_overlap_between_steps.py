@@ -29,13 +29,13 @@ def test_an_optimizer_that_is_dropped_is_gone_at_once(during: str, make: Any) ->
     for step in range(3):
         twins.step(step)
     schedule: Any = twins.optimizer.schedule
-    gone = [weakref.ref(each) for each in (twins.optimizer, schedule, schedule.tracker)]
+    gone = [weakref.ref(reference) for reference in (twins.optimizer, schedule, schedule.tracker)]
     del schedule
     gc.collect()
     gc.disable()
     try:
         del twins.optimizer
-        assert [each() for each in gone] == [None] * 3
+        assert [reference() for reference in gone] == [None] * 3
     finally:
         gc.enable()
     compare_models(twins.serial, twins.overlapped)
@@ -59,8 +59,8 @@ def test_another_model_with_the_same_weights_waits() -> None:
     other.weight = model.first.weight
     serial = small()
     reference = clipped(serial.parameters())
-    for each, own in ((model, optimizer), (serial, reference)):
-        loss_of(each, 0).backward()
+    for net, own in ((model, optimizer), (serial, reference)):
+        loss_of(net, 0).backward()
         own.step()
     with torch.no_grad():
         given = torch.ones(1, 6).to(overlapped_models.DEVICE)
@@ -72,8 +72,8 @@ def test_another_module_that_is_called_with_the_weights_waits() -> None:
     optimizer = tilestep.overlap(clipped(model.parameters()), model, "forward", bucket_cap_mb=TINY)
     reference = clipped(serial.parameters())
     held = dict(model.first.named_parameters())
-    for each, own in ((model, optimizer), (serial, reference)):
-        loss_of(each, 0).backward()
+    for net, own in ((model, optimizer), (serial, reference)):
+        loss_of(net, 0).backward()
         own.step()
     with torch.no_grad():
         given = torch.ones(1, 6).to(overlapped_models.DEVICE)
@@ -83,15 +83,15 @@ def test_another_module_that_is_called_with_the_weights_waits() -> None:
 def test_two_optimizers_of_one_model() -> None:
     model, serial = small(), small()
     pairs = []
-    for each in (model, serial):
-        halves = list(each.parameters())[:6], list(each.parameters())[6:]
+    for net in (model, serial):
+        halves = list(net.parameters())[:6], list(net.parameters())[6:]
         pairs.append([clipped(half) for half in halves])
     for optimizer, during in zip(pairs[0], ("forward", "backward")):
         tilestep.overlap(optimizer, model, during, bucket_cap_mb=TINY)  # type: ignore[arg-type]
     for step in range(8):
         losses = []
-        for each, optimizers in zip((model, serial), pairs):
-            loss = loss_of(each, step)
+        for net, optimizers in zip((model, serial), pairs):
+            loss = loss_of(net, step)
             loss.backward()
             for optimizer in optimizers:
                 optimizer.step()

@@ -31,10 +31,10 @@ def attention(model: Small) -> nn.Module:
 def both_pending(made_before: bool, make: Any) -> tuple[nn.Module, nn.Module]:
     """Models that share weights with an overlapped one whose updates are pending, and with its serial twin."""
     overlapped, serial = small(), small()
-    others = [make(each) for each in (overlapped, serial)] if made_before else []
+    others = [make(net) for net in (overlapped, serial)] if made_before else []
     optimizer = tilestep.overlap(clipped(overlapped.parameters()), overlapped, "forward", bucket_cap_mb=TINY)
     reference = clipped(serial.parameters())
-    others = others or [make(each) for each in (overlapped, serial)]
+    others = others or [make(net) for net in (overlapped, serial)]
     for model, own in ((overlapped, optimizer), (serial, reference)):
         loss_of(model, 0).backward()
         own.step()
@@ -51,7 +51,7 @@ def test_another_model_may_use_weights_without_calling_who_has_them(made_before:
         data = torch.rand(2, 3, width, device=next(wanted.parameters()).device)
         given = (data, data, data) if make is attention else (data,)
         with torch.no_grad():
-            outputs = [each(*given) for each in (mine, wanted)]
+            outputs = [module(*given) for module in (mine, wanted)]
         if make is attention:
             outputs = [output[0] for output in outputs]
         assert torch.equal(*outputs)
@@ -59,7 +59,7 @@ def test_another_model_may_use_weights_without_calling_who_has_them(made_before:
 
 @before
 def test_another_model_is_saved_and_copied_with_the_updates(made_before: bool) -> None:
-    for read in (lambda each: each.state_dict(), lambda each: copy.deepcopy(each).state_dict()):
+    for read in (lambda model: model.state_dict(), lambda model: copy.deepcopy(model).state_dict()):
         mine, wanted = both_pending(made_before, borrowing)
         assert torch.equal(read(mine)["layer.weight"], read(wanted)["layer.weight"])
 
@@ -120,8 +120,8 @@ def test_whoever_looks_at_the_state_comes_after_the_updates() -> None:
     model, serial = small(), small()
     optimizer = tilestep.overlap(clipped(model.parameters()), model, "forward", bucket_cap_mb=TINY)
     reference = clipped(serial.parameters())
-    for each, own in ((model, optimizer), (serial, reference)):
-        loss_of(each, 0).backward()
+    for net, own in ((model, optimizer), (serial, reference)):
+        loss_of(net, 0).backward()
         own.step()
     param = dict.get(model.first._parameters, "weight")
     assert torch.equal(optimizer.state[param]["exp_avg"], reference.state[serial.first.weight]["exp_avg"])
@@ -138,7 +138,7 @@ def test_models_and_optimizers_are_let_go(during: Any, waits: bool, one_rank: No
         optimizer.step()
         if waits:
             optimizer.synchronize()
-        return [weakref.ref(each) for each in (model, optimizer, other)]
+        return [weakref.ref(owner) for owner in (model, optimizer, other)]
 
     def wrapped() -> nn.Module:
         model = small()
@@ -146,6 +146,6 @@ def test_models_and_optimizers_are_let_go(during: Any, waits: bool, one_rank: No
         return DistributedDataParallel(model)
 
     for build in (small, wrapped):
-        found = used(build)
+        references = used(build)
         gc.collect()
-        assert [each() for each in found] == [None] * 3
+        assert [reference() for reference in references] == [None] * 3

@@ -127,12 +127,12 @@ def bfloat16_remainders() -> None:
     # Beside float32 masters, which torch's has not: to the bit, where no tie has cost a unit of the master.
     remainders, masters = (Beside(copy.deepcopy(beside.theirs), master_weights=kind) for kind in ("remainder", True))
     for seed in range(STEPS):
-        for each in (remainders, masters):
+        for pair in (remainders, masters):
             torch.manual_seed(seed)
-            each.backward(True)
-            each.step()
-    for each in (remainders, masters):
-        each.optimizer.wait()
+            pair.backward(True)
+            pair.step()
+    for pair in (remainders, masters):
+        pair.optimizer.wait()
     for mine, theirs in zip(remainders.mine.parameters(), masters.mine.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
@@ -160,7 +160,7 @@ def types_by_group() -> None:
     beside = Beside(Elementwise().bfloat16(), by_group=(first, second))
     beside.train()
     buckets = beside.optimizer.schedule.sharding.buckets
-    assert {(each.grad_dtype, each.sync_dtype) for each in buckets} == {
+    assert {(bucket.grad_dtype, bucket.sync_dtype) for bucket in buckets} == {
         (torch.float32, torch.bfloat16),
         (torch.bfloat16, torch.uint8),
     }

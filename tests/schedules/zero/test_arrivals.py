@@ -129,24 +129,24 @@ def test_whoever_counts_is_let_go(where: str) -> None:
 
 def test_passes_of_several_threads_are_counted_one_by_one(where: str) -> None:
     buckets = [Bucket() for _ in range(4)]
-    threads = [threading.Thread(target=each.backward, args=([0, 1, 2, 3, 4],)) for each in buckets]
+    threads = [threading.Thread(target=bucket.backward, args=([0, 1, 2, 3, 4],)) for bucket in buckets]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(not each.awaited.left() and len(each.last) == 1 for each in buckets)
+    assert all(not bucket.awaited.left() and len(bucket.last) == 1 for bucket in buckets)
 
 
 def test_the_module_refuses_what_it_does_not_know() -> None:
     with counted_in(WITH):
         module: Any = native.module(1000)
-        known = module.new_pass(False)
+        counted_pass = module.new_pass(False)
         with pytest.raises(TypeError, match="know_stream"):
-            module.know_stream(known, 3)
+            module.know_stream(counted_pass, 3)
         for wrong in (
-            lambda: module.new_awaited(known and 3),
-            lambda: module.left(known),
-            lambda: module.come(known, 0),
+            lambda: module.new_awaited(counted_pass and 3),
+            lambda: module.left(counted_pass),
+            lambda: module.come(counted_pass, 0),
         ):
             with pytest.raises((TypeError, ValueError)):
                 wrong()

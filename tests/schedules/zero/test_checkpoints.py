@@ -291,9 +291,9 @@ def states_go_to_fully_sharded_data_parallelism_and_back() -> None:
 
 def shared_folder() -> str:
     """A new folder that every rank knows."""
-    found: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found)
-    return str(found[0])
+    folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    return str(folder[0])
 
 
 def what_does_not_fit_is_refused_and_changes_nothing() -> None:

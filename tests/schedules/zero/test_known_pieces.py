@@ -26,20 +26,20 @@ def with_the_native_module(one_rank: None) -> None:
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What steps do before they update, one after the other."""
-    found: list[str] = []
+    looks: list[str] = []
     repeats, scanned = StepPlan.repeats, StepPlan.scanned
 
     def repeating(self: StepPlan, optimizer: Any) -> bool:
-        found.append("known" if repeats(self, optimizer) else "not as known")
-        return found[-1] == "known"
+        looks.append("known" if repeats(self, optimizer) else "not as known")
+        return looks[-1] == "known"
 
     def looking(self: StepPlan, optimizer: Any, *, norm: bool) -> bool:
-        found.append("look")
+        looks.append("look")
         return scanned(self, optimizer, norm=norm)
 
     monkeypatch.setattr(StepPlan, "repeats", repeating)
     monkeypatch.setattr(StepPlan, "scanned", looking)
-    return found
+    return looks
 
 
 def adamw(params: Any) -> Any:

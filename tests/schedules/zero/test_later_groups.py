@@ -128,7 +128,7 @@ class Sizes(TorchDispatchMode):
 
 
 def optimizers_that_never_have_all_of_their_state() -> None:
-    found = []
+    results = []
     for make in (True, False):
         torch.manual_seed(0)
         model = Elementwise(8, 4096).bfloat16()
@@ -145,11 +145,11 @@ def optimizers_that_never_have_all_of_their_state() -> None:
                 param.grad = torch.full_like(param, 0.5 + step)
             with sizes:
                 optimizer.step()
-        found.append((sizes.elements, optimizer, model))
+        results.append((sizes.elements, optimizer, model))
     # A master and two moments, for half of the elements on each of two ranks: state begins when the pieces are there.
-    for count, _, _ in found:
+    for count, _, _ in results:
         assert 3 * elements / 2 <= count <= 1.05 * 3 * elements / 2
-    (_, left, mine), (_, right, other) = found
+    (_, left, mine), (_, right, other) = results
     assert all(map(torch.equal, mine.parameters(), other.parameters()))
     for one, two in zip(left.full_state_dict()["state"].values(), right.full_state_dict()["state"].values()):
         assert all(torch.equal(one[name], two[name]) for name in two)

@@ -87,7 +87,10 @@ def averaging() -> Iterator[list[str]]:
 
     def averaged(name: str, before: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **options: Any) -> Any:
-            if not any(isinstance(each, type(dist.ReduceOp.AVG)) and each == dist.ReduceOp.AVG for each in arguments):
+            if not any(
+                isinstance(argument, type(dist.ReduceOp.AVG)) and argument == dist.ReduceOp.AVG
+                for argument in arguments
+            ):
                 return before(*arguments, **options)
             *tensors, _, group = arguments
             calls.append(name)
@@ -162,8 +165,8 @@ def stages_that_share_a_norm() -> None:
                 generator = torch.Generator().manual_seed(step * 100 + index)
                 drawn = torch.randint(-8, 9, param.shape, generator=generator, device="cpu")
                 param.grad = drawn.to(param) * (stage + 1)
-        for param, known in zip(mine.parameters(), whole[place].parameters()):
-            param.grad = known.grad.clone()  # type: ignore[union-attr]
+        for param, expected in zip(mine.parameters(), whole[place].parameters()):
+            param.grad = expected.grad.clone()  # type: ignore[union-attr]
         if step == 2:
             next(whole[1].parameters()).grad[0, 0] = torch.nan  # type: ignore[index]
             if dist.get_rank() == 3:
@@ -173,18 +176,18 @@ def stages_that_share_a_norm() -> None:
         optimizer.step()
         plain_one.step()
         torch.testing.assert_close(optimizer.grad_norm, plain_one.grad_norm, equal_nan=True)
-        for param, known in zip(mine.parameters(), whole[place].parameters()):
-            torch.testing.assert_close(param, known, rtol=1e-6, atol=1e-7)
+        for param, expected in zip(mine.parameters(), whole[place].parameters()):
+            torch.testing.assert_close(param, expected, rtol=1e-6, atol=1e-7)
     assert int(optimizer.skipped_steps) == int(plain_one.skipped_steps) == 1
 
 
 def stages_that_share_a_clip(optimizer: Any, mine: torch.nn.Module, whole: torch.nn.Module, stages: Any) -> None:
     """Norms and clips of the parameters of several stages, by the optimizer's own functions."""
     firsts = [next(stage.parameters()) for stage in whole]  # type: ignore[operator]
-    found = optimizer.grad_norm_of(next(mine.parameters()), process_group=stages)
-    torch.testing.assert_close(found, torch.cat([param.grad.flatten() for param in firsts]).norm())  # type: ignore[union-attr]
+    total = optimizer.grad_norm_of(next(mine.parameters()), process_group=stages)
+    torch.testing.assert_close(total, torch.cat([param.grad.flatten() for param in firsts]).norm())  # type: ignore[union-attr]
     alone = optimizer.grad_norm_of(next(mine.parameters()))
-    assert float(alone) < float(found)
+    assert float(alone) < float(total)
     clipped = optimizer.clip_grad_norm_(2.0, next(mine.parameters()), process_group=stages)
     torch.testing.assert_close(clipped, torch.nn.utils.clip_grad_norm_(firsts, 2.0))
     torch.testing.assert_close(optimizer.clip_grad_norm_(7.0), torch.nn.utils.clip_grad_norm_(whole.parameters(), 7.0))

@@ -72,9 +72,9 @@ def one_rank_alone_fails_before_anything_is_compared() -> None:
         lambda: tilestep.shard(torch.optim.SGD(model.parameters(), lr=0.1), model),  # type: ignore[arg-type]
         lambda: tilestep.shard(sgd(model.parameters()), None),  # type: ignore[arg-type]
     ]
-    for each in wrong:
+    for make in wrong:
         with pytest.raises(TypeError if dist.get_rank() == 1 else ValueError, match=r"shard\(\) takes"):
-            _ = each() if dist.get_rank() == 1 else tilestep.shard(sgd(model.parameters()), model)
+            _ = make() if dist.get_rank() == 1 else tilestep.shard(sgd(model.parameters()), model)
 
 
 def ranks_that_differ() -> None:

@@ -48,7 +48,7 @@ def rule_check(name: str) -> Callable[[], None]:
             chosen = [*matrices, *vectors]
         except tilestep.MatrixError:
             chosen = matrices
-        places = [place for place, param in enumerate(model.parameters()) if any(param is each for each in chosen)]
+        places = [place for place, param in enumerate(model.parameters()) if any(param is other for other in chosen)]
         pair = Pair(
             model, kind, lambda module: [list(module.parameters())[place] for place in places], bucket_cap_mb=TINY
         )

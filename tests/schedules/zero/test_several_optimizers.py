@@ -33,8 +33,8 @@ def train(make: Callable[[int, Any, list[Any]], Any]) -> None:
     for step in range(6):
         data = inputs(3, 4)
         chosen = [0, 1, 2, 3, 4, 5] if (dist.get_rank() + step) % 2 else [[5, 3, 2, 0, 1, 4], [1, 3, 0]][step % 2]
-        for each in (model, twin):
-            each(data, chosen).backward()
+        for net in (model, twin):
+            net(data, chosen).backward()
         for param in twin.parameters():
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad
             dist.all_reduce(param.grad)

@@ -101,7 +101,7 @@ def test_scalers_are_routed_once_and_for_some_optimizers(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.amp, "GradScaler", Scaler)
     for _ in range(2):
         assert compat.route_unscaling(
-            lambda each: each == "mine", lambda method, each, scale: f"not {method(each, scale)}"
+            lambda optimizer: optimizer == "mine", lambda method, optimizer, scale: f"not {method(optimizer, scale)}"
         )
     assert Scaler()._unscale_grads_("mine", 1) == "not mine 1" and Scaler()._unscale_grads_("other", 2) == "other 2"
     monkeypatch.setattr(torch.amp, "GradScaler", object)

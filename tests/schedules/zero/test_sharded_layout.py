@@ -67,12 +67,12 @@ def test_buckets_are_filled_from_the_last_parameter_and_ordered_as_they_are_full
 
 def _bytes(items: list[Item], ranks: int, *, trains: bool = True) -> list[int]:
     """Of each bucket of those that train, or do not."""
-    found = []
+    sizes = []
     for layout in plan_buckets(items, ranks):
         own = [items[slot.index] for slot in layout.slots]
         if own[0].trains is trains:
-            found.append(sum(item.numel * item.itemsize for item in own))
-    return found
+            sizes.append(sum(item.numel * item.itemsize for item in own))
+    return sizes
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -174,12 +174,12 @@ def test_boxes_are_the_range(sizes: list[int], data: st.DataObject) -> None:
     start = data.draw(st.integers(0, numel))
     stop = data.draw(st.integers(start, numel))
     whole = torch.arange(numel).view(sizes)
-    found: list[int] = []
+    elements: list[int] = []
     for box in boxes(sizes, start, stop):
         part = whole[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes))]
         assert part.flatten().tolist() == list(range(box.start, box.start + box.numel))
-        found += part.flatten().tolist()
-    assert found == list(range(start, stop))
+        elements += part.flatten().tolist()
+    assert elements == list(range(start, stop))
     assert len(boxes(sizes, start, stop)) <= max(1, 2 * len(sizes) - 1)
 
 

@@ -48,7 +48,7 @@ def told(said: list[str]) -> Iterator[None]:
 
         class Late:
             def __init__(self, *arguments: Any) -> None:
-                self.arguments, self.number = arguments, sum("gather" in each for each in said)
+                self.arguments, self.number = arguments, sum("gather" in word for word in said)
                 said.append(f"gather {self.number}")
 
             def wait(self) -> None:

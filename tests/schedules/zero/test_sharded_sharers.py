@@ -41,8 +41,8 @@ def test_models_and_buckets_are_let_go(one_rank: None) -> None:
         optimizer = tilestep.shard(sgd(model.parameters()), model)
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
-        return [weakref.ref(each) for each in (model, optimizer, optimizer.schedule.gradients, model.weight)]
+        return [weakref.ref(owner) for owner in (model, optimizer, optimizer.schedule.gradients, model.weight)]
 
-    found = used()
+    references = used()
     gc.collect()
-    assert [each() for each in found] == [None] * 4
+    assert [reference() for reference in references] == [None] * 4

@@ -50,24 +50,24 @@ class Streams:
 @contextmanager
 def counted() -> Iterator[Streams]:
     """Have channels use such streams."""
-    found = Streams()
+    streams = Streams()
     before = SideStream.__init__
 
     def made(self: SideStream, device: torch.device, **options: Any) -> None:
         before(self, device, **options)
-        self.stream, self._index, self.in_order = found, 0, True  # type: ignore[assignment]
+        self.stream, self._index, self.in_order = streams, 0, True  # type: ignore[assignment]
 
     @contextmanager
     def after_compute(self: SideStream, *tensors: Any) -> Iterator[None]:
         yield
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(side_stream, "current_stream_number", lambda index: found.current)
-        patch.setattr(torch.cuda, "current_stream", lambda device=None: found)
+        patch.setattr(side_stream, "current_stream_number", lambda index: streams.current)
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: streams)
         patch.setattr(SideStream, "__init__", made)
         patch.setattr(SideStream, "keep", lambda self, *tensors: None)
         patch.setattr(SideStream, "after_compute", after_compute)
-        yield found
+        yield streams
 
 
 def _stepped(count: int = 4) -> tuple[nn.Sequential, tilestep.ShardedOptimizer]:
@@ -84,53 +84,53 @@ def _step(model: nn.Module, optimizer: tilestep.ShardedOptimizer) -> None:
 
 
 def test_every_stream_waits_once_for_what_it_looks_up_and_for_nothing_later(one_rank: None) -> None:
-    with counted() as found:
+    with counted() as streams:
         model, _ = _stepped()
-        marks = [found.made - 3 + place for place in range(4)]
-        found.waits.clear()
+        marks = [streams.made - 3 + place for place in range(4)]
+        streams.waits.clear()
         for _ in range(3):
             model[1].weight, model[0].weight
         # They arrive in order: who waits for the second bucket has the first.
-        assert found.waits == [(1, marks[1])]
-        found.current = 2
+        assert streams.waits == [(1, marks[1])]
+        streams.current = 2
         for _ in range(3):
             model[0].weight, model[3].weight, model[2].weight
-        assert found.waits[1:] == [(2, marks[0]), (2, marks[3])]
-        found.current = 1
+        assert streams.waits[1:] == [(2, marks[0]), (2, marks[3])]
+        streams.current = 1
         model[3].weight, model[2].weight
-        assert found.waits[3:] == [(1, marks[3])]
-        assert not found.asked
+        assert streams.waits[3:] == [(1, marks[3])]
+        assert not streams.asked
 
 
 def test_one_question_a_step_tells_whether_all_have_arrived(one_rank: None) -> None:
-    with counted() as found:
+    with counted() as streams:
         model, optimizer = _stepped()
         for late in (True, False, False):
-            found.asked.clear()
-            last = found.made
+            streams.asked.clear()
+            last = streams.made
             if not late:
-                found.done.update(range(last + 1))
+                streams.done.update(range(last + 1))
             optimizer.wait()
-            assert found.asked == [last] and optimizer.schedule.parameters.is_pending == late
-            found.asked.clear()
-            found.waits.clear()
+            assert streams.asked == [last] and optimizer.schedule.parameters.is_pending == late
+            streams.asked.clear()
+            streams.waits.clear()
             model[0].weight, model[3].weight
-            assert not found.asked and not found.waits
+            assert not streams.asked and not streams.waits
             if late:
-                found.current += 1
+                streams.current += 1
                 assert model[3].weight.shape == (3, 3)
-                assert found.waits == [(found.current, last)]
-                found.done.update(range(last + 1))
+                assert streams.waits == [(streams.current, last)]
+                streams.done.update(range(last + 1))
             _step(model, optimizer)
-            assert len(found.asked) == late
+            assert len(streams.asked) == late
 
 
 def test_the_next_step_is_waited_for_by_streams_that_have_waited_before(one_rank: None) -> None:
-    with counted() as found:
+    with counted() as streams:
         model, optimizer = _stepped()
         for _ in range(3):
             _step(model, optimizer)
-            found.waits.clear()
+            streams.waits.clear()
             model[0].weight, model[3].weight
-            assert [stream for stream, _ in found.waits] == [1, 1]
-            assert found.waits[1][1] == found.made
+            assert [stream for stream, _ in streams.waits] == [1, 1]
+            assert streams.waits[1][1] == streams.made
