@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from rank_processes import each_passes
 from sharded_models import LAYOUTS, assert_equal_on_ranks, assert_same, backward, batch, device, full, plain
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -321,6 +322,18 @@ def a_rank_that_comes_late_is_compared() -> None:
         agreement.PATIENCE = before
 
 
+def steps_that_make_state_alone_are_not_compared() -> None:
+    """torch's checkpoints take a step without a rate: it stood for the first one, whose rates were not compared."""
+    rank = dist.get_rank()
+    net = LAYOUTS["fsdp"][0]()
+    optimizer = tilestep.AdamW(net.parameters(), lr=0.1 + rank)
+    get_optimizer_state_dict(net, optimizer)
+    assert optimizer.state
+    backward(net, batch(0, "fsdp"))
+    with pytest.raises(ValueError, match=rf"rank {rank} has group 0 lr={0.1 + rank}, and rank"):
+        optimizer.step()
+
+
 def compares_numbers_without_gradients_and_seeds() -> None:
     """A rank without any gradient takes part, and what ranks draw may be their own."""
     rank = dist.get_rank()
@@ -375,6 +388,7 @@ CHECKS = {
         compares_numbers_without_gradients_and_seeds,
         a_rank_may_skip_its_first_step,
         a_rank_that_comes_late_is_compared,
+        steps_that_make_state_alone_are_not_compared,
     )
 }
 

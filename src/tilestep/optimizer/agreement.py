@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ..combinations import DDP, kind_of, wrappers_around
@@ -28,8 +29,11 @@ def compare_ranks(optimizer: Optimizer, *, has_loss: bool) -> None:
     if is_capturing() or fake_mode_is_active():
         return
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    several = several and "shard" not in optimizer.attached
+    if several and _has_no_rate(optimizer):
+        return
     try:
-        if not several or "shard" in optimizer.attached:
+        if not several:
             is_over = True
         elif control.comparison is None:
             # Modules may have meshes of their own, of the same ranks.
@@ -100,6 +104,16 @@ class RankComparison:
             f"{self._rank} has {', '.join(own) or 'fewer param groups'}, and rank {other} has not; give all ranks the "
             "same numbers"
         )
+
+
+def _has_no_rate(optimizer: Optimizer) -> bool:
+    """Whether the learning rates are 0, as in a step that only makes state: torch's checkpoints take such a step."""
+    # Perhaps on one rank alone, and with other rates than those of the training in any case.
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    return bool(rates) and all(
+        (isinstance(rate, (int, float)) or (isinstance(rate, torch.Tensor) and not rate.is_cuda)) and float(rate) == 0
+        for rate in rates
+    )
 
 
 def _store_at(place: str) -> dist.Store:
