@@ -27,6 +27,7 @@ import tilestep
 
 __all__ = [
     "simulation",
+    "test_replays_go_on_after_a_step_outside_without_a_gradient",
     "test_every_step_that_decomposes_is_refused",
     "test_matrix_work_of_some_steps_that_waits_for_nothing_is_captured_by_hand",
     "test_soap_by_hand_is_refused",
@@ -99,6 +100,28 @@ def test_soap_takes_turns_with_steps_outside() -> None:
             else:
                 captured.replay() if captured else optimizer.step()
         assert int(optimizer.skipped_steps) == 2
+        runs.append((optimizer, params))
+    (one, mine), (two, other) = runs
+    equal(mine, other)
+    same_state(one, two, mine, other)
+
+
+def test_replays_go_on_after_a_step_outside_without_a_gradient() -> None:
+    """Its matrices change again: the graph has the gradients of its capture, not those of the last step outside."""
+    runs = []
+    for graphed in (True, False):
+        params = make(shapes=SHAPES)
+        optimizer = tilestep.SOAP(params, lr=0.01, precondition_frequency=20)
+        fill_gradients(params, 0)
+        captured = tilestep.capture(optimizer) if graphed else None
+        for step in range(6):
+            fill_gradients(params, step)
+            if step == 3:
+                static, params[0].grad = params[0].grad, None
+                optimizer.step()
+                params[0].grad = static
+            else:
+                captured.replay() if captured else optimizer.step()
         runs.append((optimizer, params))
     (one, mine), (two, other) = runs
     equal(mine, other)

@@ -357,7 +357,7 @@ class CudaSegment(Segment):
         self.hyper[row, column].copy_(tensor.detach(), non_blocking=True)
 
     def take_gradients_from(self, grads: torch.Tensor) -> None:
-        before, self._tables["grads"] = self._tables["grads"], grads
+        before, self.grads, self._tables["grads"] = self.grads, grads, grads
         for _, arguments in itertools.chain(self._step_launches(False), self._step_launches(True)):
             arguments[:] = [grads if argument is before else argument for argument in arguments]
 
@@ -399,7 +399,7 @@ class CudaSegment(Segment):
             assert self.taps is not None
             for launcher, arguments in self._finish_taps:
                 launcher(*arguments)
-            self.taps.put_kept_states(self._tables["grads"])
+            self.taps.put_kept_states(self.grads)
 
 
 DecisionLaunchers = dict[tuple[object, ...], tuple[Launcher, torch.Tensor, torch.Tensor]]
