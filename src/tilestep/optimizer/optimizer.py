@@ -29,6 +29,7 @@ from ..rules import Rule, registry
 from ..rules.adaptive_clip import AdaGC
 from ..runtime import Stale
 from ..runtime.limits import Sigma, ZClip
+from ..schedules.accumulation import refuse_taken_by_another
 from ..schedules.schedule import AT_STEP, Schedule
 from ..storage import entries_of, kept_in_blocks, values_of
 from ..taps import Change, Stats, StepStats, Taps, require_no_taps
@@ -656,6 +657,8 @@ class Optimizer(torch.optim.Optimizer):
             gradients = plan.refresh(self, inputs)
         except Stale:
             plan, gradients = self._rebuild_prepared()
+        if not plan.engines:
+            refuse_taken_by_another(param for group in self.param_groups for param in group["params"])
         if plan.ahead:
             plan.begin_states(self, all_of_them=begins_together(self))
         plan.run(self, inputs, gradients, marked=not ordinary, taps=self.taps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import operator
 import weakref
@@ -406,6 +407,20 @@ def refuse_taken(params: Iterable[Any]) -> None:
                 raise GradientError(
                     f"the gradient of parameter {place} cannot be clipped now: {taker.taken_by}; nothing was changed"
                 )
+
+
+def refuse_taken_by_another(params: Iterable[Any], own: TakesGradients | None = None) -> None:
+    """Raise in a step without gradients if another living optimizer has taken those of its parameters."""
+    if not any(taker.has_taken_some for taker in _takers if taker is not own):
+        return
+    # One that nothing else holds any more has no say in later steps.
+    gc.collect()
+    takers = [taker for taker in _takers if taker is not own and taker.has_taken_some]
+    if any(taker.has_taken(param) for param in params for taker in takers):
+        raise GradientError(
+            "no parameter has a gradient: another optimizer of these parameters, which is sharded, overlapped or "
+            "offloaded, has taken them in backward; delete it (and its scheduler) before another one steps, or use it"
+        )
 
 
 Given = ParamSpec("Given")

@@ -25,6 +25,7 @@ from ...optimizer.parameters import iter_params, require_listed_once, require_sh
 from ...optimizer.plan import StepPlan
 from ...placement.local import is_distributed
 from ...tensor_watch import memory_of, taken_gradients
+from ..accumulation import refuse_taken_by_another
 from ..guards import guard_sharers
 from ..schedule import Schedule
 from ..side_stream import SideStream
@@ -299,6 +300,7 @@ class OverlapSchedule(Schedule):
         self._had_gradients = any(param.grad is not None for param in params)
         if not self._had_gradients:
             refuse_replaced(self.model, params)
+            refuse_taken_by_another(params, self.tracker)
         plain()
         for param in params:
             param.grad = None
@@ -342,6 +344,7 @@ class OverlapSchedule(Schedule):
             self._had_gradients = any(held.values())
             if not self._had_gradients:
                 refuse_replaced(self.model, self.params)
+                refuse_taken_by_another(self.params, self.tracker)
             works = [(group, self._work(plan, gradients, group, held[group])) for group in groups if held[group]]
             # Who scales losses, changes hyperparameters or reads the norm next comes after the decision.
             decided = self.lane.mark()

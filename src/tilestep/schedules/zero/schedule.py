@@ -29,7 +29,7 @@ from ...optimizer.parameters import iter_params, require_listed_once, require_sh
 from ...optimizer.states import WatchedState
 from ...placement.local import REAL_INSTEAD
 from ...runtime.capturing import PREPARE, require
-from ..accumulation import gradientless
+from ..accumulation import gradientless, refuse_taken_by_another
 from ..schedule import Schedule
 from ..side_stream import SideStream
 from .buckets import Options
@@ -148,6 +148,7 @@ class ShardedSchedule(Schedule):
         self._make_ready(captures)
         if self._ready is None or 1 not in self._ready.has_gradient:
             refuse_replaced(sharding.model, sharding.member_of)
+            refuse_taken_by_another(sharding.member_of, gradients)
         if captures:
             require(
                 self._captures_alone or gradients.summed_in_graph,
