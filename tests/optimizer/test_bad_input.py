@@ -209,6 +209,34 @@ def test_numbers_out_of_range_that_are_assigned_later_are_taken_as_torch_takes_t
         getattr(tilestep, name)([torch.nn.Parameter(torch.zeros(3))]).load_state_dict(optimizer.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("lr", "1e-3", "lr: '1e-3'; it must be a number or a function of the step"),
+        ("lr", None, "lr: None; it must be a number"),
+        ("lr", {}, "lr: {}; it must be a number"),
+        ("lr", torch.tensor([0.1, 0.2]), r"lr: a tensor of shape \(2,\); it must have one element"),
+        ("lr", torch.tensor(1j), r"lr: a tensor of shape \(\), complex; it must have one element, a real number"),
+        ("betas", (0.9, None), r"betas\[1\]: None; it must be a number"),
+        ("betas", (0.9,), r"betas: \(0.9,\); it takes 2 values"),
+        ("betas", 0.9, "betas: 0.9; it takes 2 values"),
+    ],
+)
+def test_a_number_that_becomes_something_else_is_named(key: str, value: Any, message: str) -> None:
+    params = make_params()
+    optimizer = tilestep.AdamW(params)
+    for _ in range(2):
+        before, number = everything(optimizer), optimizer.param_groups[0][key]
+        optimizer.param_groups[0][key] = value
+        set_gradients(params)
+        for _ in range(2):
+            with pytest.raises((TypeError, ValueError), match=f"Invalid {message}"):
+                optimizer.step()
+        optimizer.param_groups[0][key] = number
+        assert_unchanged(optimizer, before)
+        optimizer.step()
+
+
 def test_a_rate_that_becomes_nan_stops_the_step() -> None:
     params = make_params()
     optimizer = tilestep.AdamW([{"params": params[:2]}, {"params": params[2:]}])

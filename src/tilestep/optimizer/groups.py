@@ -78,11 +78,7 @@ def find_rule(rule: Any, adopted: Mapping[str, Rule]) -> Rule:
 def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
     """Raise for a hyperparameter that the rule or the optimizer refuses."""
     numbers = _host_values(rule, group)
-    for key, value in numbers.items():
-        default = rule.hyperparameters[key]
-        alike = type(value) is type(default) and type(value) in PYTHON_TYPES
-        if not alike and (value is not None or not rule.range_of(key).or_none):
-            _check_kind(key, value, default)
+    _check_kinds(rule, numbers)
     rule.check(numbers)
     limit = group.get("max_grad_norm")
     limit = limit if type(limit) in PYTHON_TYPES else _on_host(limit, "max_grad_norm")
@@ -100,7 +96,9 @@ def check_flags(rule: Rule, group: Mapping[str, Any]) -> None:
     check_choice(group.get("master_weights", False))
     check_state_dtype(rule, group.get("state_dtype"))
     check_rounding(group)
-    for name, value in flat_numbers(_host_values(rule, group)):
+    numbers = _host_values(rule, group)
+    _check_kinds(rule, numbers)
+    for name, value in flat_numbers(numbers):
         if not isinstance(value, torch.Tensor) and value != value:
             raise ValueError(f"Invalid {name}: nan")
     limit = group.get("max_grad_norm")
@@ -119,11 +117,22 @@ def check_flags(rule: Rule, group: Mapping[str, Any]) -> None:
         )
 
 
+def _check_kinds(rule: Rule, numbers: Mapping[str, Any]) -> None:
+    """Raise for hyperparameters of another kind than the rule's; numbers out of range are taken later, as by torch."""
+    for key, value in numbers.items():
+        default = rule.hyperparameters[key]
+        alike = type(value) is type(default) and type(value) in PYTHON_TYPES
+        if not alike and (value is not None or not rule.range_of(key).or_none):
+            _check_kind(key, value, default)
+
+
 def _check_kind(key: str, value: Any, default: Any) -> None:
     """Raise `TypeError` for a value of another kind than the default's; tuples are compared entry by entry."""
     if isinstance(default, (tuple, list)):
         if not isinstance(value, (tuple, list)):
             raise TypeError(f"Invalid {key}: {value!r}; it takes {len(default)} values")
+        if len(value) != len(default):
+            raise ValueError(f"Invalid {key}: {value}; it takes {len(default)} values")
         for index, (entry, own_default) in enumerate(zip(value, default)):
             _check_kind(f"{key}[{index}]", entry, own_default)
         return
@@ -148,8 +157,9 @@ def _on_host(value: Any, key: str) -> Any:
         return tuple(_on_host(entry, key) for entry in value)
     if not isinstance(value, torch.Tensor):
         return value
-    if value.numel() != 1:
-        raise ValueError(f"Invalid {key}: a tensor of shape {tuple(value.shape)}; it must have one element")
+    if value.numel() != 1 or value.is_complex():
+        kind = f"a tensor of shape {tuple(value.shape)}" + ", complex" * value.is_complex()
+        raise ValueError(f"Invalid {key}: {kind}; it must have one element, a real number")
     return float(value) if is_host(value.device) else value
 
 

@@ -366,4 +366,11 @@ def _on_device(value: Any) -> bool:
 
 def _numbers(chosen: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Every number by name; for a tensor on a GPU its id."""
-    return [(name, id(value) if _on_device(value) else float(value)) for name, value in flat_numbers(chosen)]
+    try:
+        return [(name, id(value) if _on_device(value) else float(value)) for name, value in flat_numbers(chosen)]
+    except (RuntimeError, ValueError):
+        for name, value in flat_numbers(chosen):
+            if isinstance(value, torch.Tensor) and (value.numel() != 1 or value.is_complex()):
+                kind = f"a tensor of shape {tuple(value.shape)}" + ", complex" * value.is_complex()
+                raise ValueError(f"Invalid {name}: {kind}; it must have one element, a real number") from None
+        raise
