@@ -29,26 +29,20 @@ def compare_ranks(optimizer: Optimizer, *, has_loss: bool) -> None:
     if is_capturing() or fake_mode_is_active():
         return
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    several = several and "shard" not in optimizer.attached
-    if several and _has_no_rate(optimizer):
+    if not several or "shard" in optimizer.attached:
+        control.compared = True
         return
-    try:
-        if not several:
-            is_over = True
-        elif control.comparison is None:
+    if _has_no_rate(optimizer):
+        return
+    comparison, control.comparison = control.comparison, None
+    with suppress(RuntimeError):  # the process group has no store, or the process that keeps it has ended
+        patience = PATIENCE if comparison is None else 0.0
+        if comparison is None:
             # Modules may have meshes of their own, of the same ranks.
-            control.comparison = RankComparison(sorted(set(_rank_sets(optimizer))), list(_lines(optimizer, has_loss)))
-            is_over = control.comparison.is_over(PATIENCE)
-        else:
-            is_over = control.comparison.is_over()
-    except ValueError:
-        control.comparison = None
-        raise
-    except RuntimeError:
-        # The process group has no store, or the process that keeps it has ended.
-        is_over = True
-    if is_over:
-        control.compared, control.comparison = True, None
+            comparison = RankComparison(sorted(set(_rank_sets(optimizer))), list(_lines(optimizer, has_loss)))
+        if not comparison.is_over(patience):
+            control.comparison = comparison
+    control.compared = control.comparison is None
 
 
 class RankComparison:
@@ -73,7 +67,7 @@ class RankComparison:
                 store.set("equal", str(int(store.add(digest, 0) == len(ranks))))
             self._open.append((ranks, place))
 
-    def is_over(self, patience: float = 0.0) -> bool:
+    def is_over(self, patience: float) -> bool:
         """Whether nothing more will be compared; waits at most so many seconds for ranks that have not begun.
 
         Raises:

@@ -375,7 +375,7 @@ class Optimizer(torch.optim.Optimizer):
             plan = self.rebuild()
             try:
                 return plan, plan.prepare()
-            except Stale:  # the gradients have another dtype than the plan expects; the next one knows it
+            except Stale:  # kernels that only these gradients need could not be built: the next plan does without
                 plan = self.rebuild()
                 return plan, plan.prepare()
 

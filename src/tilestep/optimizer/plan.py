@@ -349,7 +349,7 @@ class StepPlan:
         return calls
 
     def release(self) -> None:
-        """After a step that failed: release gradients that were held for it."""
+        """Release gradients that were held for a step."""
         for scan in self.scans.values():
             scan.release()
 
