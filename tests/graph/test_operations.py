@@ -51,8 +51,8 @@ def test_numbers_are_computed_as_torch_computes_them(name: str) -> None:
     function = OPERATIONS[name].evaluate
     assert function is not None
     for args in itertools.product(SPECIAL, repeat=argument_count(name)):
-        given = (bool(args[0]), *args[1:]) if name == "where" else args
-        got, wanted = function(*given), of_torch(name, args)
+        operands = (bool(args[0]), *args[1:]) if name == "where" else args
+        got, wanted = function(*operands), of_torch(name, args)
         tolerance = 128 if name == "lgamma" else 2 if name in LIBRARY else 0  # Python has a lgamma of its own
         assert agree(got, wanted, tolerance, name not in LOSES_ZERO_SIGN), f"{name}{args} is {got}, in torch {wanted}"
 

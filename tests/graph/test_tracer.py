@@ -252,7 +252,9 @@ def test_a_number_that_only_a_device_can_read_is_not_switched_off() -> None:
         return param - lr * grad if limit > 0.5 else param
 
     rule, elsewhere = tilestep.rule(decays), torch.empty((), device="meta")
-    off, on, unread = (graph_for(rule, {"lr": 0.1, "decay": given, "limit": 1.0}, 1) for given in (0.0, 0.5, elsewhere))
+    off, on, unread = (
+        graph_for(rule, {"lr": 0.1, "decay": weight_decay, "limit": 1.0}, 1) for weight_decay in (0.0, 0.5, elsewhere)
+    )
     assert off is not on and unread is on
     assert graph_for(rule, {"lr": elsewhere, "decay": 0.0, "limit": 1.0}, 1) is off
     with pytest.raises(RuleError, match="reads gt of limit as a Python number"):
@@ -275,12 +277,12 @@ def test_a_branch_on_sizes_becomes_a_guard() -> None:
     rule = tilestep.rule(long_rows)
     graphs = {shape: trace(rule, rule.hyperparameters, len(shape), shape) for shape in [(3, 9), (9, 8), (50,)]}
     operations = {shape: {value.operation for value in graph.values()} for shape, graph in graphs.items()}
-    assert [shape for shape, found in operations.items() if "sign" in found] == [(3, 9)]
+    assert [shape for shape, operation_names in operations.items() if "sign" in operation_names] == [(3, 9)]
     assert [graph.branches_on_sizes for graph in graphs.values()] == [True, True, False]
     assert [guard.outcome for guard in trace(rule, rule.hyperparameters, 2).guards] == [False]  # sizes of one
-    known = graph_for(rule, {"lr": 0.1, "limit": 8}, 2, (4, 9))
-    assert graph_for(rule, {"lr": 0.2, "limit": 9}, 2, (7, 10)) is known
-    assert graph_for(rule, {"lr": 0.1, "limit": 8}, 2, (4, 8)) is not known
+    earlier = graph_for(rule, {"lr": 0.1, "limit": 8}, 2, (4, 9))
+    assert graph_for(rule, {"lr": 0.2, "limit": 9}, 2, (7, 10)) is earlier
+    assert graph_for(rule, {"lr": 0.1, "limit": 8}, 2, (4, 8)) is not earlier
 
 
 def by_shape(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:

@@ -28,15 +28,15 @@ def test_state_is_what_an_optimizer_keeps(name: str, master_weights: bool, dtype
     optimizer = tilestep.Optimizer([weight], name, master_weights=master_weights)
     weight.grad = torch.full_like(weight, 0.5)
     optimizer.step()
-    found = footprint(tilestep.registry[name], dtype=dtype, master_weights=master_weights)
+    planned = footprint(tilestep.registry[name], dtype=dtype, master_weights=master_weights)
     kept = sum(
         value.numel() * value.element_size()
         for value in optimizer.state[weight].values()
         if isinstance(value, torch.Tensor)
     )
     # Numbers for each row, column and tensor are left out of the plan, which says so.
-    assert 0 <= kept - found.state * weight.numel() <= 8 * (64 + 64 + 8)
-    assert found.parameter == dtype.itemsize == found.gradient
+    assert 0 <= kept - planned.state * weight.numel() <= 8 * (64 + 64 + 8)
+    assert planned.parameter == dtype.itemsize == planned.gradient
 
 
 def llama_8b() -> list[tuple[str, torch.nn.Parameter]]:
@@ -150,17 +150,17 @@ def job(**changes: Any) -> Job:
 
 
 def test_times_are_those_of_the_formula() -> None:
-    found = plan(job(), CONSTANTS)
+    planned = plan(job(), CONSTANTS)
     latency = 1.0 + 3 * 0.5
-    assert found.times["sum gradients"] == pytest.approx(4 * (latency + 500 * 3 / 4 / 100))
-    assert found.times["gather parameters"] == pytest.approx(4 * (latency + 500 * 3 / 4 / 50))
-    assert found.times["update"] == pytest.approx(1000 / 4 * 30 / 1000 + 0.25)
-    assert found.times["clip"] == pytest.approx(1000 / 4 * 2 / 1000 + 2 * latency)
-    assert found.times["forward"] == pytest.approx(1000 * 2 / 60) and found.compute == pytest.approx(100)
-    assert found.exposed["sum gradients"] == pytest.approx(latency + 500 * 3 / 4 / 100)
-    assert found.memory == {"parameters": 2000, "gradients": 2000, "state": 3000, "scratch": 0}
-    assert found.whole_state == 12000 and found.messages == 10
-    assert found.sent == {"reduce-scatter": 1500, "all-reduce": 0, "all-gather": 1500}
+    assert planned.times["sum gradients"] == pytest.approx(4 * (latency + 500 * 3 / 4 / 100))
+    assert planned.times["gather parameters"] == pytest.approx(4 * (latency + 500 * 3 / 4 / 50))
+    assert planned.times["update"] == pytest.approx(1000 / 4 * 30 / 1000 + 0.25)
+    assert planned.times["clip"] == pytest.approx(1000 / 4 * 2 / 1000 + 2 * latency)
+    assert planned.times["forward"] == pytest.approx(1000 * 2 / 60) and planned.compute == pytest.approx(100)
+    assert planned.exposed["sum gradients"] == pytest.approx(latency + 500 * 3 / 4 / 100)
+    assert planned.memory == {"parameters": 2000, "gradients": 2000, "state": 3000, "scratch": 0}
+    assert planned.whole_state == 12000 and planned.messages == 10
+    assert planned.sent == {"reduce-scatter": 1500, "all-reduce": 0, "all-gather": 1500}
     short = plan(job(bucket=500, contiguous=False, clips=False), dataclasses.replace(CONSTANTS, compute=6e6))
     assert short.memory["gradients"] == 500 and short.memory["scratch"] == 500 and short.exposed["clip"] == 0
     # The first bucket is complete after half of backward, which takes nearly no time.
@@ -170,26 +170,28 @@ def test_times_are_those_of_the_formula() -> None:
 def test_what_waits_for_what_is_simulated_bucket_by_bucket() -> None:
     """Messages of 6.25 (sums) and 10 (gathers) seconds each, four of them, beside 20 of backward and 10 of forward."""
     quick = dataclasses.replace(CONSTANTS, compute=200.0)
-    found = plan(job(), quick)
-    assert (found.times["backward"], found.times["forward"]) == (pytest.approx(20), pytest.approx(10))
+    planned = plan(job(), quick)
+    assert (planned.times["backward"], planned.times["forward"]) == (pytest.approx(20), pytest.approx(10))
     # Sums begin at 5 and end at 30; the third and fourth wait for those before.
-    assert found.exposed["sum gradients"] == pytest.approx(10)
+    assert planned.exposed["sum gradients"] == pytest.approx(10)
     # Every quarter of forward, 2.5 long, waits for its gather: the last one begins at 40.
-    assert found.exposed["gather parameters"] == pytest.approx(32.5)
-    assert found.exposed["communication beside the model"] == pytest.approx(15 * 0.5 + 7.5 * 0.25)
+    assert planned.exposed["gather parameters"] == pytest.approx(32.5)
+    assert planned.exposed["communication beside the model"] == pytest.approx(15 * 0.5 + 7.5 * 0.25)
     for changes in ({"regime": "whole"}, {"captured": True}):
         at_once = plan(job(**changes), quick)
         assert at_once.exposed["gather parameters"] == pytest.approx(40)
     blocks = plan(job(regime="blocks"), quick)
-    assert blocks.compute == pytest.approx(50) and blocks.iteration > found.iteration
+    assert blocks.compute == pytest.approx(50) and blocks.iteration > planned.iteration
 
 
 def test_the_host_is_what_is_waited_for_where_it_takes_longer() -> None:
-    found = plan(job(tensors=1000), CONSTANTS)
-    assert found.host == pytest.approx(0.5 + 4 * 0.03125 + 1000 * (0.25 + 0.0625)) and found.iteration == found.host
+    planned = plan(job(tensors=1000), CONSTANTS)
+    assert (
+        planned.host == pytest.approx(0.5 + 4 * 0.03125 + 1000 * (0.25 + 0.0625)) and planned.iteration == planned.host
+    )
     assert plan(job(tensors=1000, regime="blocks"), CONSTANTS).host == pytest.approx(0.625 + 1000 * (0.125 + 0.0625))
     replayed = plan(job(tensors=1000, captured=True), CONSTANTS)
-    assert replayed.host is None and replayed.iteration < found.iteration
+    assert replayed.host is None and replayed.iteration < planned.iteration
 
 
 def test_what_is_not_known_well_is_not_claimed() -> None:
@@ -207,22 +209,22 @@ def test_what_is_not_known_well_is_not_claimed() -> None:
 
 
 def test_the_network_counts_where_groups_leave_a_node() -> None:
-    found = plan(job(shard=8), CONSTANTS)
+    planned = plan(job(shard=8), CONSTANTS)
     latency = 1.0 + 6 * 0.5 + 1 * 2.0
-    assert found.times["sum gradients"] == pytest.approx(4 * (latency + 500 * 7 / 8 / 40))
-    found = plan(job(shard=4, replicate=3), CONSTANTS)
+    assert planned.times["sum gradients"] == pytest.approx(4 * (latency + 500 * 7 / 8 / 40))
+    planned = plan(job(shard=4, replicate=3), CONSTANTS)
     inside = 2.5 + 500 * 3 / 4 / 100
     # Each GPU of a node has copies of its section in the others, over its own link.
     copies = 2 * (1.0 + 2 * 2.0 + 125 * 2 / 3 / 10)
-    assert found.times["sum gradients"] == pytest.approx(4 * (inside + copies))
-    assert found.sent["all-reduce"] == pytest.approx(2 * 500 * 2 / 3)
+    assert planned.times["sum gradients"] == pytest.approx(4 * (inside + copies))
+    assert planned.sent["all-reduce"] == pytest.approx(2 * 500 * 2 / 3)
 
 
 def test_half_of_the_time_is_latency_at_the_crossover() -> None:
     for ranks in (2, 8, 64):
         latency, size = crossover(ranks, CONSTANTS)
-        found = plan(job(elements=size / 2, bucket=size, shard=ranks), CONSTANTS)
-        assert found.times["sum gradients"] == pytest.approx(2 * latency)
+        planned = plan(job(elements=size / 2, bucket=size, shard=ranks), CONSTANTS)
+        assert planned.times["sum gradients"] == pytest.approx(2 * latency)
 
 
 def test_the_best_bucket_and_mesh_are_the_best() -> None:
@@ -233,11 +235,11 @@ def test_the_best_bucket_and_mesh_are_the_best() -> None:
         for size in (1, 16, 100, 400):
             other = plan(dataclasses.replace(one, bucket=size * 2**20), constants)
             assert chosen.iteration <= 1.01 * other.iteration
-        found = list(meshes(one, constants))
-        assert {each.job.ranks for each in found} == {ranks} and found[-1].job.shard == ranks
-        states = [each.memory["state"] for each in found]
+        planned = list(meshes(one, constants))
+        assert {entry.job.ranks for entry in planned} == {ranks} and planned[-1].job.shard == ranks
+        states = [entry.memory["state"] for entry in planned]
         assert states == sorted(states, reverse=True)
-    assert [each.job.shard for each in meshes(job(shard=12), constants)] == [2, 4, 12]
+    assert [entry.job.shard for entry in meshes(job(shard=12), constants)] == [2, 4, 12]
 
 
 def test_a_job_of_nothing_is_refused() -> None:
@@ -269,7 +271,7 @@ def test_constants_are_kept_with_their_source(tmp_path: Path) -> None:
         (tmp_path / "wrong.json").write_text(json.dumps(wrong))
         with pytest.raises(ValueError, match=r"wrong\.json"):
             Constants.load(tmp_path / "wrong.json")
-    assert all(math.isfinite(each["value"]) for each in json.loads((tmp_path / "all.json").read_text()).values())
+    assert all(math.isfinite(entry["value"]) for entry in json.loads((tmp_path / "all.json").read_text()).values())
 
 
 @pytest.fixture(scope="module")

@@ -227,11 +227,11 @@ def prodigy(
     for t in range(1, STEPS + 1):
         correction = math.sqrt(1 - b2**count) / (1 - b1**count) if use_bias_correction else 1.0
         dlr, total, denominator = d * lr * correction, b3 * numerator, 0.0
-        given = [gradient(p, t) for gradient, p in zip(gradients, tensors)]
-        present = [i for i, g in enumerate(given) if g is not None]
+        present_or_none = [gradient(p, t) for gradient, p in zip(gradients, tensors)]
+        present = [i for i, g in enumerate(present_or_none) if g is not None]
         for i in present:
             p = tensors[i]
-            g = given[i] + (0.0 if decouple else weight_decay * p)
+            g = present_or_none[i] + (0.0 if decouple else weight_decay * p)
             total += d / d0 * dlr * float((g * (first[i] - p)).sum())
             m[i] = b1 * m[i] + d * (1 - b1) * g
             v[i] = b2 * v[i] + d * d * (1 - b2) * g**2

@@ -35,8 +35,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_defaults_are_those_of_the_authors_code(name: str) -> None:
-    given = registry[name].hyperparameters
-    assert {key: given[key] for key in PUBLISHED[name]} == PUBLISHED[name]
+    defaults = registry[name].hyperparameters
+    assert {key: defaults[key] for key in PUBLISHED[name]} == PUBLISHED[name]
     # What is left has no default there (a learning rate), is a flag that is off, or is ours alone.
-    ours = {"maximize": False, "lr": given.get("lr"), "embedding": False, "center": 0.0, "exclude_bias_and_norm": True}
-    assert {key: value for key, value in given.items() if key not in PUBLISHED[name] and ours[key] != value} == {}
+    ours = {
+        "maximize": False,
+        "lr": defaults.get("lr"),
+        "embedding": False,
+        "center": 0.0,
+        "exclude_bias_and_norm": True,
+    }
+    assert {key: value for key, value in defaults.items() if key not in PUBLISHED[name] and ours[key] != value} == {}

@@ -147,9 +147,9 @@ def test_weight_decays_are_those_of_torch() -> None:
         (coupled_weight_decay(ADAM, 0.3), ADAM, {"weight_decay": 0.3}),
         (coupled_weight_decay(SGD, 0.3), SGD, {"weight_decay": 0.3, "momentum": 0.9, "maximize": True}),
     ]
-    for composed, known, changes in pairs:
+    for composed, torchs_rule, changes in pairs:
         common = {key: value for key, value in changes.items() if key != "weight_decay"}
-        ours, theirs = Loop(composed, VECTOR, **common), Loop(known, VECTOR, **changes)
+        ours, theirs = Loop(composed, VECTOR, **common), Loop(torchs_rule, VECTOR, **changes)
         for t in range(1, STEPS + 1):
             np.testing.assert_allclose(ours.step(t), theirs.step(t), rtol=1e-12)
 
@@ -185,10 +185,10 @@ def test_decoupled_decay_needs_a_learning_rate() -> None:
 
 
 def test_a_name_or_a_class_is_no_rule_yet() -> None:
-    for given in ("AdamW", tilestep.AdamW):
+    for no_rule in ("AdamW", tilestep.AdamW):
         for composer in (cautious, ema, decoupled_weight_decay):
             with pytest.raises(RuleError, match=rf'{composer.__name__} takes a rule.*tilestep.registry\["AdamW"\]'):
-                composer(given)
+                composer(no_rule)
     with pytest.raises(RuleError, match=r"give it a function made by @tilestep\.rule"):
         lookahead(lambda param, grad: param - grad)
 
@@ -295,24 +295,24 @@ def test_a_composed_rule_survives_pickling(again: Callable[[Rule], Rule]) -> Non
 
 def compute(graph: Graph, numbers: dict[str, Any]) -> dict[str, Any]:
     """A graph's outputs for one element, on Python numbers."""
-    known: dict[int, Any] = {}
+    results: dict[int, Any] = {}
     for node in ancestors(graph.outputs.values()):
         if node.operation in ("load", "hyper"):
-            known[id(node)] = numbers[node.attribute]
+            results[id(node)] = numbers[node.attribute]
         elif node.operation == "constant":
-            known[id(node)] = node.attribute
+            results[id(node)] = node.attribute
         else:
             function = OPERATIONS[node.operation].evaluate
             assert function is not None
-            known[id(node)] = function(*(known[id(arg)] for arg in node.args))
-    return {name: known[id(value)] for name, value in graph.outputs.items()}
+            results[id(node)] = function(*(results[id(arg)] for arg in node.args))
+    return {name: results[id(value)] for name, value in graph.outputs.items()}
 
 
-def numbers_of(stepped: Rule, **given: float) -> dict[str, Any]:
-    numbers: dict[str, Any] = {"gradient_scale": 1.0, "step": 3.0, **given}
+def numbers_of(stepped: Rule, **inputs: float) -> dict[str, Any]:
+    numbers: dict[str, Any] = {"gradient_scale": 1.0, "step": 3.0, **inputs}
     for name, value in stepped.hyperparameters.items():
         entries = {f"{name}.{i}": entry for i, entry in enumerate(value)} if isinstance(value, tuple) else {name: value}
-        numbers |= {key: entry for key, entry in entries.items() if key not in given}
+        numbers |= {key: entry for key, entry in entries.items() if key not in inputs}
     return numbers
 
 
@@ -331,15 +331,15 @@ def halved(inner: Rule) -> Rule:
 def test_a_traced_update_is_what_the_rule_adds(name: str, step: float) -> None:
     inner = registry[name]
     composed = halved(inner)
-    given = {state: 0.3 + 0.1 * i for i, state in enumerate(inner.state_names)}
+    inputs = {state: 0.3 + 0.1 * i for i, state in enumerate(inner.state_names)}
     hyper = {"weight_decay": 0.1} if "weight_decay" in inner.hyperparameters else {}
-    numbers = numbers_of(composed, param=1.5, grad=-0.7, step=step, **given, **hyper)
+    numbers = numbers_of(composed, param=1.5, grad=-0.7, step=step, **inputs, **hyper)
     after = compute(trace(composed, {**composed.hyperparameters, **hyper}), numbers)
 
     def tensor(number: float) -> torch.Tensor:
         return torch.tensor([number], dtype=torch.float64)
 
-    expected = composed(tensor(1.5), tensor(-0.7), *map(tensor, given.values()), **hyper, step=step)
+    expected = composed(tensor(1.5), tensor(-0.7), *map(tensor, inputs.values()), **hyper, step=step)
     for state, value in zip(("param", *inner.state_names), expected):
         if state in after:
             assert after[state] == pytest.approx(value.item(), rel=1e-12), state
@@ -354,8 +354,8 @@ def test_a_traced_update_does_not_round_at_the_parameters_size(decay: float) -> 
         return update, *states
 
     graph = trace(compose(composed, inner, halved), {**inner.hyperparameters, "amsgrad": False})
-    given = {"param": 1.0, "grad": 1e-25, "exp_avg": 0.0, "exp_avg_sq": 0.0, "step": 1.0}
-    numbers = numbers_of(inner, **given, eps=1.0, lr=0.1, weight_decay=decay)
+    inputs = {"param": 1.0, "grad": 1e-25, "exp_avg": 0.0, "exp_avg_sq": 0.0, "step": 1.0}
+    numbers = numbers_of(inner, **inputs, eps=1.0, lr=0.1, weight_decay=decay)
     assert compute(graph, numbers)["param"] == pytest.approx(-0.1 * 1e-25 - 0.1 * decay, rel=1e-9, abs=0.0)
 
 
@@ -384,8 +384,8 @@ def test_every_composition_traces(composer: Callable[[Rule], Rule], dims: int) -
 
 def test_a_composition_in_place_traces() -> None:
     composed = ema(decoupled_weight_decay(halved(in_place)), 0.5)
-    given = {"param": 2.0, "grad": 0.25, "velocity": 1.0, "ema": 3.0, "decoupled_decay": 0.5}
-    after = compute(trace(composed, composed.hyperparameters), numbers_of(composed, **given))
+    inputs = {"param": 2.0, "grad": 0.25, "velocity": 1.0, "ema": 3.0, "decoupled_decay": 0.5}
+    after = compute(trace(composed, composed.hyperparameters), numbers_of(composed, **inputs))
     velocity = 0.9 * 1.0 + 2 * 0.25
     param = 2.0 * (1 - 0.1 * 0.5) - 0.5 * 0.1 * velocity
     assert after == pytest.approx({"param": param, "velocity": velocity, "ema": (3.0 + param) / 2})

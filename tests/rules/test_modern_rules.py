@@ -209,11 +209,15 @@ def test_sophia_reads_the_hessian_and_leaves_it(changes: dict[str, Any]) -> None
     start, gradient = problem(VECTOR)
     hessian = np.abs(np.random.default_rng(1).normal(size=VECTOR)) / (hyper["rho"] * hyper["bs"])
     hessian[0] = 0.0
-    param, exp_avg, given = torch.from_numpy(start), torch.zeros(VECTOR, dtype=torch.float64), torch.from_numpy(hessian)
+    param, exp_avg, estimate = (
+        torch.from_numpy(start),
+        torch.zeros(VECTOR, dtype=torch.float64),
+        torch.from_numpy(hessian),
+    )
     for t, expected in enumerate(published.sophia_g(start.copy(), gradient, hessian, **hyper), 1):
-        param, exp_avg, after = rule(param, gradient(param, t), exp_avg, given, **hyper)
+        param, exp_avg, after = rule(param, gradient(param, t), exp_avg, estimate, **hyper)
         np.testing.assert_allclose(param.numpy(), expected, rtol=1e-10, atol=1e-12)
-        assert after is given
+        assert after is estimate
     assert "hessian" not in trace(rule, hyper).outputs
 
 
@@ -258,7 +262,7 @@ def together(calls: list[Callable[[], Any]]) -> list[Any]:
         def combine(kind: str, value: Any) -> Any:
             values[index] = value
             barrier.wait(30)
-            everything = torch.stack([torch.as_tensor(each) for each in values])
+            everything = torch.stack([torch.as_tensor(entry) for entry in values])
             barrier.wait(30)
             return everything.sum() if kind == "sum" else everything.amax()
 
@@ -324,8 +328,8 @@ def _compare_prodigy(starts: Any, gradients: Any, changes: dict[str, Any]) -> No
         ours.append([param, *first_states(rule, param, hyper)])
     distance = rule.state_names.index("d") + 1
     for t, (expected, d) in enumerate(published.prodigy([p.copy() for p in starts], list(gradients), **hyper), 1):
-        given = [(b[0], gradient(b[0], t), *b[1:]) for b, gradient in zip(ours, gradients)]
-        ours = together([functools.partial(rule, *buffers, **hyper, step=t) for buffers in given])
+        arguments = [(b[0], gradient(b[0], t), *b[1:]) for b, gradient in zip(ours, gradients)]
+        ours = together([functools.partial(rule, *buffers, **hyper, step=t) for buffers in arguments])
         for buffers, theirs in zip(ours, expected):
             np.testing.assert_allclose(buffers[0].numpy(), theirs, rtol=1e-9, atol=1e-12)
             assert buffers[distance].item() == pytest.approx(d, rel=1e-9)

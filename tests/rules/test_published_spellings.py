@@ -50,7 +50,7 @@ def test_a_rule_with_lerp_is_its_own_reference(shape: tuple[int, ...], dtype: to
     param, grad = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
     zeros = torch.zeros(shape, dtype=dtype)
     rough = adabelief(param.clone(), grad, zeros.clone(), zeros.clone(), step=1)
-    exact = adabelief(*(each.double().clone() for each in (param, grad, zeros, zeros)), step=1)
+    exact = adabelief(*(buffer.double().clone() for buffer in (param, grad, zeros, zeros)), step=1)
     for left, right in zip(rough, exact):
         torch.testing.assert_close(left.double(), right, rtol=1e-5, atol=1e-7)
 

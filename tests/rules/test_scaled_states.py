@@ -58,12 +58,12 @@ def test_equations() -> None:
     param, grad = torch.tensor([1.0, 2.0, 0.0], dtype=torch.float64), torch.tensor([4.0, -1.0, 0.0]).double()
     options = {**registry["SGD"].hyperparameters, "lr": 0.5, "momentum": 0.5}
     kept, scale = torch.zeros(3, dtype=torch.float64), torch.tensor(1.0, dtype=torch.float64)
-    found = [grad, 0.5 * grad + grad]
-    for momentum in found:
+    momenta = [grad, 0.5 * grad + grad]
+    for momentum in momenta:
         param, kept, scale = rule(param, grad, kept, scale, **options, step=1)
         assert float(scale) == float(momentum.abs().amax()) / LARGEST
         torch.testing.assert_close(kept * scale, momentum, rtol=1e-15, atol=0)
-    torch.testing.assert_close(param, torch.tensor([1.0, 2.0, 0.0]).double() - 0.5 * sum(found), rtol=1e-15, atol=0)
+    torch.testing.assert_close(param, torch.tensor([1.0, 2.0, 0.0]).double() - 0.5 * sum(momenta), rtol=1e-15, atol=0)
     _, kept, scale = rule(param, torch.zeros(3).double(), torch.zeros(3).double(), scale, **options, step=1)
     assert float(scale) == 1 and not kept.any()
 
@@ -138,7 +138,7 @@ def test_its_checkpoints_load_by_value_into_other_formats(target: Any) -> None:
     plain: Any = tilestep.AdamW(weights[1:], state_dtype=target)
     saved = scaled.state_dict()
     plain.load_state_dict(saved)
-    found = tilestep.full_precision(plain.state_dict())["state"][0]
+    unscaled = tilestep.full_precision(plain.state_dict())["state"][0]
     room = {None: 0.0, "scaled_float16": 1e-7, "int8": 5e-4}[target]
     for name, value in wanted.items():
-        assert float((found[name] - value).square().sum()) <= room * float(value.square().sum())
+        assert float((unscaled[name] - value).square().sum()) <= room * float(value.square().sum())

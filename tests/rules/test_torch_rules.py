@@ -60,13 +60,13 @@ def _plain(value: Any) -> Any:
 
 def _argument_lists(name: str) -> list[dict[str, Any]]:
     """Torch's argument combinations for CPU and CUDA, without the flags that choose an implementation, each once."""
-    found: list[dict[str, Any]] = []
+    combinations: list[dict[str, Any]] = []
     listed = [entry.kwargs for device in ("cpu", "cuda") for entry in INFOS[name].optim_inputs_func(device=device)]
     for kwargs in [*listed, *FURTHER.get(name, [])]:
         plain = {key: _plain(value) for key, value in kwargs.items() if key not in FLAGS}
-        if plain not in found:
-            found.append(plain)
-    return found
+        if plain not in combinations:
+            combinations.append(plain)
+    return combinations
 
 
 def _cases(names: list[str]) -> list[Any]:
@@ -144,7 +144,9 @@ def _compare(name: str, kwargs: dict[str, Any], changes: dict[int, dict[str, Any
         optimizer.step()
         if not references:
             kept = [set(_torch_state(optimizer, param)) for param in params]
-            references = [_Reference(rule, *given) for given in zip(starts, [hyperparameters] * len(params), kept)]
+            references = [
+                _Reference(rule, *arguments) for arguments in zip(starts, [hyperparameters] * len(params), kept)
+            ]
         for reference, gradient in zip(references, gradients):
             reference.hyperparameters = {**reference.hyperparameters, **changes.get(count, {})}
             reference.step(gradient, count)
@@ -239,17 +241,17 @@ def test_a_loaded_momentum_survives_a_step_count_that_begins_again() -> None:
 
 def _evaluate(graph: Graph, numbers: dict[str, float]) -> dict[str, float]:
     """The graph's outputs for one element, in Python numbers, by each operation's own meaning."""
-    known: dict[int, Any] = {}
+    evaluated: dict[int, Any] = {}
     for node in graph.values():
         if node.operation == "constant":
-            known[id(node)] = node.attribute
+            evaluated[id(node)] = node.attribute
         elif node.operation in ("load", "hyper"):
-            known[id(node)] = numbers[node.attribute]
+            evaluated[id(node)] = numbers[node.attribute]
         else:
             evaluate = OPERATIONS[node.operation].evaluate
             assert evaluate is not None, f"{node.operation} needs more than one element"
-            known[id(node)] = evaluate(*(known[id(arg)] for arg in node.args))
-    return {name: float(known[id(value)]) for name, value in graph.outputs.items()}
+            evaluated[id(node)] = evaluate(*(evaluated[id(arg)] for arg in node.args))
+    return {name: float(evaluated[id(value)]) for name, value in graph.outputs.items()}
 
 
 @pytest.mark.parametrize(("name", "kwargs"), _cases(ELEMENTWISE))
@@ -269,8 +271,8 @@ def test_the_trace_computes_what_the_rule_says(name: str, kwargs: dict[str, Any]
         gradient = torch.randn(1, generator=generator)
         buffers = {"param": reference.param, "grad": gradient, **{key: reference.states[key] for key in graph.states}}
         numbers = {key: value.item() for key, value in buffers.items() if value is not None}
-        given = {**dict(flat_numbers(hyperparameters)), "step": float(count), "gradient_scale": 1.0, **numbers}
-        computed = _evaluate(graph, given)
+        inputs = {**dict(flat_numbers(hyperparameters)), "step": float(count), "gradient_scale": 1.0, **numbers}
+        computed = _evaluate(graph, inputs)
         reference.step(gradient, count)
         expected = {"param": reference.param, **reference.states}
         assert set(computed) == {"param", *graph.states}
@@ -331,10 +333,10 @@ def test_asgd_in_float32_is_as_exact_as_torchs_most_exact() -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "Adafactor"])
 def test_infinite_weights_stay_as_they_are_without_weight_decay(name: str) -> None:
-    given = {} if name == "Rprop" else {"weight_decay": 0.0}
+    choices = {} if name == "Rprop" else {"weight_decay": 0.0}
     mine = torch.nn.Parameter(torch.tensor([1.0, -torch.inf, torch.inf], dtype=torch.float64))
     theirs = torch.nn.Parameter(mine.detach().clone())
-    ours, torchs = getattr(tilestep, name)([mine], **given), getattr(torch.optim, name)([theirs], **given)
+    ours, torchs = getattr(tilestep, name)([mine], **choices), getattr(torch.optim, name)([theirs], **choices)
     for _ in range(2):
         for param, optimizer in ((mine, ours), (theirs, torchs)):
             param.grad = torch.tensor([0.5, 0.0, -0.5], dtype=torch.float64)

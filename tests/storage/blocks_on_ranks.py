@@ -259,9 +259,11 @@ def checkpoints_of_other_libraries() -> None:
     saved = {"state": states, "param_groups": [{"lr": 0.1, "params": list(states)}]}
     optimizer = tilestep.shard(tilestep.AdamW(net.named_parameters()), net)
     optimizer.load_state_dict(saved)
-    found = optimizer.full_state_dict()["state"]
+    full_states = optimizer.full_state_dict()["state"]
     for number, values in enumerate(wanted):
-        assert torch.equal(found[number]["exp_avg"], values) and torch.equal(found[number]["exp_avg_sq"], values.abs())
+        assert torch.equal(full_states[number]["exp_avg"], values) and torch.equal(
+            full_states[number]["exp_avg_sq"], values.abs()
+        )
 
     mesh = init_device_mesh(torch.get_default_device().type, (2,))
     weight = nn.Parameter(distribute_tensor(torch.ones(64, 32), mesh, [Shard(0)]))

@@ -81,8 +81,8 @@ def test_normal_numbers_and_their_squares_come_back_as_documented(format: str, m
         }
         stored_in(storage, arrays, "state", exact, exact.shape)
         back = values_of(storage, arrays, "state", shape=exact.shape)
-        wanted, found = (exact, back) if signed else (exact.sqrt(), back.sqrt())
-        error = (found - wanted).double().square().sum() / wanted.double().square().sum()
+        wanted, loaded = (exact, back) if signed else (exact.sqrt(), back.sqrt())
+        error = (loaded - wanted).double().square().sum() / wanted.double().square().sum()
         assert float(error) < bound
         assert signed or bool((back[exact > 0] > 0).all())
 

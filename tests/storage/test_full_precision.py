@@ -143,7 +143,7 @@ def test_second_moments_stop_to_follow_unless_rounded_at_random() -> None:
     """A step of a thousandth is less than a step of the codes: what docs/storage.md says of int8 with beta2 = 0.999."""
     generator = torch.Generator().manual_seed(0)
     size = torch.rand(4, 256, generator=generator) + 0.5
-    found = {}
+    sums = {}
     for rounding in ("nearest", "stochastic"):
         weights = [torch.nn.Parameter(torch.ones(4, 256)) for _ in range(2)]
         kept = tilestep.AdamW(weights[:1], state_dtype=lambda _: "int8", rounding=rounding)
@@ -153,9 +153,9 @@ def test_second_moments_stop_to_follow_unless_rounded_at_random() -> None:
             kept.step()
             exact.step()
         square = exact.state[weights[1]]["exp_avg_sq"]
-        found[rounding] = float(values(kept.state[weights[0]], "exp_avg_sq", square.shape).sum() / square.sum())
-    assert found["nearest"] < 0.9
-    assert found["stochastic"] == pytest.approx(1, abs=0.01)
+        sums[rounding] = float(values(kept.state[weights[0]], "exp_avg_sq", square.shape).sum() / square.sum())
+    assert sums["nearest"] < 0.9
+    assert sums["stochastic"] == pytest.approx(1, abs=0.01)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -178,12 +178,12 @@ def test_averages_in_blocks_are_evaluated_by_value(format: str) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_changed_weights_are_tracked_beside_blocks(format: str) -> None:
-    found = []
+    ends = []
     for choice in (format, None):
         generator = torch.Generator().manual_seed(0)
         weight = torch.nn.Parameter(torch.randn(80, 64, generator=generator))
         optimizer: Any = tilestep.AdamW([("layer", weight)], state_dtype=choice, track_changes=True)
         weight.grad = torch.randn(80, 64, generator=generator)
         optimizer.step()
-        found.append(weight.detach().clone())
-    assert (found[0] - found[1]).abs().max() < 1e-5
+        ends.append(weight.detach().clone())
+    assert (ends[0] - ends[1]).abs().max() < 1e-5

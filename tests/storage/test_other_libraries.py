@@ -52,11 +52,11 @@ Layout = Callable[[torch.nn.Parameter, torch.Tensor, torch.Tensor], tuple[dict[s
 def bitsandbytes_layout(
     param: torch.nn.Parameter, moment: torch.Tensor, square: torch.Tensor
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    found, back = {}, {}
+    by_name, back = {}, {}
     for number, name, values in (("1", "exp_avg", moment), ("2", "exp_avg_sq", square)):
         arrays, back[name] = by_map(values, number == "1")
-        found.update({f"{key}{number}": value for key, value in arrays.items()})
-    return {"step": 7, "__bnb_optimizer_quant_state__": found}, back
+        by_name.update({f"{key}{number}": value for key, value in arrays.items()})
+    return {"step": 7, "__bnb_optimizer_quant_state__": by_name}, back
 
 
 class Quantized(torch.Tensor):
@@ -141,8 +141,8 @@ def saved(layout: str) -> tuple[list[torch.nn.Parameter], dict[str, Any], list[d
     return params, {"state": states, "param_groups": [group]}, wanted
 
 
-def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double() - wanted.double()).square().sum() / wanted.double().square().sum())
+def error(actual: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((actual.double() - wanted.double()).square().sum() / wanted.double().square().sum())
 
 
 def numbers(state: dict[str, Any], name: str, shape: torch.Size) -> torch.Tensor:
@@ -183,8 +183,8 @@ def test_they_train_on_as_from_float32(layout: str) -> None:
     wide = copy.copy(state_dict)
     wide["state"] = {place: {"step": 7.0, **values} for place, values in enumerate(wanted)}
     runs: list[Any] = [tilestep.AdamW(params), tilestep.AdamW(copies)]
-    for optimizer, given in zip(runs, (state_dict, wide)):
-        optimizer.load_state_dict(given)
+    for optimizer, loaded in zip(runs, (state_dict, wide)):
+        optimizer.load_state_dict(loaded)
         for param in optimizer.param_groups[0]["params"]:
             param.grad = torch.ones_like(param)
         optimizer.step()
@@ -267,10 +267,10 @@ def test_numbered_states_get_the_names_of_the_rule(rule: str, names: list[str]) 
     weight = torch.nn.Parameter(torch.ones(80, 64))
     options = {"momentum": 0.9} if rule == "SGD" else {}
     optimizer: Any = tilestep.Optimizer([weight], rule, **options)
-    given = [torch.full((80, 64), 0.5 + place) for place in range(len(names))]
-    state_dict = {"state": {0: numbered(given)}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    buffers = [torch.full((80, 64), 0.5 + place) for place in range(len(names))]
+    state_dict = {"state": {0: numbered(buffers)}, "param_groups": [{"lr": 0.1, "params": [0]}]}
     optimizer.load_state_dict(state_dict)
-    assert all(torch.equal(optimizer.state[weight][name], value) for name, value in zip(names, given))
+    assert all(torch.equal(optimizer.state[weight][name], value) for name, value in zip(names, buffers))
     wide = tilestep.full_precision(state_dict, rule)
     assert set(wide["state"][0]) == {"step", *names}
 
@@ -283,9 +283,9 @@ def test_a_rule_of_ones_own_says_how_many_states_are_numbered() -> None:
 
     weight = torch.nn.Parameter(torch.ones(80, 64))
     optimizer: Any = tilestep.Optimizer([weight], heavy_ball)
-    given = torch.full((80, 64), 0.5)
-    optimizer.load_state_dict({"state": {0: numbered([given])}, "param_groups": [{"lr": 0.1, "params": [0]}]})
-    assert torch.equal(optimizer.state[weight]["velocity"], given)
+    values_there = torch.full((80, 64), 0.5)
+    optimizer.load_state_dict({"state": {0: numbered([values_there])}, "param_groups": [{"lr": 0.1, "params": [0]}]})
+    assert torch.equal(optimizer.state[weight]["velocity"], values_there)
 
 
 def test_two_averages_of_ademamix_lie_in_one_state() -> None:
@@ -293,9 +293,9 @@ def test_two_averages_of_ademamix_lie_in_one_state() -> None:
     fast, slow, square = (torch.randn(70, 90) for _ in range(3))
     arrays, averages = zip(*[by_map(value, True) for value in (fast, slow)])
     squares, back = by_map(square.square(), False)
-    state = numbered([torch.stack([each["state"] for each in arrays]), squares["state"]])
+    state = numbered([torch.stack([array["state"] for array in arrays]), squares["state"]])
     state.update(
-        qmap1=dynamic_map(True), qmap2=squares["qmap"], absmax1=torch.stack([each["absmax"] for each in arrays])
+        qmap1=dynamic_map(True), qmap2=squares["qmap"], absmax1=torch.stack([array["absmax"] for array in arrays])
     )
     state["absmax2"] = squares["absmax"]
     optimizer: Any = tilestep.Optimizer([weight], "AdEMAMix")

@@ -142,9 +142,9 @@ def go_over(by_fsdp: bool, sizes: Sequence[int] = SIZES) -> None:
                     for name, param in wanted.named_parameters():
                         param.grad = gradient(name, step, dtype)
                     unbroken.step()
-                found = phase(size, steps, kept, f"{folder[0]}/{place}", loads=number > 0, by_fsdp=by_fsdp)
-                if found is not None:
-                    compare(*found, wanted, unbroken)
+                pair = phase(size, steps, kept, f"{folder[0]}/{place}", loads=number > 0, by_fsdp=by_fsdp)
+                if pair is not None:
+                    compare(*pair, wanted, unbroken)
                 dist.barrier()
 
 
@@ -169,9 +169,9 @@ def test_other_formats_are_taken_by_value(theirs: Any, mine: Any, tmp_path: Path
     dcp.load(state, checkpoint_id=tmp_path, planner=tilestep.LoadPlanner(), no_dist=True)
     assert next(iter(optimizer.state.values())).keys() == before.keys()
     optimizer.load_state_dict(state["optimizer"])
-    (found,), (values,) = optimizer.state.values(), wanted.state.values()
-    assert found.keys() == values.keys()
-    assert all(torch.equal(bits(found[name]), bits(value)) for name, value in values.items())
+    (restored,), (values,) = optimizer.state.values(), wanted.state.values()
+    assert restored.keys() == values.keys()
+    assert all(torch.equal(bits(restored[name]), bits(value)) for name, value in values.items())
 
 
 def test_codes_of_a_flattened_checkpoint_are_refused(tmp_path: Path) -> None:

@@ -54,17 +54,17 @@ def test_elements_are_right_on_average_in_every_exponent(format: str) -> None:
     numbers = torch.cat([numbers, -numbers])
     times = 4096
     index = torch.arange(numbers.numel() * times).view(times, *numbers.shape)
-    found = kept(state_format(format), numbers.expand(times, *numbers.shape).contiguous(), index)
+    rounded = kept(state_format(format), numbers.expand(times, *numbers.shape).contiguous(), index)
     nearest = numbers.to(dtype).float()
     toward = torch.where(nearest.abs() > numbers.abs(), torch.zeros_like(numbers), numbers.sign() * torch.inf)
     other = torch.nextafter(nearest.to(dtype), toward.to(dtype)).float()
-    assert ((found == nearest) | (found == other) | (found == numbers)).all()
+    assert ((rounded == nearest) | (rounded == other) | (rounded == numbers)).all()
     width = (other - nearest).abs().double().clamp(min=2.0**-24 if format == "float16" else 0)
-    bias = (found.double().mean(0) - numbers.double()).abs() / width
+    bias = (rounded.double().mean(0) - numbers.double()).abs() / width
     # 5 standard deviations of a share, and what 16 bits cannot tell.
     assert bias.max() < 5 * 0.5 / times**0.5 + 2.0**-16
     exact = numbers == nearest
-    assert exact.any() and (found == numbers)[:, exact].all()
+    assert exact.any() and (rounded == numbers)[:, exact].all()
 
 
 @pytest.mark.parametrize("format", ["bfloat16", "float16"])
@@ -74,11 +74,11 @@ def test_what_is_not_finite_or_too_large_is_as_nearest_rounding_has_it(format: s
     numbers = torch.cat([above, torch.tensor([torch.inf, torch.nan, 0.0, -0.0])])
     numbers = torch.cat([numbers, -numbers])
     many = numbers.expand(1000, -1).contiguous()
-    found = kept(state_format(format), many, torch.arange(many.numel()).view(many.shape))
+    rounded = kept(state_format(format), many, torch.arange(many.numel()).view(many.shape))
     wanted = many.to(dtype).float()
-    assert torch.equal(found.isnan(), wanted.isnan())
-    assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))
-    assert torch.equal(found.signbit()[:, numbers == 0], many.signbit()[:, numbers == 0])
+    assert torch.equal(rounded.isnan(), wanted.isnan())
+    assert torch.equal(rounded.nan_to_num(7.0), wanted.nan_to_num(7.0))
+    assert torch.equal(rounded.signbit()[:, numbers == 0], many.signbit()[:, numbers == 0])
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -93,14 +93,14 @@ def test_blocks_are_right_on_average_and_keep_what_they_have(format: str, signed
     many = numbers.expand(times, -1).contiguous()
     index = torch.arange(many.numel()).view(many.shape)
     storage = state_format(format, signed)
-    found = kept(storage, many, index)
-    spread = found.double().std(0)
-    error = (found.double().mean(0) - numbers.double()).abs()
+    rounded = kept(storage, many, index)
+    spread = rounded.double().std(0)
+    error = (rounded.double().mean(0) - numbers.double()).abs()
     assert (error <= 5 * spread / times**0.5 + 5e-4 * numbers.abs()).all()
     assert (spread > 0).float().mean() > 0.9
     # What the format has exactly stays.
-    again = kept(storage, found, index, count=2)
-    assert torch.equal(again, found)
+    again = kept(storage, rounded, index, count=2)
+    assert torch.equal(again, rounded)
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -116,7 +116,7 @@ def test_rough_operations_lead_to_the_same_codes(name: str, signed: bool, monkey
     def off(value: torch.Tensor, most: float) -> torch.Tensor:
         return value * (1 + most * (2 * torch.rand(value.shape, generator=generator) - 1))
 
-    found = []
+    runs = []
     for is_rough in (False, True):
         if is_rough:
             rough = {
@@ -127,8 +127,8 @@ def test_rough_operations_lead_to_the_same_codes(name: str, signed: bool, monkey
         arrays = storage.arrays("x")
         tensors = {a.name: torch.empty((512, 1024 // a.elements), dtype=a.dtype) for a in arrays}
         stored_in(storage, tensors, "x", numbers, numbers.shape, random=random)
-        found.append(tensors)
-    assert all(torch.equal(exact, rough) for exact, rough in zip(found[0].values(), found[1].values()))
+        runs.append(tensors)
+    assert all(torch.equal(exact, rough) for exact, rough in zip(runs[0].values(), runs[1].values()))
 
 
 def test_bits_are_like_chance() -> None:

@@ -68,12 +68,16 @@ def test_a_gpu_that_runs_behind_the_host() -> None:
     gpu_iteration(trace, 40.0, 203.0)
     report = report_on(trace.events)
     assert report.on_gpu
-    assert [(each.start, each.stop) for each in report.iterations] == [(100.0, 150.0), (150.0, 203.0), (203.0, 246.0)]
+    assert [(iteration.start, iteration.stop) for iteration in report.iterations] == [
+        (100.0, 150.0),
+        (150.0, 203.0),
+        (203.0, 246.0),
+    ]
     first = report.iterations[0].lanes
     assert first.forward == [(100.0, 110.0)] and first.backward == [(110.0, 130.0)]
     assert first.communication == [(125.0, 135.0)] and first.copies == [(137.0, 139.0)]
     assert first.update == [(135.0, 137.0), (139.0, 143.0)] and first.optimizer == [(135.0, 143.0)]
-    assert [each.exposed_milliseconds for each in report.iterations] == [0.008, 0.008, 0.008]
+    assert [iteration.exposed_milliseconds for iteration in report.iterations] == [0.008, 0.008, 0.008]
     assert report.milliseconds == 0.043  # of 53 and 43, the lower median
 
 
@@ -104,8 +108,8 @@ def test_an_update_beside_the_next_forward_belongs_to_that_iteration() -> None:
         trace.kernel("ampere_sgemm", host + 5, device + 12, device + 40, thread=AUTOGRAD)
         trace.range("Optimizer.step#Lion.step", host + 7, host + 8)
     report = report_on(trace.events)
-    assert [each.lanes.update for each in report.iterations] == [[(106.0, 114.0)], [(146.0, 154.0)]]
-    assert [each.exposed_milliseconds for each in report.iterations] == [0.002, 0.002]
+    assert [iteration.lanes.update for iteration in report.iterations] == [[(106.0, 114.0)], [(146.0, 154.0)]]
+    assert [iteration.exposed_milliseconds for iteration in report.iterations] == [0.002, 0.002]
 
 
 def test_torch_s_own_optimizers_clips_and_scalers_count_too() -> None:
@@ -134,8 +138,8 @@ def test_kernels_of_a_replayed_graph_are_known_by_their_names() -> None:
             trace.kernel(name, host + 1, device + start, device + stop)
         trace.range("tilestep::iteration", host + 2, host + 2)
     report = report_on(trace.events)
-    assert [each.exposed_milliseconds for each in report.iterations] == [0.007, 0.007]
-    assert [each.milliseconds for each in report.iterations] == [0.03, 0.027]
+    assert [iteration.exposed_milliseconds for iteration in report.iterations] == [0.007, 0.007]
+    assert [iteration.milliseconds for iteration in report.iterations] == [0.03, 0.027]
 
 
 def test_a_replayed_graph_of_a_step_alone_is_all_update() -> None:
@@ -145,7 +149,7 @@ def test_a_replayed_graph_of_a_step_alone_is_all_update() -> None:
         trace.call("autograd::engine::evaluate_function: MmBackward0", host, host + 2, thread=AUTOGRAD)
         trace.range("tilestep::replay", host + 3, host + 4)
         trace.kernel("cutlass_gemm", host + 3.5, device + 20, device + 28)
-    assert [each.exposed_milliseconds for each in report_on(trace.events).iterations] == [0.008, 0.008]
+    assert [iteration.exposed_milliseconds for iteration in report_on(trace.events).iterations] == [0.008, 0.008]
 
 
 def test_an_update_on_the_host_counts_beside_a_gpu() -> None:
@@ -215,7 +219,7 @@ def test_optimizers_that_step_together_end_one_iteration() -> None:
         trace.range("Optimizer.step#Muon.step", start + 50, start + 60)
         trace.call("aten::detach", start + 60, start + 61)
         trace.range("Optimizer.step#AdamW.step", start + 70, start + 80)
-    assert [each.stop for each in report_on(trace.events).iterations] == [80.0, 180.0]
+    assert [iteration.stop for iteration in report_on(trace.events).iterations] == [80.0, 180.0]
 
 
 def test_an_empty_trace_is_refused() -> None:

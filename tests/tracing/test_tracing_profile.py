@@ -57,7 +57,7 @@ def test_a_training_on_the_cpu(name: str, tmp_path: Path) -> None:
     events = json.loads(report.files[0].read_text())["traceEvents"]
     own = [event for event in events if event.get("pid") == "tilestep lanes" and event["ph"] == "X"]
     drawn = sum(event["dur"] for event in own if event["name"] == "only the optimizer")
-    assert drawn == pytest.approx(1e3 * sum(each.exposed_milliseconds for each in report.iterations))
+    assert drawn == pytest.approx(1e3 * sum(one.exposed_milliseconds for one in report.iterations))
     assert any(event.get("cat") == "cpu_op" for event in events)  # the profiler's own are there as well
 
 
@@ -137,7 +137,7 @@ def test_the_host_is_at_most_one_iteration_ahead_of_a_gpu(monkeypatch: pytest.Mo
 
 def run(*arguments: object) -> int:
     with pytest.raises(SystemExit) as stopped:
-        cli.main([str(each) for each in arguments])
+        cli.main([str(argument) for argument in arguments])
     return int(stopped.value.code or 0)
 
 

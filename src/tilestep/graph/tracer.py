@@ -593,7 +593,7 @@ _DIMENSIONS = torch.Tensor.ndim.__get__  # type: ignore[attr-defined]
 
 
 def _sizes(dims: int) -> tuple[int, ...]:
-    """A shape by whose sizes dimensions are told apart; the number of its elements has 64 bits."""
+    """A shape of different sizes, which tell dimensions apart; the number of its elements has 64 bits at most."""
     primes = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
     return primes[3 : 3 + dims] if dims <= 8 else (*primes[:dims], *(1,) * (dims - len(primes)))
 

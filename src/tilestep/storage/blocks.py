@@ -59,6 +59,6 @@ def cut(tensor: torch.Tensor, columns: int, elements: int = 1) -> torch.Tensor:
 
 
 def joined(blocks: torch.Tensor, shape: Sequence[int], columns: int, elements: int = 1) -> torch.Tensor:
-    """What `cut` has taken apart."""
+    """The inverse of `cut`: blocks, a row for each, as a tensor of this shape."""
     per_row = -(-columns // BLOCK) * (BLOCK // elements)
     return blocks.reshape(-1, per_row)[:, : -(-columns // elements)].reshape(tuple(shape))

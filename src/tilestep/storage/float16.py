@@ -20,7 +20,7 @@ class Float16Blocks(Blocks):
     """Numbers of eleven bits of precision over the largest of their block, which is kept as 2^15.
 
     Elements below 2e-12 of the largest are lost; of numbers that are never negative only zero is kept as zero. An
-    infinity is kept as such, beside which its block's other numbers are infinite or, if they are zero, NaN.
+    infinity is kept; the other numbers of its block then become infinite or, if they are zero, NaN.
 
     Source: `with_scaled_states` of apex's DistributedFusedAdam, which has one scale for a part of a bucket.
     """
