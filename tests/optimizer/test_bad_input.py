@@ -63,6 +63,29 @@ def test_a_gradient_that_cannot_be_used(kind: str, steps_before: int) -> None:
     assert all(map(torch.equal, params, twin))
 
 
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+@pytest.mark.parametrize("steps_before", [1, 4])
+def test_gradients_inside_of_a_function_transform(transform: str, steps_before: int) -> None:
+    params = make_params([(3,), (3,)])
+    optimizer = tilestep.AdamW(params)
+    train([(optimizer, params)], range(steps_before))
+    before = everything(optimizer)
+
+    def step(values: torch.Tensor) -> torch.Tensor:
+        for param in params:
+            param.grad = values * 2
+        optimizer.step()
+        return values.sum()
+
+    for _ in range(2):
+        with pytest.raises(
+            GradientError, match=r"the gradient of parameter 0 of group 0 .*inside of a function transform"
+        ):
+            getattr(torch.func, transform)(step)(torch.ones(3) if transform == "grad" else torch.ones(2, 3))
+    assert_unchanged(optimizer, before)
+    train([(optimizer, params)], range(1))
+
+
 def test_a_bad_gradient_of_one_segment_stops_the_others() -> None:
     params = [*make_params(), *make_params(dtype=torch.bfloat16)]
     optimizer = tilestep.Optimizer([{"params": params[:3]}, {"params": params[3:], "rule": "Lion"}], "AdamW")

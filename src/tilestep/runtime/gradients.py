@@ -75,16 +75,19 @@ class Gradients:
         present = self._present(gradients)
         if present is None or not self._watch.same_metadata(present):
             return False
-        if self.scanned or not self._watch.same_addresses(present):
-            try:
+        try:
+            if self.scanned or not self._watch.same_addresses(present):
                 self._watch.remember_addresses(present)
                 # Only low addresses can tell of elements without memory.
                 if min(self._watch.addresses, default=_LOW) < _LOW and not all(map(has_memory, present)):
                     return False
                 self._upload()
-            except BaseException:  # as of Ctrl-C: the table has addresses of a step before
-                self.invalidate()
-                raise
+        except RuntimeError:  # of a tensor that has no address: a look at each gradient names it
+            self.invalidate()
+            return False
+        except BaseException:  # as of Ctrl-C: the table has addresses of a step before
+            self.invalidate()
+            raise
         return True
 
     def invalidate(self) -> None:
@@ -220,10 +223,13 @@ def copy_to(target: torch.Tensor, host: np.ndarray) -> None:
 _LOW = 1 << 32  # most memory lies above this address: a lower one may be an offset from a null pointer
 
 
+_FREED = "no memory: its storage was freed, or it is inside of a function transform (torch.func.grad, vmap)"
+
+
 def _check_kind(entry: Entry, gradient: torch.Tensor) -> None:
     if gradient.layout is torch.strided and not is_zero_tensor(gradient) and not has_memory(gradient):
         kind = type(gradient).__name__
-        what = "no memory: its storage was freed" if kind in ("Tensor", "Parameter") else f"the type {kind}"
+        what = _FREED if kind in ("Tensor", "Parameter") else f"the type {kind}"
         raise GradientError(
             f"the gradient of {entry.label} has {what}; kernels read memory: give it a plain tensor with the values"
         )
