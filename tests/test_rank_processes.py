@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
+import time
 
+import pytest
+import rank_processes
 import torch
 import torch.distributed as dist
-from rank_processes import run_on_ranks
+from rank_processes import all_pass, run_on_ranks
 
 
 def passes() -> None:
@@ -24,6 +28,28 @@ def dies() -> None:
         os._exit(3)
 
 
+def hangs() -> None:
+    if dist.get_rank() == 0:
+        time.sleep(600)
+
+
+def leaves_what_it_has_changed() -> None:
+    os.environ["TILESTEP_OF_A_CHECK"] = os.environ.pop("HOME")
+    os.chdir("/")
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(2)
+
+
+def begins_as_any_other() -> None:
+    assert "TILESTEP_OF_A_CHECK" not in os.environ and "HOME" in os.environ and os.getcwd() != "/"
+    assert torch.get_default_dtype() is torch.float32 and torch.is_grad_enabled() and torch.get_num_threads() == 1
+    drawn = torch.rand(()), random.random()
+    torch.manual_seed(0)
+    random.seed(0)
+    assert drawn == (torch.rand(()), random.random())
+
+
 def test_failures_say_where_and_what() -> None:
     failures = run_on_ranks([passes, fails_on_the_second_rank], 2)
     assert list(failures) == ["fails_on_the_second_rank"]
@@ -34,3 +60,13 @@ def test_failures_say_where_and_what() -> None:
 def test_a_process_that_dies_fails_what_was_not_run() -> None:
     failures = run_on_ranks({"first": passes, "second": dies, "third": passes}, 2)
     assert failures.keys() == {"second", "third"}
+
+
+def test_a_hang_fails_what_was_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_processes, "SECONDS", 3.0)
+    failures = run_on_ranks({"first": passes, "second": hangs, "third": passes}, 2)
+    assert failures.keys() == {"second", "third"} and "hung" in failures["second"]
+
+
+def test_no_check_sees_what_another_has_changed() -> None:
+    all_pass([leaves_what_it_has_changed, begins_as_any_other], 2)

@@ -14,6 +14,7 @@ import faulthandler
 import functools
 import gc
 import os
+import random
 import tempfile
 import time
 import traceback
@@ -171,10 +172,8 @@ def _run(
     environment: Mapping[str, str],
 ) -> None:
     gc.freeze()  # what the server has imported is not looked through again, which would copy its pages
-    for name in os.environ.keys() - environment.keys():
-        del os.environ[name]
-    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
-    torch.set_num_threads(1)
+    place, variables = os.getcwd(), dict(environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    _begin_anew(place, variables)
     # A signal that ends the process leaves its stacks for the message.
     stacks = open(Path(folder, f"stacks.{rank}"), "w", encoding="utf-8")  # noqa: SIM115
     faulthandler.enable(stacks)
@@ -186,15 +185,15 @@ def _run(
         torch.set_default_device(options["device_id"])
     rendezvous = f"file://{folder}/rendezvous"
     dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=ranks, timeout=TIMEOUT, **options)
-    for place, (name, check) in enumerate(checks.items()):
-        torch.manual_seed(0)
+    for number, (name, check) in enumerate(checks.items()):
+        _begin_anew(place, variables)
         begin = time.monotonic()
         try:
             check()
             outcome = ""
         except BaseException:  # errors of distributed checkpoints are no `Exception`
             outcome = traceback.format_exc()
-        Path(folder, f"{place}.{rank}").write_text(outcome)
+        Path(folder, f"{number}.{rank}").write_text(outcome)
         if LOG:
             with open(LOG, "a", encoding="utf-8") as log:
                 seconds = time.monotonic() - begin
@@ -202,3 +201,17 @@ def _run(
         # Ranks that failed wait for the others here; if these wait for them elsewhere, all time out.
         dist.barrier()
     dist.destroy_process_group()
+
+
+def _begin_anew(place: str, variables: Mapping[str, str]) -> None:
+    """What a check may have left changed is as a process begins with it."""
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
+    os.chdir(place)
+    random.seed(0)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
