@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,14 +58,34 @@ def made(model: Weights, name: str) -> Any:
     return tilestep.AdamW(groups_of(model), lr=0.05, **LIMITS[name])
 
 
-def compare(name: Any, optimizer: Any, expected: Any, model: Weights, plain: Weights) -> None:
-    torch.testing.assert_close(float(optimizer.grad_norm), float(expected.grad_norm), rtol=1e-6, atol=0, msg=str(name))
-    assert int(optimizer.skipped_steps) == int(expected.skipped_steps), name
-    for group in range(3):
-        got, wanted = optimizer.current("lr", group), expected.current("lr", group)
+class Numbers(NamedTuple):
+    """What a plain optimizer has decided in a step, and the parameters after it."""
+
+    norm: float | None
+    """None where the limit needs none of all gradients."""
+    skipped: int
+    rates: list[Any]
+    weights: list[torch.Tensor]
+
+
+def numbers(optimizer: Any, model: Weights, groups: int, has_norm: bool = True) -> Numbers:
+    rates = [optimizer.current("lr", group) for group in range(groups)]
+    weights = [whole(param) for param in model.weights]
+    return Numbers(float(optimizer.grad_norm) if has_norm else None, int(optimizer.skipped_steps), rates, weights)
+
+
+def compare(name: Any, optimizer: Any, model: Weights, expected: Numbers) -> None:
+    torch.testing.assert_close(float(optimizer.grad_norm), expected.norm, rtol=1e-6, atol=0, msg=str(name))
+    assert int(optimizer.skipped_steps) == expected.skipped, name
+    for group, wanted in enumerate(expected.rates):
+        got = optimizer.current("lr", group)
         assert got == wanted, (name, group, got, wanted)
-    for mine, its in zip(model.weights, plain.weights):
-        torch.testing.assert_close(whole(mine), its.detach(), rtol=1e-5, atol=1e-6, msg=str(name))
+    compare_weights(name, model, expected)
+
+
+def compare_weights(name: Any, model: Weights, expected: Numbers) -> None:
+    for mine, wanted in zip(model.weights, expected.weights):
+        torch.testing.assert_close(whole(mine), wanted, rtol=1e-5, atol=1e-6, msg=str(name))
 
 
 def step(optimizer: Any, model: Weights, number: int, **given: Any) -> None:
@@ -82,27 +102,38 @@ class Limit:
 
     def __call__(self) -> None:
         name = self.__name__
+        expected = self.plain()
         for turn, way in enumerate(WAYS):
-            plain, model = Weights(SHAPES), placed(Weights(SHAPES), way[0])
-            expected, optimizer = made(plain, name), made(model, name)
+            model = placed(Weights(SHAPES), way[0])
+            optimizer = made(model, name)
             for number in range(len(SIZES)):
                 if number == turn % 2 * 3:
                     # Some go on from the steps of a plain optimizer.
                     attached(optimizer, model, way)
                 if number == 6:
                     optimizer.load_state_dict(optimizer.state_dict())
-                loss = 2.0 if number != 8 else 50.0
-                given = {"loss": loss} if name == "Sigma" else {}
-                step(expected, plain, number, **given)
+                given = self.given(number)
                 # A loss of each rank; those that decide together average them.
                 own = 0.5 - dist.get_rank() if way[0] != "plain" and number >= turn % 2 * 3 else 0.0
-                step(optimizer, model, number, **({"loss": loss + own} if given else {}))
+                step(optimizer, model, number, **{key: loss + own for key, loss in given.items()})
                 if name not in ("AdaGC",):
-                    compare((name, way, number), optimizer, expected, model, plain)
-            if name in ("Sigma", "TimesMean"):
-                assert 0 < int(expected.skipped_steps) < len(SIZES)
-            for mine, its in zip(model.weights, plain.weights):
-                torch.testing.assert_close(whole(mine), its.detach(), rtol=1e-5, atol=1e-6, msg=str((name, way)))
+                    compare((name, way, number), optimizer, model, expected[number])
+            compare_weights((name, way), model, expected[-1])
+
+    def plain(self) -> list[Numbers]:
+        """What is decided without any of the ways."""
+        plain = Weights(SHAPES)
+        optimizer = made(plain, self.__name__)
+        decided = []
+        for number in range(len(SIZES)):
+            step(optimizer, plain, number, **self.given(number))
+            decided.append(numbers(optimizer, plain, 3, has_norm=self.__name__ != "AdaGC"))
+        if self.__name__ in ("Sigma", "TimesMean"):
+            assert 0 < decided[-1].skipped < len(SIZES)
+        return decided
+
+    def given(self, number: int) -> dict[str, float]:
+        return {"loss": 2.0 if number != 8 else 50.0} if self.__name__ == "Sigma" else {}
 
 
 def losses_that_ranks_have_remembered_alone_are_the_first_ranks() -> None:
@@ -120,36 +151,44 @@ def losses_that_ranks_have_remembered_alone_are_the_first_ranks() -> None:
 
 def one_norm_for_two() -> None:
     """Their gradients are all there when the first steps; the second uses what that has worked out."""
-    for turn, way in enumerate(WAYS):
-        plain, model = Weights(SHAPES), placed(Weights(SHAPES), way[0])
-        pairs = [
-            [tilestep.AdamW(net.weights[:2], lr=0.05, max_grad_norm=5.0) for net in (plain, model)],
-            [tilestep.SGD(net.weights[2:], lr=0.05, skip_nonfinite=True) for net in (plain, model)],
+
+    def pair(model: Weights) -> list[Any]:
+        return [
+            tilestep.AdamW(model.weights[:2], lr=0.05, max_grad_norm=5.0),
+            tilestep.SGD(model.weights[2:], lr=0.05, skip_nonfinite=True),
         ]
-        expected, mine = ([pair[place] for pair in pairs] for place in (0, 1))
-        tilestep.joint_norm(expected)
+
+    def joint_step(model: Weights, optimizers: list[Any], number: int) -> list[Numbers]:
+        gradients = gradients_of(number)
+        if number == 3:
+            gradients[1][0, 0] = torch.inf
+        model(gradients).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        return [numbers(optimizer, model, 0) for optimizer in optimizers]
+
+    plain = Weights(SHAPES)
+    alone = pair(plain)
+    tilestep.joint_norm(alone)
+    expected = [joint_step(plain, alone, number) for number in range(6)]
+    for turn, way in enumerate(WAYS):
+        model = placed(Weights(SHAPES), way[0])
+        optimizers = pair(model)
         if turn % 2:
-            tilestep.joint_norm(mine)
-        for optimizer in mine:
+            tilestep.joint_norm(optimizers)
+        for optimizer in optimizers:
             attached(optimizer, model, way)
         if not turn % 2:
-            tilestep.joint_norm(mine)
-        for number in range(6):
-            for chosen, optimizers in ((plain, expected), (model, mine)):
-                gradients = gradients_of(number)
-                if number == 3:
-                    gradients[1][0, 0] = torch.inf
-                chosen(gradients).backward()
-                for optimizer in optimizers:
-                    optimizer.step()
-                for optimizer in optimizers:
-                    optimizer.zero_grad()
-            for one, other in zip(mine, expected):
-                assert int(one.skipped_steps) == int(other.skipped_steps) == (number >= 3), (way, number)
-                norms = float(one.grad_norm), float(other.grad_norm)
+            tilestep.joint_norm(optimizers)
+        for number, wanted in enumerate(expected):
+            decided = joint_step(model, optimizers, number)
+            for one, other in zip(decided, wanted, strict=True):
+                assert one.skipped == other.skipped == (number >= 3), (way, number)
+                norms = one.norm, other.norm
                 torch.testing.assert_close(*norms, rtol=1e-6, atol=0, equal_nan=True, msg=str((way, number, norms)))
-            for got, its in zip(model.weights, plain.weights):
-                torch.testing.assert_close(whole(got), its.detach(), rtol=1e-5, atol=1e-6, msg=str((way, number)))
+            compare_weights((way, number), model, wanted[-1])
 
 
 def ranks_without_a_piece_of_a_group_know_its_step() -> None:
