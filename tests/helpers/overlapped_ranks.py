@@ -48,7 +48,7 @@ def prodigy(params: Any) -> tilestep.Optimizer:
     return tilestep.Prodigy(params, d0=1e-3)  # type: ignore[attr-defined]
 
 
-def _train(*builds: Build, makes: Any = (adamw, clipped), steps: int = 5) -> None:
+def _train(*builds: Build, makes: Any = (adamw, clipped), steps: int = 3) -> None:
     for build, during, make in pairwise(builds, DURING, makes):
         pair = Pair(make, during, build)
         for step in range(steps):
@@ -57,7 +57,7 @@ def _train(*builds: Build, makes: Any = (adamw, clipped), steps: int = 5) -> Non
 
 
 def data_parallel() -> None:
-    _train(ddp, ddp_views, steps=8)
+    _train(ddp, ddp_views, steps=5)
 
 
 def awaited_mean(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -174,7 +174,7 @@ def fully_sharded_modules_come_later() -> None:
 def accumulation() -> None:
     for build, during, make in pairwise((ddp, ddp_views, fsdp), DURING, (adamw, clipped)):
         pair = Pair(make, during, build)
-        for step in range(4):
+        for step in range(3):
             for model, optimizer in pair.both:
                 before = [local(param).clone() for param in model.parameters()]
                 _accumulate(model, 100 * step)
