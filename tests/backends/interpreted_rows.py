@@ -34,9 +34,9 @@ def check(chosen: Rule, hyper: dict[str, Any], shapes: list[Shape]) -> None:
                 close(chosen, optimizer.state[param][name], state)
 
 
-def close(chosen: Rule, found: torch.Tensor, expected: torch.Tensor) -> None:
-    message = f"{chosen.name}, {tuple(found.shape)}"
-    torch.testing.assert_close(found.double(), expected, rtol=3e-5, atol=3e-5, msg=lambda text: f"{message}: {text}")
+def close(chosen: Rule, actual: torch.Tensor, expected: torch.Tensor) -> None:
+    message = f"{chosen.name}, {tuple(actual.shape)}"
+    torch.testing.assert_close(actual.double(), expected, rtol=3e-5, atol=3e-5, msg=lambda text: f"{message}: {text}")
 
 
 def check_nothing_but_empty_tensors() -> None:

@@ -22,8 +22,8 @@ SCRIPT = Path(__file__).with_name("built_together.py")
 def said(rule: str, mode: str, directory: Path) -> dict[str, Any]:
     done = run_script(SCRIPT, rule, mode, str(directory))
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def kernels(files: dict[str, str]) -> list[tuple[str, str]]:

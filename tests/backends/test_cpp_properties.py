@@ -87,19 +87,19 @@ def test_numbers_of_a_group_are_what_torch_makes_of_them(program: Program, a: fl
     rule = rule_of(program)
     numbers = {"a": a, "b": b, "step": 3.0}
     graph = trace(rule, {"a": a, "b": b})
-    known: dict[int, torch.Tensor] = {}
+    references: dict[int, torch.Tensor] = {}
     for value in graph.values():
         if value.operation == "constant":
-            known[id(value)] = torch.tensor(value.attribute, dtype=None if value.is_bool else torch.float64)
+            references[id(value)] = torch.tensor(value.attribute, dtype=None if value.is_bool else torch.float64)
         elif value.operation == "hyper" and value.attribute in numbers:
-            known[id(value)] = torch.tensor(numbers[value.attribute], dtype=torch.float64)
-        elif value.level is Level.GROUP and value.args and all(id(arg) in known for arg in value.args):
-            args = [known[id(arg)] for arg in value.args]
+            references[id(value)] = torch.tensor(numbers[value.attribute], dtype=torch.float64)
+        elif value.level is Level.GROUP and value.args and all(id(arg) in references for arg in value.args):
+            args = [references[id(arg)] for arg in value.args]
             if value.operation == "number":
-                known[id(value)] = args[0].to(torch.float64)
+                references[id(value)] = args[0].to(torch.float64)
             else:
-                known[id(value)] = LOGICAL.get(value.operation, getattr(torch, value.operation, None))(*args)
-            got, wanted = evaluate(value, numbers), known[id(value)].item()
+                references[id(value)] = LOGICAL.get(value.operation, getattr(torch, value.operation, None))(*args)
+            got, wanted = evaluate(value, numbers), references[id(value)].item()
             same = got == wanted if value.operation in ("maximum", "minimum") else repr(got) == repr(wanted)
             assert same or (got != got and wanted != wanted), (value, got, wanted)
 

@@ -151,8 +151,8 @@ def vectorized_loops(source: str) -> tuple[list[int], set[int]]:
     ]
     result = compiled(source, "-S", "-fopt-info-vec-optimized", "-o", "/dev/null")
     assert result.returncode == 0, result.stderr
-    found = re.findall(r"<stdin>:(\d+):\d+: optimized: *loop vectorized", result.stderr)
-    return wanted, {int(number) for number in found}
+    lines_vectorized = re.findall(r"<stdin>:(\d+):\d+: optimized: *loop vectorized", result.stderr)
+    return wanted, {int(number) for number in lines_vectorized}
 
 
 @pytest.mark.parametrize("name", NAMES)

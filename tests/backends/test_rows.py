@@ -49,8 +49,8 @@ def compare(optimizer: tilestep.Optimizer, params: list[torch.Tensor], referee: 
         torch.testing.assert_close(param.detach().double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
         for name, state in zip(names, states):
             if name in optimizer.state[param]:
-                found = optimizer.state[param][name].double()
-                torch.testing.assert_close(found, state, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+                actual = optimizer.state[param][name].double()
+                torch.testing.assert_close(actual, state, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -124,11 +124,11 @@ def test_adafactor_equals_torch(hyper: dict[str, Any], dtype: torch.dtype) -> No
         torchs.step()
     for left, right in zip(ours, theirs):
         torch.testing.assert_close(left, right, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    found, expected = mine.state_dict()["state"], torchs.state_dict()["state"]
+    actual, expected = mine.state_dict()["state"], torchs.state_dict()["state"]
     for index, state in expected.items():
         for key, value in state.items():
-            assert found[index][key].shape == value.shape, key
-            torch.testing.assert_close(found[index][key], value, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+            assert actual[index][key].shape == value.shape, key
+            torch.testing.assert_close(actual[index][key], value, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("backend", ["cpp", "eager"])

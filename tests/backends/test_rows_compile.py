@@ -64,9 +64,9 @@ def assembled(ptx: str, directory: Path) -> tuple[int, int]:
     path.write_text(ptx)
     command = [get_ptxas(90).path, "-v", "--gpu-name", "sm_90a", path, "-o", directory / "kernel.cubin"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    found = [re.search(pattern, said) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")]
-    assert found[0] and found[1], said
-    return int(found[0][1]), int(found[1][1])
+    figures = [re.search(pattern, said) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")]
+    assert figures[0] and figures[1], said
+    return int(figures[0][1]), int(figures[1][1])
 
 
 @pytest.mark.parametrize(("dims", "dtype"), [(2, torch.float32), (2, torch.bfloat16), (4, torch.float64)], ids=str)

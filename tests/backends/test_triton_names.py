@@ -41,15 +41,15 @@ def kernels(module: ast.Module) -> Iterator[ast.FunctionDef]:
 
 def given(function: ast.FunctionDef) -> dict[str, list[str]]:
     """Every name that a kernel sets, with what it is set to each time."""
-    found: dict[str, list[str]] = {argument.arg: ["a parameter"] for argument in function.args.args}
+    assigned: dict[str, list[str]] = {argument.arg: ["a parameter"] for argument in function.args.args}
     for node in ast.walk(function):
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 for name in target.elts if isinstance(target, ast.Tuple) else [target]:
-                    found.setdefault(ast.unparse(name), []).append(place_of(node.value))
+                    assigned.setdefault(ast.unparse(name), []).append(place_of(node.value))
         elif isinstance(node, ast.AugAssign | ast.For):
-            found.setdefault(ast.unparse(node.target), []).append("a loop")
-    return found
+            assigned.setdefault(ast.unparse(node.target), []).append("a loop")
+    return assigned
 
 
 def place_of(value: ast.expr) -> str:
@@ -116,9 +116,9 @@ def named(param, grad{buffers}, *, {", ".join(f"{name}=0.5" for name in names)})
 
 def own_names(rule: Rule) -> list[str]:
     """Names that the kernels of a rule use for themselves, if a hyperparameter may be called so."""
-    found = {name for function in kernels(rendered(rule, 2)) for name in given(function)}
+    identifiers = {name for function in kernels(rendered(rule, 2)) for name in given(function)}
     refused = {"step", "param", "grad", "_", *NOT_FOR_HYPERPARAMETERS}
-    return sorted(name for name in found if name.isidentifier() and name not in refused)
+    return sorted(name for name in identifiers if name.isidentifier() and name not in refused)
 
 
 @pytest.mark.parametrize("states", [[], ["memory"]], ids=["rows", "elements"])

@@ -55,7 +55,7 @@ def test_matrices_between_the_ends_go_to_muon(head: str, tied: bool) -> None:
     optimizer = tilestep.Muon([muon, others], lr=0.01)
     before = [param.detach().clone() for param in model.parameters()]
     optimizer.step()
-    assert not any(torch.equal(param.detach(), known) for param, known in zip(model.parameters(), before))
+    assert not any(torch.equal(param.detach(), before_step) for param, before_step in zip(model.parameters(), before))
 
 
 def test_names_alone_will_do() -> None:

@@ -126,7 +126,7 @@ def test_one_optimizer_with_one_schedule_is_torch_s_two() -> None:
         torch.optim.Muon(matrices, lr=0.02, adjust_lr_fn="match_rms_adamw", weight_decay=0.05),
         torch.optim.AdamW(rest, lr=1e-3, weight_decay=0.0),
     ]
-    schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 0.9**step) for each in (ours, *torchs)]
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step) for optimizer in (ours, *torchs)]
     for step in range(8):
         for built in (model, other):
             generator = torch.Generator().manual_seed(step)
@@ -175,7 +175,7 @@ def test_a_skipped_step_changes_nothing_and_the_next_goes_on() -> None:
     mine[3].grad[0, 0] = float("inf")
     ours.step()
     assert all(map(torch.equal, [param.detach() for param in mine], before))
-    assert all(torch.equal(ours.state[param]["momentum_buffer"], known) for param, known in zip(mine, states))
+    assert all(torch.equal(ours.state[param]["momentum_buffer"], buffer) for param, buffer in zip(mine, states))
     assert all(float(ours.state[param]["step"]) == 2 for param in mine)
     train([(ours, mine), (torchs, theirs)], range(2, 4))
     assert_near(mine, theirs, 0.1)

@@ -32,18 +32,18 @@ def exact(matrix: torch.Tensor, steps: int, coefficients: tuple[float, ...]) -> 
 def test_it_keeps_singular_vectors_and_brings_singular_values_near_one(shape: tuple[int, int]) -> None:
     left, values, right = torch.linalg.svd(drawn(shape), full_matrices=False)
     spread = torch.linspace(0.1, 1.0, len(values), dtype=torch.float64)
-    found = left.mT @ tilestep.orthogonalize(left * spread @ right) @ right.mT
-    assert found.diagonal().min() > 0.6 and found.diagonal().max() < 1.3
-    assert (found - found.diagonal().diag()).abs().max() < 0.05
+    result = left.mT @ tilestep.orthogonalize(left * spread @ right) @ right.mT
+    assert result.diagonal().min() > 0.6 and result.diagonal().max() < 1.3
+    assert (result - result.diagonal().diag()).abs().max() < 0.05
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("steps", "coefficients"), [(5, COEFFICIENTS), (3, (1.5, -0.5, 0.0)), (0, COEFFICIENTS)])
 def test_it_is_the_paper_s_iteration(shape: tuple[int, int], steps: int, coefficients: tuple[float, ...]) -> None:
     matrix = drawn(shape)
-    found = tilestep.orthogonalize(matrix, steps=steps, coefficients=coefficients)
+    result = tilestep.orthogonalize(matrix, steps=steps, coefficients=coefficients)
     wanted = exact(matrix, steps, coefficients)
-    assert (found - wanted).norm() < 0.02 * wanted.norm()
+    assert (result - wanted).norm() < 0.02 * wanted.norm()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -73,9 +73,9 @@ def test_a_batch_is_its_matrices_one_by_one_and_stays_as_it_is(shape: tuple[int,
 def test_the_result_has_the_operand_s_dtype_and_bfloat16_values(dtype: torch.dtype) -> None:
     matrix = drawn((6, 9)).to(dtype)
     before = matrix.clone()
-    found = tilestep.orthogonalize(matrix)
-    assert found.dtype is dtype and torch.equal(matrix, before)
-    assert torch.equal(found, found.to(torch.bfloat16).to(dtype))
+    result = tilestep.orthogonalize(matrix)
+    assert result.dtype is dtype and torch.equal(matrix, before)
+    assert torch.equal(result, result.to(torch.bfloat16).to(dtype))
 
 
 def test_nothing_stays_nothing_and_small_is_not_lost() -> None:

@@ -315,8 +315,8 @@ def test_a_checkpoint_goes_on_where_it_was() -> None:
         for step in steps:
             for place, param in enumerate(chosen):
                 param.grad = gradient(place, step)
-            for each in optimizers:
-                each.step()
+            for optimizer in optimizers:
+                optimizer.step()
 
     train(params, range(5), optimizer)
     file = io.BytesIO()

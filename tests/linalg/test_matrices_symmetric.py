@@ -108,7 +108,7 @@ def test_working_on_gram_matrices_is_as_near_to_float64_as_the_plain_iteration(
     wanted = exact(batch, steps)
     for place, plain in enumerate(newton_schulz([batch], numbers, None)):
         size = wanted[place].norm()
-        ours, theirs = ((found.double() - wanted[place]).norm() / size for found in (out[place], plain))
+        ours, theirs = ((product.double() - wanted[place]).norm() / size for product in (out[place], plain))
         assert ours < (1.1 if steps == 5 else 1.6) * theirs + 2e-3, place
 
 

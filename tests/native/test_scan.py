@@ -256,8 +256,8 @@ def test_several_threads_see_the_same() -> None:
     scanners = [module.create(params, DTENSOR_PARTS) for _ in tables]
 
     def looked() -> list[int]:
-        found = zip(scanners, tables, (1, 4))
-        return [module.scan(scanner, table.data_ptr(), threads) for scanner, table, threads in found]
+        looks = zip(scanners, tables, (1, 4))
+        return [module.scan(scanner, table.data_ptr(), threads) for scanner, table, threads in looks]
 
     assert looked() == [0, 0]
     params[650].grad = torch.zeros(3, 2)
@@ -292,8 +292,8 @@ def test_distributed_tensors_of_several_threads(tmp_path: Path) -> None:
         scanners = [module.create(params, DTENSOR_PARTS) for _ in tables]
 
         def looked() -> list[int]:
-            found = zip(scanners, tables, (1, 4))
-            return [module.scan(scanner, table.data_ptr(), threads) for scanner, table, threads in found]
+            looks = zip(scanners, tables, (1, 4))
+            return [module.scan(scanner, table.data_ptr(), threads) for scanner, table, threads in looks]
 
         def parts() -> list[int]:
             return [param.grad.to_local().data_ptr() for param in params]  # type: ignore[union-attr]
@@ -345,10 +345,10 @@ def test_memory_of_tensors_is_found_once(natively: bool, one_rank: None, monkeyp
         monkeypatch.setattr(native, "module", lambda tensors: None)
     mesh, flat = init_device_mesh("cpu", (1,)), torch.zeros(8)
     views = [DTensor.from_local(part, mesh, [Shard(0)]) for part in flat.split(2)]
-    found = memory_of([*views, flat, torch.zeros(2), torch.nn.Parameter(torch.zeros(2))])
-    assert all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in found)
-    assert {tensor.untyped_storage().data_ptr() for tensor in found[:-2]} == {flat.data_ptr()}
-    assert len(found) == (3 if natively else 7)
+    tensors = memory_of([*views, flat, torch.zeros(2), torch.nn.Parameter(torch.zeros(2))])
+    assert all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
+    assert {tensor.untyped_storage().data_ptr() for tensor in tensors[:-2]} == {flat.data_ptr()}
+    assert len(tensors) == (3 if natively else 7)
 
 
 def test_the_scanner_is_built_without_the_header_of_all_operators() -> None:
