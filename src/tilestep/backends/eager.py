@@ -23,7 +23,6 @@ class EagerSegment(Segment):
     reads_gradients = True
     leaves_sums = False
     has_taps = False
-    leaves_sums = False
 
     def prepare(self) -> None:
         if self.spec.global_count:

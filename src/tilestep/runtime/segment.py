@@ -272,7 +272,6 @@ class Segment:
     run_in_parts: Callable[[Segment, int], None] | None = None
     """Runs a tile pass part by part, if updated parts are used before the rest is updated."""
 
-    leaves_sums = True  # whether passes leave reductions over tensors in `sums`, where ranks combine them
     can_be_cut = False  # whether tile passes over elements run range of tiles by range of tiles
     tile_ranges: Sequence[TileRange] = ()  # runs of tiles that passes can work on one by one
     leaves_sums = True  # whether its passes leave the sums of this rank, which other ranks' are added to
