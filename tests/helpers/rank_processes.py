@@ -58,10 +58,16 @@ PRELOADED = [
 """What the server of forked ranks imports."""
 
 
+is_forked_script = False
+"""Whether this process runs a script (scripts.py), and the server of that has imported the same."""
+
+
 def start_method() -> str:
     """How processes of ranks begin on this machine."""
     if torch.cuda.is_available() or os.name != "posix":
         return "spawn"
+    if is_forked_script:
+        return "fork"  # has done nothing but import either
     multiprocessing.set_forkserver_preload(PRELOADED)
     return "forkserver"
 
