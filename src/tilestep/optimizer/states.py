@@ -517,11 +517,11 @@ def begin_again(state: dict[str, Any], rule: Rule, param: torch.Tensor, group: M
         blocks = kept_in_blocks(state, name)
         names = [name] if blocks is None else [array.name for array in blocks.arrays(name)]
         buffers = {key: as_real(local_part(state[key])) for key in names}
-        begun = {key: torch.empty_like(buffer) for key, buffer in buffers.items()}
         source = _beginning(start, part, group)
         if blocks is None:
-            begun[name].copy_(source)
+            begun = {name: source.to(buffers[name].device, buffers[name].dtype)}
         else:
+            begun = {key: torch.empty_like(buffer) for key, buffer in buffers.items()}
             stored_in(blocks, begun, name, source.to(begun[name].device), shape=part.shape)
         for key, buffer in buffers.items():
             # Nothing chooses between elements of a floating point type of eight bits.
