@@ -132,6 +132,16 @@ _following: weakref.WeakKeyDictionary[Any, weakref.WeakSet[nn.Module]] = weakref
 _watching: list[Any] = []
 
 
+def living(kinds: type | tuple[type, ...]) -> list[Any]:
+    """Every object of some classes that the garbage collector tracks."""
+    objects = gc.get_objects()
+    # By their own class: some objects import what they stand for when they are asked for another one. A class is asked
+    # once, not for each of its objects.
+    classes = {id(kind): kind for kind in map(type, objects)}
+    chosen = {place for place, kind in classes.items() if issubclass(kind, kinds)}
+    return [candidate for candidate in objects if id(type(candidate)) in chosen]
+
+
 def wrappers_around(holds: Callable[[Any], bool]) -> list[nn.Module]:
     """Every wrapper that reduces gradients over ranks and has such a parameter, wherever it is held."""
     wrappers = _wrappers(holds)
@@ -144,9 +154,7 @@ def wrappers_around(holds: Callable[[Any], bool]) -> list[nn.Module]:
 
 
 def _wrappers(holds: Callable[[Any], bool]) -> list[nn.Module]:
-    kinds = tuple(kind for kind in (DistributedDataParallel, _fsdp1()) if kind is not None)
-    # By their own class: some objects import what they stand for when they are asked for another one.
-    wrappers = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), kinds)]
+    wrappers = living(tuple(kind for kind in (DistributedDataParallel, _fsdp1()) if kind is not None))
     return [wrapper for wrapper in wrappers if "_parameters" in vars(wrapper) and any(map(holds, wrapper.parameters()))]
 
 

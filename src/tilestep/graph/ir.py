@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -226,7 +227,7 @@ class Graph:
         """Every value the outputs need, each after what it is computed from."""
         return ancestors(self.outputs.values())
 
-    @property
+    @cached_property
     def slice_ends(self) -> set[int]:
         """Where the columns of passes over elements may begin: the dimensions behind those that slices have not, or
         the first of these where they are the last."""

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -142,8 +143,19 @@ def _kept_as(
     return _EXACT if not exactly and math.prod(shape) < SMALLEST else kept
 
 
+_positive: WeakKeyDictionary[Graph, dict[str, bool]] = WeakKeyDictionary()
+"""Whether states have no negative elements: worked out once for a graph, not for every parameter."""
+
+
 def _is_positive(state: str, rule: Rule, graph: Graph) -> bool:
     """Whether a state has no negative elements, by the ranges of the hyperparameters."""
+    answers = _positive.setdefault(graph, {})
+    if state not in answers:
+        answers[state] = _stays_positive(state, rule, graph)
+    return answers[state]
+
+
+def _stays_positive(state: str, rule: Rule, graph: Graph) -> bool:
     bounds: dict[str, tuple[float, float]] = {}
     for key, default in rule.hyperparameters.items():
         ranges, entries = rule.ranges.get(key), default if isinstance(default, tuple) else (default,)

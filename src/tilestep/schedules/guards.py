@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -10,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ..combinations import living
 from ..compat import (
     compiled_call,
     guard_parameters,
@@ -123,8 +123,7 @@ def guard_sharers(waits: Waits) -> None:
     """Make look-ups of the parameters wait in any module: in those that exist, and in those made later."""
     # Again when it knows more parameters.
     _sharers.add(waits)
-    # By their own class: some objects import what they stand for when they are asked for another one.
-    for module in [module for module in gc.get_objects() if issubclass(type(module), nn.Module)]:
+    for module in living(nn.Module):
         for param in list(dict.values(kept_parameters(module))):
             _guard_sharer(waits, module, param)
     if not _watching:
