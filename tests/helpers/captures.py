@@ -60,6 +60,33 @@ def test_every_rule_replays_its_steps_to_the_bit(name: str) -> None:
     same_state(one, two, mine, other)
 
 
+def test_garbage_is_not_collected_in_a_capture() -> None:
+    """A graph in it would be destroyed, which ends the capture of any stream that is under way in the thread."""
+    params, optimizer, _ = ready()
+    graphs = [ready()[2]]
+    dropped = weakref.ref(graphs[0])
+
+    def work() -> None:
+        circle: list[Any] = [graphs.pop()]
+        circle.append(circle)
+        del circle
+        assert len([[] for _ in range(5000)]) == 5000  # more than begin a collection
+        assert dropped() is not None
+        optimizer.step()
+
+    before = [param.detach().clone() for param in params]
+    tilestep.capture(optimizer, work).replay()
+    assert not all(map(torch.equal, before, params))
+    assert gc.isenabled() and gc.collect() and dropped() is None
+
+    def failing() -> None:
+        raise KeyError("work")
+
+    with pytest.raises(KeyError, match="work"):
+        tilestep.capture(optimizer, failing)
+    assert gc.isenabled()
+
+
 def test_nothing_is_updated_by_the_capture_itself() -> None:
     params = make()
     optimizer = tilestep.AdamW(params, max_grad_norm=1.0)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..devices import has_streams
+from ..devices import has_streams, without_collections
 from ..errors import RuleError
 from ..graph import SCALAR_LEVELS, MatrixPass, Value, evaluate
 from ..graph.partition import Condition
@@ -59,7 +59,7 @@ class RecordedPass:
             current, side = torch.cuda.current_stream(), _side_stream(self._device)
             side.wait_stream(current)
             try:
-                with torch.cuda.stream(side):
+                with without_collections(), torch.cuda.stream(side):
                     graph.capture_begin(self._pool, capture_error_mode="thread_local")
                     try:
                         self._work()

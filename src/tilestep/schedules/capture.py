@@ -12,6 +12,7 @@ import torch
 
 from ..combinations import refuse
 from ..compat import REPLAY, addresses_equal, marked
+from ..devices import without_collections
 from ..errors import CaptureError, GradientError
 from ..optimizer import Optimizer
 from ..optimizer.graphs import CHANGED, KEEP, note_lost, prepare_capture, require_no_waits
@@ -75,7 +76,12 @@ def _captured(optimizer: Optimizer, updating: Optimizer, work: Callable[[], Any]
     try:
         # Other threads, of data loaders say, may go on allocating.
         mode = "thread_local"
-        with choices.left_out(), torch.cuda.device(engine.device), torch.cuda.graph(graph, capture_error_mode=mode):
+        with (
+            without_collections(),
+            choices.left_out(),
+            torch.cuda.device(engine.device),
+            torch.cuda.graph(graph, capture_error_mode=mode),
+        ):
             output = (work or optimizer.step)()
     finally:
         engine.graph_tables.forget()
