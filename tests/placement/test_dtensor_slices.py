@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,30 +32,43 @@ def _matrices(net: torch.nn.Module) -> list[Any]:
     return [param for param in net.parameters() if param.dim() == 2]
 
 
-def _train(layout: str, make: Any, expect: Any, steps: int = 3) -> tuple[Any, Any]:
-    net, reference = LAYOUTS[layout][0]().double(), plain().double()
-    optimizer, expected = make(net), expect(reference)
-    for step in range(steps):
-        backward(net, batch(step, layout).double())
+def _in_one_process(make: Any, steps: Sequence[int] = range(3)) -> tuple[list[Any], Any]:
+    """A model after each of some steps, and its optimizer, whose parameters are the last's."""
+    reference, stepped = plain().double(), []
+    optimizer = make(reference)
+    for step in steps:
         backward(reference, batch(step).double())
         optimizer.step()
-        expected.step()
+        optimizer.zero_grad()
+        stepped.append(copy.deepcopy(reference))
+    return [*stepped[:-1], reference], optimizer
+
+
+def _train(layout: str, make: Any, references: Sequence[Any]) -> tuple[Any, Any]:
+    """Train a model, which is after each step what one process had."""
+    net = LAYOUTS[layout][0]().double()
+    optimizer = make(net)
+    for step, reference in enumerate(references):
+        backward(net, batch(step, layout).double())
+        optimizer.step()
         assert_same(net, reference, **EXACT)
         optimizer.zero_grad()
-        expected.zero_grad()
-    return (net, optimizer), (reference, expected)
+    return net, optimizer
+
+
+def _states(optimizer: Any) -> list[dict[str, Any]]:
+    return [optimizer.state[param] for group in optimizer.param_groups for param in group["params"]]
 
 
 def adafactor_is_torch_s() -> None:
     """With parts of no rows: 5 rows and 1 row do not divide by 4 ranks."""
+    given = {"lr": 0.05, "weight_decay": 0.01}
+    references, expected = _in_one_process(lambda net: torch.optim.Adafactor(net.parameters(), **given))
+    states = _states(expected)
     for layout in LAYOUTS:
-        (net, optimizer), (reference, expected) = _train(
-            layout,
-            lambda net: tilestep.Adafactor(net.parameters(), lr=0.05, weight_decay=0.01),
-            lambda net: torch.optim.Adafactor(net.parameters(), lr=0.05, weight_decay=0.01),
-        )
-        for param, other in zip(net.parameters(), reference.parameters()):
-            for name, wanted in expected.state[other].items():
+        net, optimizer = _train(layout, lambda net: tilestep.Adafactor(net.parameters(), **given), references)
+        for param, state in zip(net.parameters(), states, strict=True):
+            for name, wanted in state.items():
                 mine = optimizer.state[param][name]
                 assert not isinstance(param, DTensor) or name == "step" or mine.shape == wanted.shape
                 torch.testing.assert_close(*(tensor.double().cpu() for tensor in here(mine, wanted)), **EXACT)
@@ -62,12 +76,13 @@ def adafactor_is_torch_s() -> None:
 
 def every_kind_of_slice() -> None:
     """Tensors cut along two dimensions too where nothing has to be combined over the one and differs over the other."""
+
+    def make(net: torch.nn.Module) -> Any:
+        return tilestep.Optimizer(_matrices(net), slices_of_every_kind, lr=1e-3)
+
+    references, _ = _in_one_process(make)
     for layout in LAYOUTS:
-        _train(
-            layout,
-            lambda net: tilestep.Optimizer(_matrices(net), slices_of_every_kind, lr=1e-3),
-            lambda net: tilestep.Optimizer(_matrices(net), slices_of_every_kind, lr=1e-3),
-        )
+        _train(layout, make, references)
     for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
         mesh = init_device_mesh(device(), (dist.get_world_size(),))
         torch.manual_seed(3)
@@ -92,12 +107,14 @@ def state_is_distributed_as_its_parameter() -> None:
 
 def state_goes_round() -> None:
     """Through state_dict, from whole tensors, from another placement, and to torch's optimizer and back."""
+
+    def expect(net: torch.nn.Module) -> Any:
+        return torch.optim.Adafactor(net.parameters(), lr=0.05)
+
+    references, expected = _in_one_process(expect)
+    (*_, last), _ = _in_one_process(expect, (0, 1, 2, 5))
     for layout in LAYOUTS:
-        (net, optimizer), (reference, expected) = _train(
-            layout,
-            lambda net: tilestep.Adafactor(net.parameters(), lr=0.05),
-            lambda net: torch.optim.Adafactor(net.parameters(), lr=0.05),
-        )
+        net, optimizer = _train(layout, lambda net: tilestep.Adafactor(net.parameters(), lr=0.05), references)
         saved = copy.deepcopy(optimizer.state_dict())
         loaded = tilestep.Adafactor(net.parameters(), lr=0.01)
         loaded.load_state_dict(saved)
@@ -113,21 +130,20 @@ def state_goes_round() -> None:
                     assert torch.equal(*here(loaded.state[param][name], mine))
                     torch.testing.assert_close(*here(from_plain.state[param][name], mine), **EXACT)
         backward(net, batch(5, layout).double())
-        backward(reference, batch(5).double())
         from_plain.step()
-        expected.step()
-        assert_same(net, reference, **EXACT)
+        assert_same(net, last, **EXACT)
 
 
 def averages_of_it_are_evaluated() -> None:
     rule = ema(tilestep.registry["Adafactor"], 0.75)
-    (net, optimizer), (reference, expected) = _train(
-        "fsdp",
-        lambda net: tilestep.Optimizer(net.parameters(), rule, lr=0.05),
-        lambda net: tilestep.Optimizer(net.parameters(), rule, lr=0.05),
-    )
+
+    def make(net: torch.nn.Module) -> Any:
+        return tilestep.Optimizer(net.parameters(), rule, lr=0.05)
+
+    references, expected = _in_one_process(make)
+    net, optimizer = _train("fsdp", make, references)
     with optimizer.averaged(), expected.averaged():
-        assert_same(net, reference, **EXACT)
+        assert_same(net, references[-1], **EXACT)
 
 
 def skips_and_missing_gradients() -> None:
