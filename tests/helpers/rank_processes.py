@@ -206,6 +206,9 @@ def _run(
                 log.write(f"{name}, rank {rank}: {seconds:.1f} s {'failed' if outcome else 'passed'}\n{outcome}")
         # Ranks that failed wait for the others here; if these wait for them elsewhere, all time out.
         dist.barrier()
+        # What it has left is let go, and what it has imported is not looked through again.
+        gc.collect()
+        gc.freeze()
     dist.destroy_process_group()
 
 

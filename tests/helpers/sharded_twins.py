@@ -91,15 +91,19 @@ class Pair:
 
     def sum_twin(self) -> None:
         """Give the twin's gradients their mean over the ranks; none where no rank has one."""
-        for param in self.twin.parameters():
-            known = torch.tensor([float(param.grad is not None)])
-            dist.all_reduce(known)
-            if not known.item():
-                continue
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-            whole = param.grad.contiguous()
-            dist.all_reduce(whole)
-            param.grad.copy_(whole.div_(self.divisor))
+        params = list(self.twin.parameters())
+        having = torch.tensor([float(param.grad is not None) for param in params])
+        dist.all_reduce(having)
+        summed = [param for param, ranks in zip(params, having.tolist()) if ranks]
+        grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in summed]
+        for dtype in dict.fromkeys(grad.dtype for grad in grads):
+            together = [grad for grad in grads if grad.dtype is dtype]
+            flat = torch.cat([grad.flatten() for grad in together])
+            dist.all_reduce(flat)
+            for grad, part in zip(together, flat.div_(self.divisor).split([grad.numel() for grad in together])):
+                grad.copy_(part.view(grad.shape))
+        for param, grad in zip(summed, grads):
+            param.grad = grad
 
     def step(self) -> None:
         self.optimizer.step()
