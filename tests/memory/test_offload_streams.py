@@ -27,7 +27,7 @@ class Computing(Stream):
     def __init__(self) -> None:
         self.now = Stream()
 
-    def here(self) -> Stream:
+    def of_current(self) -> Stream:
         return self.now
 
     def follow(self, *marks: int) -> None:
