@@ -27,6 +27,9 @@ from tilestep.schedules.zero import buckets as shard_buckets
 from tilestep.schedules.zero import parameters
 from tilestep.schedules.zero.parameters import GatherGroup
 
+LAYERS = 48
+"""Of models with several groups of buckets that are as large as groups become."""
+
 
 @contextmanager
 def together() -> Iterator[list[int]]:
@@ -65,7 +68,7 @@ def several_tensors_in_one_message() -> None:
 def groups_grow_and_arrive() -> None:
     with together() as sizes:
         for options in ({}, {"param_sync_dtype": torch.uint8}):
-            pair = Pair(Elementwise(100), sgd, bucket_cap_mb=TINY, **options)
+            pair = Pair(Elementwise(LAYERS), sgd, bucket_cap_mb=TINY, **options)
             buckets = len(pair.optimizer.schedule.sharding.buckets)
             for _ in range(3):
                 sizes.clear()
@@ -138,7 +141,7 @@ def ranks_fetch_what_others_have_updated() -> None:
     before = Files.made
     with fetched() as sent:
         for make, options in ((sgd, {"param_buffer": "peers"}), (test_training.adamw, {})):
-            pair = Pair(Elementwise(100), make, bucket_cap_mb=TINY, **options)
+            pair = Pair(Elementwise(LAYERS), make, bucket_cap_mb=TINY, **options)
             assert pair.optimizer.describe_gathers() == [f"float32: {FETCHED}"]
             for _ in range(4):
                 data = inputs(5, 7)
@@ -197,7 +200,7 @@ def what_is_updated_is_gathered_while_the_rest_is_updated() -> None:
     for way in (together, fetched):
         with way(), cut_updates() as seen:
             for make in (test_training.adamw, unclipped):
-                pair = Pair(Elementwise(100), make, bucket_cap_mb=TINY, overlap_param_sync=False)
+                pair = Pair(Elementwise(LAYERS), make, bucket_cap_mb=TINY, overlap_param_sync=False)
                 for _ in range(4):
                     seen.clear()
                     train(pair, [lambda model, data=data: (model(data) * data).sum()])
@@ -214,7 +217,7 @@ def what_is_updated_is_gathered_while_the_rest_is_updated() -> None:
                             model.weights[index].requires_grad_(step % 2 == 0)
                     train(pair, [lambda model, data=data: (model(data) * data).sum()])
                     pair.compare()
-            model = Elementwise(100)
+            model = Elementwise(LAYERS)
             model.compile(backend="eager")
             pair = Pair(model, sgd, bucket_cap_mb=TINY)
             seen.clear()
@@ -222,7 +225,7 @@ def what_is_updated_is_gathered_while_the_rest_is_updated() -> None:
             pair.compare()
             assert seen.index("begin") < len(seen) - 1 - seen[::-1].index("update"), seen
             # Where modules wait for their own parameters the update is made in one piece.
-            pair = Pair(Elementwise(100), sgd, bucket_cap_mb=TINY)
+            pair = Pair(Elementwise(LAYERS), sgd, bucket_cap_mb=TINY)
             seen.clear()
             train(pair, [lambda model, data=data: (model(data) * data).sum()])
             pair.compare()
@@ -235,7 +238,7 @@ def a_rank_that_updates_in_one_piece_meets_the_others_all_the_same() -> None:
         with way(), cut_updates() as seen, pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 1:
                 patch.setattr(CpuSegment, "can_be_cut", False)
-            pair = Pair(Elementwise(100), test_training.adamw, bucket_cap_mb=TINY, overlap_param_sync=False)
+            pair = Pair(Elementwise(LAYERS), test_training.adamw, bucket_cap_mb=TINY, overlap_param_sync=False)
             for _ in range(3):
                 seen.clear()
                 train(pair, [lambda model, data=data: (model(data) * data).sum()])
@@ -246,7 +249,7 @@ def a_rank_that_updates_in_one_piece_meets_the_others_all_the_same() -> None:
 def an_update_that_fails_leaves_nothing_to_meet_for() -> None:
     data = inputs(5, 7)
     with fetched(), cut_updates() as seen, pytest.MonkeyPatch.context() as patch:
-        pair = Pair(Elementwise(100), sgd, bucket_cap_mb=TINY, overlap_param_sync=False)
+        pair = Pair(Elementwise(LAYERS), sgd, bucket_cap_mb=TINY, overlap_param_sync=False)
         train(pair, [lambda model, data=data: (model(data) * data).sum()])
         run_range = CpuSegment.run_tile_range
 
@@ -305,7 +308,7 @@ def where_one_rank_cannot_all_of_them_send() -> None:
     with fetched() as sent, pytest.MonkeyPatch.context() as patch:
         for way, reason in reasons.items():
             patch.setattr(shard_buckets, "WAYS", (way, Files))
-            pair = Pair(Elementwise(100), test_training.adamw, bucket_cap_mb=TINY)
+            pair = Pair(Elementwise(LAYERS), test_training.adamw, bucket_cap_mb=TINY)
             assert pair.optimizer.describe_gathers() == [f"float32: {SENT} ({reason})"]
             sent.clear()
             for _ in range(2):
