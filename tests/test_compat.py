@@ -314,6 +314,6 @@ print(*(living() is None for living in train()))
 
 
 def test_the_first_optimizer_and_its_callers_are_let_go_without_a_garbage_collection() -> None:
-    """Compilers, which it has imported, hold whoever imports them."""
+    """Compilers, which it has imported, hold the frames that import them."""
     done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split() == ["True", "True"]

@@ -108,7 +108,7 @@ def test_a_compiled_model_is_let_go(wrapped: bool) -> None:
 
 
 def test_what_is_compiled_after_an_overlapped_training_is_compiled_once() -> None:
-    """A call of a compiled graph was the first to find that nobody has to wait any more, and to end the waiting."""
+    """A call of a compiled graph was the first to see that no wait is left, and ended the waiting."""
     model = nn.Linear(4, 1)
     optimizer: Any = tilestep.SGD(model.parameters(), lr=0.1)  # type: ignore[attr-defined]
     optimizer = tilestep.overlap(optimizer, model, during="forward")

@@ -24,7 +24,7 @@ BUFFERS = ("one", "two", "three", "four")
 
 @pytest.fixture(scope="module", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Random kernels are of no use to anybody else."""
+    """Random kernels are of no use in the common cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TILESTEP_CACHE_DIR", str(tmp_path_factory.mktemp("kernels") / "cache"))
         cache.forget_directory()

@@ -97,7 +97,7 @@ def test_muon_is_measured_with_adamw_for_the_rest(settings: Settings) -> None:
 
 
 def test_rules_for_matrices_alone_are_left_out_with_a_note(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rule_steps, "MUON", "")  # as a rule that nobody has thought of
+    monkeypatch.setattr(rule_steps, "MUON", "")  # as a rule that the benchmark does not name
     result = run_rules(settings, ["Muon", "SGD"])
     assert result.notes == ["left out: Muon works on matrices only"]
     assert {group.tags["rule"] for group in result.groups} == {"SGD"}

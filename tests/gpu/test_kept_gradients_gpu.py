@@ -48,7 +48,7 @@ def test_updates_read_them_where_they_are(rule: str, late: bool) -> None:
             microbatches(moved, step, 512)
             assert all(param.grad is None for param in matrices[1])
             optimizer.step()
-            # Memory that was given back too early is written by somebody else here.
+            # Memory that was given back too early gets other values in these allocations.
             for _ in range(8):
                 torch.full((512, 512), float("nan"), device=CUDA)
 

@@ -77,7 +77,7 @@ def test_updates_that_come_late(during: str, make: Make) -> None:
             twins.step(step)
             if step % 7 == 3:
                 twins.compare()
-            # Memory that was given back too early is written by somebody else here.
+            # Memory that was given back too early gets other values in these allocations.
             for _ in range(8):
                 torch.full((64,), float("nan"), device="cuda")
     twins.compare()

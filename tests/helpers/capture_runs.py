@@ -27,7 +27,7 @@ def simulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Simulation | None]:
 
 
 def capturing() -> Any:
-    """A capture by hand, which nobody is going to replay."""
+    """A capture by hand that is never replayed."""
     return torch.cuda.graph(torch.cuda.CUDAGraph())
 
 

@@ -157,7 +157,7 @@ def test_every_step_that_decomposes_is_refused() -> None:
 
 @tilestep.rule
 def grown_up(param: Any, grad: Any, *, lr: Any = 0.1, step: Any) -> Any:
-    """Products of matrices in some steps only, for which nobody waits."""
+    """Products of matrices in some steps only, which need no wait of the host."""
     return param - lr * torch.where(torch.remainder(step, 3) == 0, grad @ grad.mT @ grad, grad)
 
 

@@ -1,4 +1,4 @@
-"""Modules that lie where nobody imports from."""
+"""Modules in a folder that is not on the module path."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Tied(Stack):
 
 
 class Idle(Stack):
-    """Every block has a layer that nobody calls."""
+    """Every block has a layer that is never called."""
 
     def __init__(self) -> None:
         super().__init__()

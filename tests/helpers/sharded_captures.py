@@ -166,7 +166,7 @@ def steps_alone() -> None:
                 step()
 
             iterations(mine, other, run, lambda other=other, run=run: run(other, other.optimizer.step))
-            # Eager steps between replays, and parameters that somebody else has written to.
+            # Eager steps between replays, and parameters that other code has written to.
             for training in (mine, other):
                 training.draw(30)
                 training.iteration()

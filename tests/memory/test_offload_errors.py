@@ -181,7 +181,7 @@ print("alive", len(home.memory.take([1000])))
 
 
 def test_an_allocation_that_fails_is_the_same_error() -> None:
-    """In a process whose address space ends soon, with and without somebody knowing that."""
+    """In a process whose address space ends soon, with and without that limit being read."""
     done = run_python("-c", SCRIPT)
     assert done.returncode == 0, done.stderr
     known, unknown, alive = done.stdout.splitlines()

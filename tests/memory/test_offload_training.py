@@ -34,7 +34,7 @@ def test_a_loaded_state_stays_on_the_host(home: Homes) -> None:
     for place, param in enumerate(pair.moved):
         exp_avg = pair.optimizer.state[param]["exp_avg"]
         assert owner.memory.holds(exp_avg)
-        # What was handed out is nobody's buffer now.
+        # What was handed out is no buffer of the optimizer's now.
         assert exp_avg.data_ptr() != handed_out["state"][place]["exp_avg"].data_ptr() or not exp_avg.numel()
         assert torch.equal(handed_out["state"][place]["exp_avg"], before["state"][place]["exp_avg"])
     del handed_out

@@ -1,4 +1,4 @@
-"""Tensors in `optimizer.state[param]` that somebody replaces: the next step works with the new ones, as in torch."""
+"""Tensors in `optimizer.state[param]` that other code replaces: the next step works with the new ones, as in torch."""
 
 from __future__ import annotations
 

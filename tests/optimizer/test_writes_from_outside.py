@@ -63,7 +63,7 @@ def test_writes_through_data_stay(choice: Any, dtype: torch.dtype, write: str) -
     standing(params, optimizer)
     for param, before, value in zip(params, written, kept):
         torch.testing.assert_close(param.detach(), before, rtol=0, atol=0, equal_nan=True)
-        # What nobody has written to keeps what only the master knows.
+        # A parameter that no other code has written to keeps its exact master.
         same = before == value.to(dtype)
         assert torch.equal(exact(optimizer, param)[same], value[same])
         if MASTER_FORMATS[choice].sees_writes:

@@ -191,7 +191,7 @@ def whole_state_dicts() -> None:
 
 
 def keeps_masters() -> None:
-    """Masters of bfloat16 shards, and what somebody else writes to the parameters."""
+    """Masters of bfloat16 shards, and what other code writes to the parameters."""
     for kind in (True, "remainder"):
         _keeps_masters(kind)
 

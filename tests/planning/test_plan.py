@@ -112,7 +112,7 @@ def test_collectives_are_those_of_an_iteration(one_rank: None, monkeypatch: pyte
         optimizer.step()
     needs = footprint(tilestep.registry["AdamW"], dtype=torch.float32)
     job = Job(6 * 64 * 64, needs, shard=2, bucket=2**20 / 64)
-    # One rank has nobody to agree with on the norm, and on which parameters were used.
+    # One rank needs no agreement on the norm, nor on which parameters were used.
     assert len(calls) == 6 + 6 and plan(job, default_constants()).messages == 6 + 6 + 2
     # What it calls is a copy: nothing is sent.
     alone = plan(dataclasses.replace(job, shard=1), default_constants())

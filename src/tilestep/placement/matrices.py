@@ -108,7 +108,7 @@ class MatrixExchange:
         return whole
 
     def gather(self, parts: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Tensor | None]:
-        """Put matrices together where they are worked on; arguments and result as for `matrices.shared.Exchange`."""
+        """Put matrices together where they are worked on; arguments and result as for `linalg.batches.Exchange`."""
         ranks = range(self._ranks)
         mine = [(place, part.dtype) for place, part in parts if self.owns(place)]
         coming = [sum(self._bytes(place, rank, dtype) for place, dtype in mine) for rank in ranks]
@@ -132,7 +132,7 @@ class MatrixExchange:
         return [self._whole(place, next(wholes)) if self.owns(place) else None for place, _ in parts]
 
     def scatter(self, wholes: Sequence[tuple[int, torch.Tensor | None, torch.Tensor]]) -> None:
-        """Take matrices apart; arguments as for `matrices.shared.Exchange`."""
+        """Take matrices apart; arguments as for `linalg.batches.Exchange`."""
         if self._everywhere:
             for place, whole, part in wholes:
                 assert whole is not None

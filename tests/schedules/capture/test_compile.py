@@ -178,7 +178,7 @@ CLIPS = {"none": None, "torch": torch.nn.utils.clip_grad_norm_, "tilestep": tile
 @pytest.mark.parametrize("unscale", [True, False])
 @pytest.mark.parametrize("kind", [tilestep.GradScaler, torch.amp.GradScaler], ids=["tilestep", "torch"])
 def test_every_order_of_a_scaler_compiles_once(kind: Any, unscale: bool, clip: str, enabled: bool) -> None:
-    """The scale grows in between; parameters and scale are those of steps that nobody compiled."""
+    """The scale grows in between; parameters and scale are those of steps without compilation."""
 
     def run(decorate: Callable[[Any], Any]) -> tuple[list[torch.Tensor], float, list[int]]:
         net = model()

@@ -1,4 +1,4 @@
-"""The schedule that nobody has asked for: tried, measured, kept; the numbers stay the serial ones."""
+"""`overlap` without `during`: schedules are tried, measured and kept; the numbers stay the serial ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tilestep.schedules.overlap.schedule import Trial
 
 
 class Time:
-    """A clock on which an iteration takes as long as somebody says."""
+    """A clock on which an iteration takes as long as the test says."""
 
     def __init__(self, iteration: Callable[[], float]) -> None:
         self._iteration, self._now = iteration, 0.0

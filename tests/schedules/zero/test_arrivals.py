@@ -92,7 +92,7 @@ def test_gradients_that_are_not_awaited_or_do_not_come(where: str) -> None:
     assert bucket.awaited.left() and not bucket.last
     bucket.backward([3, 4, 0], begin=False)
     assert not bucket.awaited.left() and len(bucket.last) == 1
-    # Nothing is awaited any more: each of these is a call, as whoever sums them up must know.
+    # Nothing is awaited any more: each gradient is a call, which what sums them up must be told.
     bucket.calls = []
     bucket.backward([2, 3], begin=False)
     assert sorted(bucket.calls) == [2, 3]

@@ -472,7 +472,7 @@ class LateEvent:
 
 
 class LateChannel:
-    """A stream of communication that stays behind; the last mark that somebody has waited for."""
+    """A stream of communication that stays behind, with the last mark that was waited for."""
 
     in_order = True
 

@@ -1,4 +1,4 @@
-"""What cannot be sharded is refused on all ranks at once, with what differs; nobody is left waiting."""
+"""What cannot be sharded is refused on all ranks at once, with what differs; no rank is left waiting."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_scalers_are_routed_once_and_for_some_optimizers(monkeypatch: pytest.Mon
 
 
 def test_the_store_of_the_default_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it nobody knows which rank is gone, only that one is."""
+    """Without it errors say that a rank is gone, not which one."""
     module = torch.distributed.distributed_c10d
     assert hasattr(module, "_get_default_store"), f"torch {torch.__version__} keeps its store elsewhere (compat)"
     monkeypatch.delattr(module, "_get_default_store")

@@ -1,4 +1,4 @@
-"""Communication overlaps: it begins as soon as it can, in the order of need, and nobody waits for more than that."""
+"""Communication overlaps: it begins as soon as it can, in the order of need, and only what is needed is waited for."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Chain(nn.Module):
 
 @contextmanager
 def told(said: list[str]) -> Iterator[None]:
-    """Which bucket is sent, which is gathered, and which is waited for; gathers begin when somebody waits."""
+    """Which bucket is sent, which is gathered, and which is waited for; gathers begin when they are waited for."""
     with pytest.MonkeyPatch.context() as patch:
         gather, reduce = Ranks.all_gather, Ranks.reduce_scatter
 
@@ -105,7 +105,7 @@ def parameters_are_gathered_in_the_order_of_the_forward_and_waited_for_one_by_on
 
 
 def averages_are_brought_in_when_parameters_have_arrived() -> None:
-    """Before that their memory is read by what sends them; and nobody would wait for what was sent."""
+    """Before that the send reads their memory, and nothing would wait for it."""
     said: list[str] = []
     model = Chain(said)
     made = tilestep.Optimizer(model.parameters(), ema(tilestep.registry["SGD"], 0.5), lr=0.1)

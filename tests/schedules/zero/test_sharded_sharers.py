@@ -1,4 +1,4 @@
-"""Others that have a sharded optimizer's parameters: they wait by themselves, and nobody keeps it alive."""
+"""Other modules with a sharded optimizer's parameters: they wait by themselves and do not keep it alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who waits for communication in a stream of its own, and how often anybody asks: with streams that only count."""
+"""Which streams wait for communication, and how often the device is asked: with streams that only count."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class Peeking(nn.Module):
 
 
 class Late:
-    """A gather that does not even begin before somebody waits for it."""
+    """A gather that does not begin before it is waited for."""
 
     def __init__(self, gather: Callable[[], Any]) -> None:
         self._gather = gather

@@ -76,7 +76,7 @@ def masters() -> None:
 
 
 def remainders() -> None:
-    """Both halves are those of one process, also after somebody writes to one parameter: the others keep theirs."""
+    """Both halves are those of one process, also after other code writes to one parameter, which changes no other."""
 
     def make(params: Any) -> Any:
         return tilestep.AdamW(params, lr=0.1, master_weights="remainder")  # type: ignore[attr-defined]
@@ -201,7 +201,7 @@ def parameters_that_travel_in_a_narrower_type() -> None:
         sent = torch.tensor(value).bfloat16().float()
         with torch.no_grad():
             assert all(bool((mine == sent).all()) or bool((mine == value).all()) for mine in pair.model.parameters())
-    # One that nobody has written to keeps what only its owner knows.
+    # A parameter that no other code has written to keeps the exact weights of its owner.
     for mine, theirs, gradient in zip(pair.model.parameters(), pair.twin.parameters(), grads):
         theirs.data.fill_(-7.0)
         mine.grad, theirs.grad = gradient.clone(), gradient.clone()
