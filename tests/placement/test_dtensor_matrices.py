@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ SHAPES = [(12, 8), (8, 12), (8, 8), (5, 8), (1, 6), (32, 8), (8, 8), (6, 3)]
 """With parts of no rows, and one whose part has the shape of a matrix beside it."""
 
 
+@functools.cache
 def _meshes() -> dict[str, tuple[DeviceMesh, list[Any]]]:
     flat = init_device_mesh(device(), (dist.get_world_size(),), mesh_dim_names=("shard",))
     grid = init_device_mesh(device(), (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
@@ -39,18 +41,28 @@ def _drawn(step: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(device(), dtype) for shape in SHAPES]
 
 
-def _pair(mesh: DeviceMesh, placements: Any, make: Any, dtype: torch.dtype) -> tuple[list[Any], Any, list[Any], Any]:
-    wholes = _drawn(0, dtype)
-    mine = [torch.nn.Parameter(placed(whole, mesh, placements)) for whole in wholes]
-    others = [torch.nn.Parameter(whole.clone()) for whole in wholes]
-    return mine, make(mine), others, make(others)
+class Trained(NamedTuple):
+    params: list[Any]
+    optimizer: Any
 
 
-def _step(step: int, params: list[Any], others: list[Any], *optimizers: Any, without: Sequence[int] = ()) -> None:
-    for place, (param, other, grad) in enumerate(zip(params, others, _drawn(step, others[0].dtype))):
-        other.grad = None if place in without else grad
-        param.grad = None if place in without else placed(grad, param.device_mesh, param.placements)
-    for optimizer in optimizers:
+def _alone(make: Any, dtype: torch.dtype) -> Trained:
+    params = [torch.nn.Parameter(whole) for whole in _drawn(0, dtype)]
+    return Trained(params, make(params))
+
+
+def _placed(mesh: DeviceMesh, placements: Any, make: Any, dtype: torch.dtype) -> Trained:
+    params = [torch.nn.Parameter(placed(whole, mesh, placements)) for whole in _drawn(0, dtype)]
+    return Trained(params, make(params))
+
+
+def _step(step: int, *models: Trained, without: Sequence[int] = (), factor: float = 1.0) -> None:
+    """A step of several models, wherever they lie, with the same gradients."""
+    for params, optimizer in models:
+        for place, (param, grad) in enumerate(zip(params, _drawn(step, params[0].dtype))):
+            grad.mul_(factor)
+            grad = placed(grad, param.device_mesh, param.placements) if isinstance(param, DTensor) else grad
+            param.grad = None if place in without else grad
         optimizer.step()
 
 
@@ -64,89 +76,87 @@ def _same(params: list[Any], others: list[Any], **tolerance: Any) -> None:
 
 
 def muon_is_that_of_one_process() -> None:
-    for name, (mesh, placements) in _meshes().items():
-        for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16):
 
-            def make(params: Any, dtype: torch.dtype = dtype) -> Any:
-                return tilestep.Muon(params, lr=0.02, master_weights=dtype is torch.bfloat16)
+        def make(params: Any, dtype: torch.dtype = dtype) -> Any:
+            return tilestep.Muon(params, lr=0.02, master_weights=dtype is torch.bfloat16)
 
-            mine, optimizer, others, expected = _pair(mesh, placements, make, dtype)
-            for step in range(1, 4):
-                _step(step, mine, others, optimizer, expected)
-                _same(mine, others)
-            for param, other in zip(mine, others):
+        alone, models = _alone(make, dtype), {name: _placed(*lie, make, dtype) for name, lie in _meshes().items()}
+        for step in range(1, 4):
+            _step(step, alone, *models.values())
+            for model in models.values():
+                _same(model.params, alone.params)
+        for name, (params, optimizer) in models.items():
+            for param, other in zip(params, alone.params):
                 buffer = optimizer.state[param]["momentum_buffer"]
-                assert torch.equal(*here(buffer, expected.state[other]["momentum_buffer"])), name
+                assert torch.equal(*here(buffer, alone.optimizer.state[other]["momentum_buffer"])), name
 
 
 def soap_is_that_of_one_process() -> None:
     """In float64, through its first step, steps that turn its bases, a skipped one and one without some gradients."""
     meshes = _meshes()
-    limits = {name: 8 if name in ("rows", "columns and rows") else 10_000 for name in meshes}
-    for name, (mesh, placements) in meshes.items():
+    small = ("rows", "columns and rows")
+    for limit, names in ((8, small), (10_000, [name for name in meshes if name not in small])):
 
-        def make(params: Any, limit: int = limits[name]) -> Any:
+        def make(params: Any, limit: int = limit) -> Any:
             given = {"precondition_frequency": 3, "max_precond_dim": limit}  # of whole matrices, not of parts
             return tilestep.SOAP(params, lr=0.01, normalize_grads=True, skip_nonfinite=True, **given)
 
-        mine, optimizer, others, expected = _pair(mesh, placements, make, torch.float64)
+        alone = _alone(make, torch.float64)
+        models = [_placed(*meshes[name], make, torch.float64) for name in names]
         for step in range(1, 9):
-            if step == 5:
-                for param, other, grad in zip(mine, others, _drawn(step, torch.float64)):
-                    other.grad = grad.fill_(torch.nan)
-                    param.grad = placed(grad, mesh, placements)
-                optimizer.step()
-                expected.step()
-            else:
-                # All of their shapes, or one of two.
-                without = {4: (0, 2, 6), 6: (3, 6)}.get(step, ())
-                _step(step, mine, others, optimizer, expected, without=without)
-            _same(mine, others, atol=1e-9, rtol=1e-8)
-        for param, other in zip(mine, others):
-            assert optimizer.state[param].keys() == expected.state[other].keys()
-            assert ("gram_left" in optimizer.state[param]) == (other.size(0) <= limits[name])
-            for key in {"gram_left", "gram_right", "exp_avg_sq"} & expected.state[other].keys():
-                both = here(optimizer.state[param][key], expected.state[other][key])
-                torch.testing.assert_close(*both, atol=1e-8, rtol=1e-7)
+            # Without all of their shapes, or one of two.
+            without = {4: (0, 2, 6), 6: (3, 6)}.get(step, ())
+            _step(step, alone, *models, without=without, factor=torch.nan if step == 5 else 1.0)
+            for model in models:
+                _same(model.params, alone.params, atol=1e-9, rtol=1e-8)
+        for params, optimizer in models:
+            for param, other in zip(params, alone.params):
+                state, wanted = optimizer.state[param], alone.optimizer.state[other]
+                assert state.keys() == wanted.keys()
+                assert ("gram_left" in state) == (other.size(0) <= limit)
+                for key in {"gram_left", "gram_right", "exp_avg_sq"} & wanted.keys():
+                    torch.testing.assert_close(*here(state[key], wanted[key]), atol=1e-8, rtol=1e-7)
 
 
 def checkpoints_go_round() -> None:
     """Into the same layout, from one process, and into one process."""
-    for mesh, placements in _meshes().values():
-        for name, given in (("SOAP", {"precondition_frequency": 2}), ("Muon", {})):
+    for name, given in (("SOAP", {"precondition_frequency": 2}), ("Muon", {})):
 
-            def make(params: Any, name: str = name, given: dict[str, Any] = given) -> Any:
-                return getattr(tilestep, name)(params, lr=0.01, **given)
+        def make(params: Any, name: str = name, given: dict[str, Any] = given) -> Any:
+            return getattr(tilestep, name)(params, lr=0.01, **given)
 
-            mine, optimizer, others, expected = _pair(mesh, placements, make, torch.float64)
-            for step in range(1, 4):
-                _step(step, mine, others, optimizer, expected)
-            saved, plain = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(expected.state_dict())
-            for state_dict in (saved, plain):
-                loaded = make(mine)
+        alone = _alone(make, torch.float64)
+        models = [_placed(*lie, make, torch.float64) for lie in _meshes().values()]
+        for step in range(1, 4):
+            _step(step, alone, *models)
+        plain = copy.deepcopy(alone.optimizer.state_dict())
+        _step(4, alone)
+        for params, optimizer in models:
+            for state_dict in (copy.deepcopy(optimizer.state_dict()), plain):
+                loaded = make(params)
                 loaded.load_state_dict(copy.deepcopy(state_dict))
-                for param in mine:
+                for param in params:
                     for key, value in optimizer.state[param].items():
                         close = {"atol": 1e-8, "rtol": 1e-7} if state_dict is plain else {"atol": 0, "rtol": 0}
                         torch.testing.assert_close(*here(loaded.state[param][key], value), **close)
-            _step(4, mine, others, loaded, expected)
-            _same(mine, others, atol=1e-8, rtol=1e-7)
+            _step(4, Trained(params, loaded))
+            _same(params, alone.params, atol=1e-8, rtol=1e-7)
 
 
 def beside_other_rules() -> None:
     """Groups of one optimizer: matrices to Muon, the rest to AdamW, and one clip over all."""
-    mesh, placements = _meshes()["rows"]
 
     def make(params: Any) -> Any:
         groups = [{"params": params[:5]}, {"params": params[5:], "rule": "AdamW", "lr": 1e-3}]
         return tilestep.Optimizer(groups, "Muon", lr=0.02, max_grad_norm=0.5)
 
-    mine, optimizer, others, expected = _pair(mesh, placements, make, torch.float32)
+    alone, model = _alone(make, torch.float32), _placed(*_meshes()["rows"], make, torch.float32)
     for step in range(1, 4):
-        _step(step, mine, others, optimizer, expected)
+        _step(step, alone, model)
         # The norm's partial sums are others; what they change is rounded to bfloat16 in Muon.
-        _same(mine[:5], others[:5], atol=1e-3, rtol=1e-2)
-        _same(mine[5:], others[5:], atol=1e-6, rtol=1e-5)
+        _same(model.params[:5], alone.params[:5], atol=1e-3, rtol=1e-2)
+        _same(model.params[5:], alone.params[5:], atol=1e-6, rtol=1e-5)
 
 
 def work_is_divided() -> None:
@@ -164,11 +174,10 @@ def work_is_divided() -> None:
 
 
 def two_messages_for_each_pass() -> None:
-    mesh, placements = _meshes()["rows"]
-    mine, optimizer, others, expected = _pair(mesh, placements, lambda params: tilestep.Muon(params), torch.float32)
-    _step(1, mine, others, optimizer, expected)
+    model = _placed(*_meshes()["rows"], tilestep.Muon, torch.float32)
+    _step(1, model)
     with torch.profiler.profile() as profiler:
-        optimizer.step()
+        model.optimizer.step()
     counts = {event.key: event.count for event in profiler.key_averages() if event.key.startswith("c10d::")}
     assert counts == {"c10d::alltoall_base_": 2}
 
