@@ -111,19 +111,24 @@ class Twins:
 
     def step(self, step: int, loss: Callable[[nn.Module, int], torch.Tensor] = loss_of) -> None:
         """One iteration of both; the losses are the same to the bit."""
-        losses = []
-        for model, optimizer in self.pairs:
-            value = loss(model, step)
-            value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(value.item())
+        losses = [iteration(model, optimizer, step, loss) for model, optimizer in self.pairs]
         assert losses[0] == losses[1], (step, losses)
 
     def compare(self) -> None:
         """Parameters, state and step counts are the same to the bit."""
         compare_models(self.serial, self.overlapped)
         compare_states(self.reference, self.optimizer)
+
+
+def iteration(
+    model: nn.Module, optimizer: Any, step: int, loss: Callable[[nn.Module, int], torch.Tensor] = loss_of
+) -> float:
+    """A step of a training, after which there are no gradients; gives its loss."""
+    value = loss(model, step)
+    value.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return value.item()
 
 
 def compare_models(one: nn.Module, other: nn.Module) -> None:
