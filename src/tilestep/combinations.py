@@ -10,6 +10,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from itertools import compress
 from typing import Any
 
 import torch
@@ -136,10 +137,11 @@ def living(kinds: type | tuple[type, ...]) -> list[Any]:
     """Every object of some classes that the garbage collector tracks."""
     objects = gc.get_objects()
     # By their own class: some objects import what they stand for when they are asked for another one. A class is asked
-    # once, not for each of its objects.
-    classes = {id(kind): kind for kind in map(type, objects)}
-    chosen = {place for place, kind in classes.items() if issubclass(kind, kinds)}
-    return [candidate for candidate in objects if id(type(candidate)) in chosen]
+    # once, not for each of its objects, of which there are hundreds of thousands.
+    classes = list(map(type, objects))
+    identities = list(map(id, classes))
+    chosen = {identity for identity, kind in dict(zip(identities, classes)).items() if issubclass(kind, kinds)}
+    return list(compress(objects, map(chosen.__contains__, identities))) if chosen else []
 
 
 def wrappers_around(holds: Callable[[Any], bool]) -> list[nn.Module]:
