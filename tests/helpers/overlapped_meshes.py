@@ -64,7 +64,7 @@ def _trained(builds: dict[Callable[[], nn.Module], Any]) -> None:
     """Train models with losses."""
     for build, during, make in pairwise(list(builds), DURING, (adamw, clipped, skipping)):
         pair = Pair(make, during, build)
-        for step in range(5):
+        for step in range(3):
             pair.step(step, builds[build])
         pair.compare()
 
@@ -115,7 +115,7 @@ def offloaded_state() -> None:
             pair = Pair(make, during, fsdp)
             moved = fsdp()
             optimizer: Any = tilestep.overlap(streamed(500, 2)(make(moved.parameters())), moved, during)  # type: ignore[arg-type]
-            for step in range(5):
+            for step in range(3):
                 one_batch(moved, step).backward()
                 optimizer.step()
                 optimizer.zero_grad()
