@@ -51,8 +51,11 @@ def shards_are_updated_as_without() -> None:
 
 
 def gradients_of_shards_leave_the_device() -> None:
+    shards_whose_gradients_leave(streamed(500, 2, keeps_gradients=True), on_host(500, keeps_gradients=True))
+
+
+def shards_whose_gradients_leave(*homes: Homes) -> None:
     """Each microbatch's, once it is reduced; a partial sum stays for the step, which all ranks take together."""
-    homes = (streamed(500, 2, keeps_gradients=True), on_host(500, keeps_gradients=True))
     for layout in LAYOUTS:
         nets = [LAYOUTS[layout][0]() for _ in range(1 + len(homes))]
         plain, *moved = nets
