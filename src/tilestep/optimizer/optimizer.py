@@ -297,7 +297,20 @@ class Optimizer(torch.optim.Optimizer):
                     self.rebuild(ahead=True)
 
     def rule_of(self, group: Mapping[str, Any]) -> Rule:
-        """The rule of a param group."""
+        """The rule of a param group.
+
+        Args:
+            group: one of `param_groups`.
+
+        Raises:
+            ValueError: if the group's rule was set to a name with which no group was made.
+
+        Example:
+            >>> import torch, tilestep
+            >>> optimizer = tilestep.Lion([torch.nn.Parameter(torch.zeros(2))])
+            >>> optimizer.rule_of(optimizer.param_groups[0]).name
+            'Lion'
+        """
         if "rule" not in group:
             return self._rule
         name = group["rule"]

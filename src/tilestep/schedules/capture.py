@@ -94,6 +94,18 @@ def _captured(optimizer: Optimizer, updating: Optimizer, work: Callable[[], Any]
 class CapturedStep:
     """A captured step; made by `tilestep.capture`.
 
+    Attributes:
+        output: the output of the captured function: tensors that each replay overwrites.
+
+    Example:
+        >>> import torch, tilestep
+        >>> if torch.cuda.is_available():
+        ...     weight = torch.nn.Parameter(torch.ones(2, device="cuda"))
+        ...     weight.grad = torch.ones_like(weight)
+        ...     optimizer = tilestep.SGD([weight], lr=0.5)
+        ...     captured = tilestep.capture(optimizer)
+        ...     captured.replay()  # the first update: the capture makes none
+
     Args:
         optimizer: the optimizer.
         updating: the optimizer whose plan the graph uses.
@@ -135,6 +147,13 @@ class CapturedStep:
         Raises:
             CaptureError: if the graph is stale; nothing is run then.
             ValueError: for a hyperparameter that is NaN.
+
+        Example:
+            >>> import tilestep
+            >>> def steps(captured: tilestep.CapturedStep, optimizer: tilestep.Optimizer, rates: list[float]) -> None:
+            ...     for rate in rates:
+            ...         optimizer.param_groups[0]["lr"] = rate
+            ...         captured.replay()  # with this learning rate
         """
         optimizer = self._known_optimizer()
         if optimizer.is_evaluating:
@@ -162,7 +181,13 @@ class CapturedStep:
 
     @property
     def is_stale(self) -> bool:
-        """Whether `replay()` would raise because the optimizer's plan, parameters or gradients have changed."""
+        """Whether `replay()` would raise because the optimizer's plan, parameters or gradients have changed.
+
+        Example:
+            >>> import tilestep
+            >>> def fresh(captured: tilestep.CapturedStep, optimizer: tilestep.Optimizer) -> tilestep.CapturedStep:
+            ...     return tilestep.capture(optimizer) if captured.is_stale else captured
+        """
         try:
             self._current()
         except CaptureError:

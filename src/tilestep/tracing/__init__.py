@@ -192,13 +192,34 @@ class Profile:
 
         Raises:
             RuntimeError: inside the block.
+
+        Example:
+            >>> import torch, tilestep
+            >>> weight = torch.nn.Parameter(torch.ones(2))
+            >>> optimizer = tilestep.SGD([weight], lr=0.1)
+            >>> with tilestep.profile(out=None) as profile:
+            ...     for _ in range(2):
+            ...         weight.square().sum().backward()
+            ...         optimizer.step()
+            >>> profile.report.milliseconds >= profile.report.exposed_milliseconds
+            True
         """
         if self._report is None:
             raise RuntimeError("the report is there when the block is over")
         return self._report
 
     def iteration(self) -> None:
-        """Mark the end of an iteration; only needed if it calls no `optimizer.step()`, as in a replayed graph."""
+        """Mark the end of an iteration; only needed if it calls no `optimizer.step()`, as in a replayed graph.
+
+        Example:
+            >>> import torch, tilestep
+            >>> with tilestep.profile(out=None) as profile:
+            ...     for _ in range(3):
+            ...         total = torch.ones(1000).sum()
+            ...         profile.iteration()
+            >>> len(profile.report.iterations)
+            3
+        """
         with torch.profiler.record_function(ITERATION):
             pass
 
