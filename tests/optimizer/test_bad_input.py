@@ -441,3 +441,18 @@ def test_a_backward_through_old_weights_fails_as_in_torch() -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
     untouched.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.int8, torch.complex64])
+def test_gradients_of_a_dtype_that_kernels_do_not_read_are_refused_by_name(dtype: torch.dtype) -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    weight.grad_dtype = dtype  # type: ignore[attr-defined]
+    with pytest.raises(GradientError, match=rf"parameter 0 of group 0 has gradients of {dtype}.*supported are float32"):
+        tilestep.AdamW([weight])
+    later = torch.nn.Parameter(torch.ones(4))
+    optimizer = tilestep.AdamW([later])
+    later.grad_dtype = dtype  # type: ignore[attr-defined]
+    later.grad = torch.ones(4).to(dtype)
+    with pytest.raises(GradientError, match="has gradients of"):
+        optimizer.step()
+    assert torch.equal(later.data, torch.ones(4))

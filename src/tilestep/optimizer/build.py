@@ -32,7 +32,7 @@ from ..placement import (
 )
 from ..placement.local import ComplexMembers, as_complex, as_real, first_index, local_part
 from ..rules import Rule
-from ..runtime import DeviceEngine, Entry, JointNorm, grad_dtype, graph_for, is_dense, kernel_spec, load_ahead
+from ..runtime import READABLE, DeviceEngine, Entry, JointNorm, grad_dtype, graph_for, is_dense, kernel_spec, load_ahead
 from ..storage import entries_of
 from .control import DeviceControl
 from .groups import about_group, check_flags, deciding_keys, sorted_for
@@ -192,6 +192,9 @@ def _kind_of(optimizer: Optimizer, kinds: _Kinds, listed: Listed, part: torch.Te
         if graph.branches_on_sizes:
             kinds[base], key = None, (*base, shape)
         own = grad_dtype(part if param.is_complex() else param)
+        if own not in READABLE:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in READABLE)
+            raise GradientError(f"{label} has gradients of {own}, by its grad_dtype; supported are {names}")
         named = "" if optimizer.placement.has_own_names else label
         formats = storages(part, group, graph, rule, own, named, shape)
         if param.is_complex():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..backends.registry import load_ahead, segment_class
 from .engine import DeviceEngine, build_ahead, pass_calls, run_marked
-from .gradients import Stale, grad_dtype
+from .gradients import READABLE, Stale, grad_dtype
 from .kernel_cache import graph_for, kernel_spec
 from .limits import StepInputs
 from .norms import JointNorm, SharedNorm

@@ -18,7 +18,7 @@ from ..tensor_watch import TensorFingerprint
 from .kernel_cache import statics_of
 from .segment import Entry, is_dense, same_walk
 
-_READABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # the dtypes of gradients that kernels read
+READABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # the dtypes of gradients that kernels read
 
 
 class Stale(Exception):
@@ -30,7 +30,7 @@ def grad_dtype(param: torch.Tensor) -> torch.dtype:
     if not param.is_leaf:
         return param.dtype
     declared = getattr(param, "grad_dtype", param.dtype)
-    if declared is None and param.grad is not None and param.grad.dtype in _READABLE:
+    if declared is None and param.grad is not None and param.grad.dtype in READABLE:
         return param.grad.dtype
     return declared or param.dtype
 
