@@ -10,7 +10,6 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from itertools import compress
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .compat import fsdp_module_type, is_flat_part, watch_all_submodules
+from .garbage import living
 
 DDP, FSDP1, FSDP2, DP = "DistributedDataParallel", "FullyShardedDataParallel", "fully_shard", "DataParallel"
 
@@ -131,17 +131,6 @@ _following: weakref.WeakKeyDictionary[Any, weakref.WeakSet[nn.Module]] = weakref
 """Those to be told, with the modules of their model: FSDP1 has taken the parameters away when it says what it wraps."""
 
 _watching: list[Any] = []
-
-
-def living(kinds: type | tuple[type, ...]) -> list[Any]:
-    """Every object of some classes that the garbage collector tracks."""
-    objects = gc.get_objects()
-    # By their own class: some objects import what they stand for when they are asked for another one. A class is asked
-    # once, not for each of its objects, of which there are hundreds of thousands.
-    classes = list(map(type, objects))
-    identities = list(map(id, classes))
-    chosen = {identity for identity, kind in dict(zip(identities, classes)).items() if issubclass(kind, kinds)}
-    return list(compress(objects, map(chosen.__contains__, identities))) if chosen else []
 
 
 def wrappers_around(holds: Callable[[Any], bool]) -> list[nn.Module]:

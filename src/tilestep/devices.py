@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import gc
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -41,18 +39,6 @@ def synchronize(device: torch.device) -> None:
     """Wait for a device; on a CPU nothing is outstanding."""
     if has_streams(device):
         torch.cuda.synchronize(device)
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """No garbage is collected inside, as in a capture: a CUDA graph in the garbage would be destroyed and end it."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 is_forked = False

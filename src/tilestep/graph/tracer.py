@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
-import gc
 import inspect
 import linecache
 import random
@@ -22,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..compat import TensorDispatch, decomposition, fake_tensors, is_mutable, operation_name, returns_view
 from ..errors import MatrixError, RuleError, TilestepError
+from ..garbage import without_collections
 from ..linalg import MATRIX_OPERATIONS
 from ..rules import Rule
 from ..rules.protocol import at_step, changes, scalar_factory, traced_by
@@ -157,15 +157,12 @@ def refusing_chance(functions: Sequence[Any], describe: str) -> Iterator[None]:
 
     before, drawn = sys.getprofile(), _numpy_states(functions)
     # What other code does at a collection is no call of the rule: an error there is lost, and ends the watch.
-    collects = gc.isenabled()
-    gc.disable()
-    sys.setprofile(watch)
-    try:
-        yield
-    finally:
-        sys.setprofile(before)
-        if collects:
-            gc.enable()
+    with without_collections():
+        sys.setprofile(watch)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
     if _numpy_states(functions) != drawn:  # numpy's functions are no calls to Python's profiling
         raise RuleError(f"{describe}: a number of numpy.random {_ONCE}")
 

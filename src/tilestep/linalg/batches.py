@@ -10,8 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..devices import has_streams, without_collections
+from ..devices import has_streams
 from ..errors import RuleError
+from ..garbage import without_collections
 from ..graph import SCALAR_LEVELS, MatrixPass, Value, evaluate
 from ..graph.partition import Condition
 from ..graph.tracer import group_value
@@ -59,6 +60,7 @@ class RecordedPass:
             current, side = torch.cuda.current_stream(), _side_stream(self._device)
             side.wait_stream(current)
             try:
+                # A CUDA graph in the garbage would be destroyed, which ends the recording.
                 with without_collections(), torch.cuda.stream(side):
                     graph.capture_begin(self._pool, capture_error_mode="thread_local")
                     try:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import gc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +15,7 @@ from ..backends.spec import KernelSpec
 from ..combinations import FSDP1, refuse, split_kind
 from ..compat import fake_mode_is_active, has_memory, is_fake, resolved
 from ..errors import GradientError, MatrixError, StateError
+from ..garbage import without_collections
 from ..graph import Graph
 from ..placement import (
     LocalGradients,
@@ -112,18 +111,6 @@ def build_engines(
     return engines, controls, places
 
 
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Pause Python's garbage collector, which ten thousand new objects would start several times over the heap."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = (float, int, type(None))
 
@@ -214,7 +201,7 @@ def _kind_of(optimizer: Optimizer, kinds: _Kinds, listed: Listed, part: torch.Te
     return kind
 
 
-@_without_collection()
+@without_collections()  # ten thousand new objects would start the collector several times
 def check_params(optimizer: Optimizer) -> None:
     """Raise for parameters that cannot be updated or translated, before there is state; builds a CPU's kernels."""
     kinds, by_device = _Kinds(), dict[torch.device, list[tuple[str, torch.Tensor]]]()
@@ -245,7 +232,7 @@ def check_params(optimizer: Optimizer) -> None:
         check_not_shared(tensors)
 
 
-@_without_collection()
+@without_collections()
 def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
     """The engines of an optimizer's parameters as they are now; makes the state that steps need."""
     for index, group in enumerate(optimizer.param_groups):
@@ -322,7 +309,7 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
     return plan
 
 
-@_without_collection()
+@without_collections()
 def begin_at_once(optimizer: Optimizer) -> None:
     """Make the states of rules whose states torch makes with the optimizer, for a checkpoint before any step."""
     if begins_together(optimizer) or not any(optimizer.rule_of(group).at_once for group in optimizer.param_groups):
@@ -410,7 +397,7 @@ def _checked(optimizer: Optimizer, label: str, param: torch.Tensor) -> torch.Ten
     return local
 
 
-@_without_collection()
+@without_collections()
 def loaded_states(
     optimizer: Optimizer, saved: Mapping[torch.Tensor, Mapping[str, Any]]
 ) -> dict[torch.Tensor, dict[str, Any]]:

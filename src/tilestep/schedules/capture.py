@@ -12,8 +12,8 @@ import torch
 
 from ..combinations import refuse
 from ..compat import REPLAY, addresses_equal, marked
-from ..devices import without_collections
 from ..errors import CaptureError, GradientError
+from ..garbage import without_collections
 from ..optimizer import Optimizer
 from ..optimizer.graphs import CHANGED, KEEP, note_lost, prepare_capture, require_no_waits
 from ..optimizer.plan import StepPlan
@@ -74,7 +74,8 @@ def _captured(optimizer: Optimizer, updating: Optimizer, work: Callable[[], Any]
     captured_before = updating.graphs.captured
     graph = torch.cuda.CUDAGraph()
     try:
-        # Other threads, of data loaders say, may go on allocating.
+        # Other threads, of data loaders say, may go on allocating. A CUDA graph in the garbage would be destroyed in
+        # the capture, and end it.
         mode = "thread_local"
         with (
             without_collections(),

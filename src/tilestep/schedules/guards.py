@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..combinations import living
 from ..compat import (
     compiled_call,
     guard_parameters,
@@ -20,6 +19,7 @@ from ..compat import (
     watch_all_forwards,
     watch_all_parameters,
 )
+from ..garbage import living
 
 
 class Waits(Protocol):
