@@ -94,7 +94,7 @@ _SINCE_2_35 = (
 )
 
 STANDARD = """
-// What is used of the standard library, as its headers have it: reading them would be a third of a kernel's time.
+// The parts of the standard library in use: reading its headers would be a third of a kernel's build time.
 #if defined(__has_include)
 #if __has_include(<features.h>)
 #include <features.h>
@@ -220,7 +220,7 @@ inline void write(float16& element, float value) {{
   element.bits = static_cast<uint16_t>((sign >> 16) | result);
 }}
 
-// What storage formats are written with.
+// Conversions of storage formats.
 inline bfloat16 to_bfloat16(float value) {{
   bfloat16 element;
   write(element, value);
@@ -252,7 +252,7 @@ inline float float_of(int32_t bits) {{
   return value;
 }}
 
-// Both values are there already: as bits, because the vectorizer gives up on some nests of branches.
+// Both values are computed already. It selects bits, because the vectorizer gives up on some nests of branches.
 template <class T, class Bits> inline T select_bits(bool condition, T if_true, T if_false) {{
   Bits chosen, other;
   std::memcpy(&chosen, &if_true, sizeof(T));
@@ -284,7 +284,7 @@ template <class T> inline T minimum(T left, T right) {{ return select((left < ri
   initializer(omp_priv = -INFINITY)
 #pragma omp declare reduction(minimum_of_all : float, double : omp_out = minimum(omp_out, omp_in)) \\
   initializer(omp_priv = INFINITY)
-// By choice, as what remains of a loop after its vectors would branch for a difference, and fuse products otherwise.
+// Selects, because the scalar rest of a loop would branch for a difference, and fuse other products.
 template <class T> inline T sign_of(T value) {{ return select(value > 0, T(1), select(value < 0, T(-1), T(0))); }}
 // Not std::lgamma, which writes the sign to a variable that all threads share.
 #ifdef __GLIBC__
@@ -319,9 +319,9 @@ inline uint32_t packed(const uint8_t* flags) {{
   return bits;
 }}
 
-// Calls `each` with 0 to `count` and where these elements of a strided tensor, from `first` on, lie in an array.
-template <class Each>
-inline void walk(const int64_t* layout, int64_t first, int64_t count, int64_t array, const Each& each) {{
+// Calls `visit` with 0 to `count` and the offsets in an array of a strided tensor's elements from `first` on.
+template <class Visit>
+inline void walk(const int64_t* layout, int64_t first, int64_t count, int64_t array, const Visit& visit) {{
   const int64_t dims = layout[0];
   const int64_t *sizes = layout + 1, *strides = sizes + MAX_DIMS * (1 + array);
   int64_t coordinates[MAX_DIMS], offset = 0;
@@ -333,7 +333,7 @@ inline void walk(const int64_t* layout, int64_t first, int64_t count, int64_t ar
   for (int64_t j = 0; j < count;) {{
     const int64_t last = dims - 1, left = dims ? sizes[last] - coordinates[last] : 1;
     const int64_t stop = left < count - j ? j + left : count, step = dims ? strides[last] : 0;
-    for (int64_t begin = j; j < stop; ++j) each(j, offset + (j - begin) * step);
+    for (int64_t begin = j; j < stop; ++j) visit(j, offset + (j - begin) * step);
     if (!dims) break;
     offset -= coordinates[last] * step;
     coordinates[last] = 0;
@@ -346,7 +346,7 @@ inline void walk(const int64_t* layout, int64_t first, int64_t count, int64_t ar
   }}
 }}
 
-// Copies elements that follow each other to `spare`; if it is `filled`, with zeros behind them.
+// Copies consecutive elements to `spare`; if it is `filled`, with zeros after them.
 template <bool filled, class T, class Spare, int64_t size>
 __attribute__((noinline)) T* copied(T* array, Spare (&spare)[size], const int64_t* layout, int64_t first,
                                     int64_t count, int64_t position) {{
@@ -357,14 +357,14 @@ __attribute__((noinline)) T* copied(T* array, Spare (&spare)[size], const int64_
   if (filled) std::memset(spare + count, 0, (size - count) * sizeof(T));
   return spare;
 }}
-// Elements that follow each other: where they are, or in `spare`.
+// Consecutive elements: in the array, or in `spare`.
 template <class T, class Spare, int64_t size>
 inline T* run_of(T* array, Spare (&spare)[size], bool copies, const int64_t* layout, int64_t first, int64_t count,
                  int64_t position) {{
   return copies ? copied<true>(array, spare, layout, first, count, position) : array + first;
 }}
 
-// Takes back to an array what was changed in `spare`.
+// Writes `spare` back to an array.
 template <class T>
 __attribute__((noinline)) void put_back(T* array, const T* spare, const int64_t* layout, int64_t first, int64_t count,
                                         int64_t position) {{
@@ -374,7 +374,7 @@ __attribute__((noinline)) void put_back(T* array, const T* spare, const int64_t*
     std::memcpy(array + first, spare, count * sizeof(T));
 }}
 
-// The indices in the whole tensor of elements that follow each other, in halves; there are some up to `stop`.
+// The indices in the whole tensor of consecutive elements up to `stop`, in halves.
 inline void indices_of(int32_t* __restrict low, int32_t* __restrict high, int64_t origin, const int64_t* layout,
                        int64_t first, int64_t count, int64_t stop, int64_t array) {{
   if (layout) {{
@@ -394,7 +394,7 @@ inline void indices_of(int32_t* __restrict low, int32_t* __restrict high, int64_
   }}
 }}
 
-// Sets the bits of the weights that have changed, of elements that follow each other.
+// Sets the bits of changed weights, of consecutive elements.
 template <int64_t size>
 inline void mark(uint32_t* words, const uint8_t (&flags)[size], const int64_t* layout, int64_t first, int64_t count,
                  int64_t array) {{
@@ -426,7 +426,7 @@ inline void mark(uint32_t* words, const uint8_t (&flags)[size], const int64_t* l
 BLOCKS_PRELUDE = f"""
 namespace {{
 
-// The largest measure of a short block's numbers; what is behind them becomes 0.
+// The largest measure of a short block's numbers; the rest of the block becomes 0.
 template <class Measure> inline uint32_t largest_of(float (&numbers)[{BLOCK}], int64_t count, Measure measure) {{
   uint32_t largest = 0;
   for (int64_t j = 0; j < count; ++j) {{
@@ -482,7 +482,7 @@ namespace {
 inline int64_t smaller_of(int64_t left, int64_t right) { return right < left ? right : left; }
 inline int64_t larger_of(int64_t left, int64_t right) { return left < right ? right : left; }
 
-// The first of some numbers that ascend which is larger.
+// The first of ascending numbers that is larger.
 inline const int64_t* first_above(const int64_t* begin, const int64_t* end, int64_t number) {
   while (begin < end) {
     const int64_t* middle = begin + (end - begin) / 2;
@@ -537,7 +537,7 @@ struct Smaller {
   static double combine(double total, double part) { return minimum(total, part); }
 };
 
-// Combines what tiles have left of slices `begin` to `end` of one tensor, in tile order: part k of slice
+// Combines the parts that tiles have left of slices `begin` to `end` of one tensor, in tile order: part k of slice
 // o * inner + x lies at (o * count + k) * inner + x.
 template <class T, class Operation>
 inline void combine_range(const T* parts, T* out, int64_t count, int64_t inner, int64_t begin, int64_t end) {

@@ -87,13 +87,13 @@ def scalar_kernel(spec: KernelSpec, index: int, scalar_pass: ScalarPass) -> list
 
 _TOGETHER = 4
 """Neighbours that are combined before they are accumulated: a thread has at least as many, and keeps one number for
-them. With a number for each element, a kernel's registers leave room for few programs."""
+all of them. With a number for each element, a kernel's registers would leave room for few programs."""
 
 _NEAR_HOLDS = 2.0**126  # up to which sum a program's squares of small magnitudes are those of all of its elements
 
 
 class TapText:
-    """Writes the statements of a pass's taps around its math, which also gives `tap_moves`: what is added."""
+    """Writes the statements of a pass's taps around its math, which also returns `tap_moves`: the updates."""
 
     def __init__(self, math: TileMath, taps: PassTaps) -> None:
         self._math, self._taps, self.stats, self.changes = math, taps, taps.stats, taps.changes
@@ -104,11 +104,11 @@ class TapText:
 
     @property
     def pointers(self) -> list[str]:
-        """Its pointer parameters."""
+        """Pointer parameters of the taps."""
         return (POINTERS["stats"] if self.stats else []) + (POINTERS["changes"] if self._taps.changes else [])
 
     def accumulators(self, indent: str) -> list[str]:
-        """What sums, counts and extremes begin with, and whether a step is kept."""
+        """Initial sums, counts and extremes, and whether the step is applied."""
         if not self.stats:
             return []
         counts = {self._taps.columns.slot(name) for name in ("grad_zeros", "lost") if name in self._taps.columns.names}
@@ -123,7 +123,7 @@ class TapText:
         return [*made, f"{indent}tap_keep = (tl.zeros({shape}, tl.float64) + skip) == 0.0"]
 
     def before(self, body: TileBody, *, strided: bool) -> None:
-        """Load what the pass itself does not, and remember what the parameter's arrays had."""
+        """Load what the pass itself does not load, and keep the old values of the parameter's arrays."""
         taps, lines, indent = self._taps, body.lines, body.indent
         body.in_pairs = True
         if self.stats:
@@ -150,7 +150,7 @@ class TapText:
             ]
 
     def _scatters(self, body: TileBody, strided: bool) -> bool:
-        """Whether bits are set one by one: of elements that do not begin at a byte."""
+        """Whether bits are set one by one, because elements do not begin at a byte."""
         return strided or (self._in_blocks and bool(body.mask))
 
     def after(self, body: TileBody, *, strided: bool) -> None:
@@ -185,7 +185,7 @@ class TapText:
             lines += [indent + line for line in (f"tap_flag = {flag}", *chosen)]
 
     def _kept(self, name: str) -> str:
-        """The expression of what is stored of a buffer that is one array."""
+        """The expression that is stored to a buffer of one array."""
         if name in self._spec.draws:
             return f"{name}_element"
         return narrowed(f"new_{name}", self._spec.storages[name].arrays(name)[0], self._math.type, in_pairs=True)
@@ -236,7 +236,7 @@ class TapText:
         return lines
 
     def partials(self, indent: str) -> list[str]:
-        """Leave what the program has accumulated."""
+        """Store the program's accumulators."""
         if not self.stats:
             return []
         columns, totals = self._taps.columns, {}
@@ -263,7 +263,7 @@ _AROUND_ARRAYS = ("array", "address", "element", "now", "next")
 
 
 class TileMath:
-    """One tile pass: its math as a function, and what it takes and gives."""
+    """One tile pass: its math as a function, with arguments and results."""
 
     def __init__(self, spec: KernelSpec, tile: TilePass, name: str) -> None:
         self.spec, self.tile, self.name = spec, tile, f"{spec.name}_{name}"
@@ -316,12 +316,12 @@ class TileMath:
         return f"{indent}{unpack} = {self.name}({self.arguments})"
 
     def load_inputs(self, body: TileBody) -> None:
-        """Write the loads of the buffers it takes."""
+        """Write the loads of the pass's inputs."""
         for name, buffer in self.inputs:
             body.lines.append(f"{body.indent}{name} = {body.load(buffer)}")
 
     def store_results(self, body: TileBody) -> None:
-        """Write the stores of the buffers it gives, and of gradients without their loss scale."""
+        """Write the stores of the pass's outputs, and of unscaled gradients."""
         for name in self.tile.stores:
             body.store(name, f"new_{name}")
         if self.unscales:
@@ -332,7 +332,7 @@ class TileMath:
             body.indent = body.indent[:-4]
 
     def used(self) -> list[tuple[int, Array]]:
-        """Position and array of everything this pass touches."""
+        """Position and array of all buffers that this pass reads or writes."""
         buffers = [*self.tile.reads(), *self.tile.stores]
         touched = {array.name for name in buffers for array in self.spec.storages[name].arrays(name)}
         if self.unscales:
@@ -340,7 +340,7 @@ class TileMath:
         return [(position, array) for position, array in enumerate(self.arrays) if array.name in touched]
 
     def element_index(self, indent: str, place: str, of: str = "element") -> list[str]:
-        """The lines that say where elements at a place of the tensor are in the whole, if that is asked for."""
+        """Lines for the indices of elements in the whole tensor, if the pass needs them."""
         if not self.draws:
             return []
         lines = [f"{of}_index = origin + ({place})"]
@@ -348,7 +348,7 @@ class TileMath:
         return [indent + line for line in lines]
 
     def near_index(self, indent: str, first: str, place: str) -> list[str]:
-        """The same of elements whose indices have their upper halves in common: it is no vector's then."""
+        """The same for elements whose indices share their upper halves: a scalar then, not a vector."""
         if not self.draws:
             return []
         return [
@@ -358,7 +358,7 @@ class TileMath:
 
     @property
     def walked(self) -> list[tuple[int, Array | None]]:
-        """As `used`, with the place of the whole tensor's strides among the arrays' if that is asked for."""
+        """As `used`, with the whole tensor's strides as an array of their own if the pass needs indices."""
         return [*self.used(), *([(len(self.arrays), None)] if self.draws else [])]
 
     @property
@@ -391,7 +391,7 @@ class TileMath:
 def finish_kernel(
     spec: KernelSpec, tile: TilePass, title: str, pointers: list[str], constants: str, stop: str
 ) -> list[str]:
-    """The kernel that combines what tiles have left of each tensor, in tile order."""
+    """The kernel that combines the tiles' parts of each tensor, in tile order."""
     count = spec.reduction_count
     lines = [
         *head(f"{spec.name}_{title}", pointers, constants),
@@ -440,15 +440,14 @@ FINISH_POINTERS = ["partials", "sums", "grads", "first_tile", "tile_count"]
 
 _NAMES = ("MATRICES", "ROWS", "COLUMNS", "HELD", "STAGES", "UNSCALE")
 _SLICE_CONSTANTS = ", ".join(f"{name}: tl.constexpr" for name in _NAMES)
-"""The sides of a tile, how many of its rows are held at once, how many such sub-blocks are computed or on their way,
-whether gradients lose their loss scale."""
+"""The sides of a tile, the rows of a sub-block, the sub-blocks in flight, whether gradients are unscaled."""
 
 _SHAPE = "(MATRICES, HELD, COLUMNS)"
 
 _COLUMNS_INSIDE = "(matrix < matrices_left) & (column < columns_left)"
 
 _CODES = "(MATRICES * HELD * COLUMNS // WIDE, WIDE)"
-"""A sub-block with a row for each block, as formats of blocks take it; `WIDE` of a tile of fewer columns are these."""
+"""The shape of a sub-block with a row for each block, as block formats take it; `WIDE` if a tile has fewer columns."""
 
 _BLOCK_LANES = (
     f"    WIDE: tl.constexpr = COLUMNS if COLUMNS < {BLOCK} else {BLOCK}",
@@ -487,7 +486,7 @@ def slice_kernels(spec: KernelSpec, tile: TilePass) -> list[list[str]]:
 
 
 def _walked_to(positions: Iterable[int]) -> list[str]:
-    """Where elements lie in strided arrays: their indices, dimension by dimension from the last one, times strides."""
+    """Offsets of elements in strided arrays: indices, dimension by dimension from the last one, times strides."""
     chosen = list(positions)
     return [
         *(f"at_{position} = index * 0" for position in chosen),
@@ -516,7 +515,7 @@ class _SliceKernel(TileMath):
         self.all_slices = spec.program.slices
         self.row_parts, self.column_parts = tile.parts_of("row"), tile.parts_of("column")
         self.whole_tile = set(self.element_inputs)
-        """The values with an element for each of the tile, by identity; others are the same along some side."""
+        """The values that have an element for each of the tile, by identity; others are broadcast along a side."""
         self.whole_tile.update(id(value) for _, value in self.slices if self.tile.place(value) in ("own", "other"))
         for value in tile.values():
             if not tile.leaves(value) and any(id(arg) in self.whole_tile for arg in value.args):
@@ -531,7 +530,7 @@ class _SliceKernel(TileMath):
         return self.all_slices.slots[id(value)]
 
     def _prologue(self) -> list[str]:
-        """Every table load, and which matrices, rows and columns the tile covers."""
+        """All table loads, and which matrices, rows and columns the tile covers."""
         slots = [*(self._slot(value) for _, value in self.slices), *(slot for slot, _ in self.tile.kept)]
         kinds = sorted({self._kind(slot) for slot in slots})
         lines = [
@@ -627,7 +626,7 @@ class _SliceKernel(TileMath):
         return lines + self._after_loops("        ")
 
     def _place_of(self, array: Array, corner: str, pitch: str) -> str:
-        """Where an array's entries of a sub-block lie in a tensor that lies row by row."""
+        """Offsets of a sub-block's entries in an array of a tensor that is contiguous by rows."""
         if array.elements == BLOCK:
             return f"(first_line + (start + block_line)) * per_row + (first_column + block_column) // {BLOCK}"
         if array.elements == 2:
@@ -687,7 +686,7 @@ class _SliceKernel(TileMath):
         return [indent + line for line in lines]
 
     def _walked_arrays(self, index: str | None) -> list[str]:
-        """Pointers to arrays of an entry an element, of buffers in blocks if their elements' index has a name."""
+        """Pointers into arrays of an entry for each element: of buffers in blocks with `index`, else of others."""
         arrays = [
             (position, array)
             for position, array in self.walked
@@ -704,7 +703,7 @@ class _SliceKernel(TileMath):
         return lines + self.element_index("", f"at_{len(self.arrays)}", index)
 
     def _before_loops(self, indent: str) -> list[str]:
-        """Loads that all rows of the tile share, and what columns and the whole tile are accumulated in."""
+        """Loads that all rows of the tile share, and the accumulators of columns and of the tile."""
         lines = [
             f"{indent}{name} = {self._load_slice(value, masked=True)}"
             for name, value in self.slices
@@ -716,7 +715,7 @@ class _SliceKernel(TileMath):
         return lines
 
     def _accumulated(self) -> list[tuple[str, Value]]:
-        """Names of what is reduced over the whole tile or its columns, with the reduction."""
+        """Names of the values that are reduced over the tile or its columns, with the reduction."""
         return [
             *((f"share_{slot}", reduction) for slot, reduction in self.column_parts),
             *((f"term_{slot}", reduction) for slot, reduction in self.tile.reductions),
@@ -765,7 +764,7 @@ class _SliceKernel(TileMath):
         return f"tl.load(slot_{slot} + start_{self._kind(slot)} + {pointer}{masked_by})"
 
     def _after_loops(self, indent: str) -> list[str]:
-        """Leave what was accumulated."""
+        """Store the accumulators."""
         lines = []
         for slot, reduction in self.column_parts:
             line = "((first_matrix + matrix) * row_tiles + row_tile)"
@@ -790,19 +789,19 @@ _LONGEST_LINE = 120
 _NO_BREAK = "\0=\0"
 
 _CONSTANTS = "TILE: tl.constexpr, SPAN: tl.constexpr, UNSCALE: tl.constexpr"
-"""Constants of a tile pass: elements held at once, elements of a program, whether gradients lose their scale."""
+"""Constants of a tile pass: elements of a block, elements of a program, whether gradients are unscaled."""
 
 _BLOCK_CONSTANTS = ", STAGES: tl.constexpr, RUNS: tl.constexpr"
-"""Of passes over blocks also how many tiles of whole blocks are computed or on their way at once, and how many runs of
-neighbours a thread has of a block."""
+"""Further constants of passes over blocks: tiles of whole blocks in flight, and a thread's runs of neighbours in a
+block."""
 
 
 _PARTS = (("part", "TILE"), ("rest", BLOCK))
-"""What a reduction has of whole tiles and of what is walked with a mask where tiles are of blocks, and of how many."""
+"""Accumulators of a reduction over block tiles: of whole tiles and of masked ones, and their sizes."""
 
 
 _UPPER_HALVES = "(origin + begin) >> 32 == (origin + stop - 1) >> 32"
-"""Whether the elements of a program have the upper halves of their indices in common."""
+"""Whether the elements of a program share the upper halves of their indices."""
 
 
 class _Kernel(TileMath):
@@ -844,7 +843,7 @@ class _Kernel(TileMath):
         ]
 
     def _whole_pointers(self, indent: str) -> list[str]:
-        """Pointers to the elements of a tile without an end in it."""
+        """Pointers to the elements of a tile that lies inside its tensor."""
         lines = []
         sizes = (array.dtype.itemsize for _, array in self.used() if array.elements == 1)
         # A pass may read nothing but pairs of codes.
@@ -867,13 +866,13 @@ class _Kernel(TileMath):
         )
 
     def _carried(self) -> list[Array]:
-        """The arrays with an entry for each block that are read: too narrow for copies that the loop makes ahead."""
+        """The arrays with an entry for each block that are read: too narrow for asynchronous copies."""
         storages = ((name, self.spec.storages[name]) for name in self.tile.reads() if name in self.spec.storages)
         arrays = [array for name, storage in storages for array in read_arrays(storage, name)]
         return [array for array in arrays if array.elements == BLOCK]
 
     def _ahead(self, indent: str, pointer: Callable[[Array], str], start: str) -> list[str]:
-        """Loads of what a tile needs of the arrays that are carried from one turn of the loop to the next."""
+        """A tile's loads from the arrays that are carried from one iteration to the next."""
         mask = f"(block_lane >= 0) & ({start} < whole)"
         return [
             f"{indent}{array.name}_next = tl.load({pointer(array)}, mask={mask}, other=0.0)"
@@ -881,7 +880,7 @@ class _Kernel(TileMath):
         ]
 
     def _whole_loop(self, indent: str) -> list[str]:
-        """Where tiles without an end in them begin and end, and the head of the loop over them."""
+        """The range of tiles that lie inside their tensor, and the head of the loop over them."""
         if not self.spec.has_blocks:
             return [
                 f"{indent}start = begin",
@@ -899,7 +898,7 @@ class _Kernel(TileMath):
         ]
 
     def _masks(self, indent: str) -> list[str]:
-        """Which elements of a tile there are, and their indices; of blocks, each row of the tensor begins one."""
+        """The mask of a tile's elements, and their indices; a row of the tensor begins a new block."""
         if not self.spec.has_blocks:
             return [f"{indent}mask = lane < stop - start", f"{indent}index = start + lane"]
         lines = [
@@ -920,7 +919,7 @@ class _Kernel(TileMath):
         return [f"{indent}{line}" for line in lines]
 
     def _block_pointers(self, indent: str) -> list[str]:
-        """Pointers to what a tile has of arrays with an entry for several elements."""
+        """Pointers to a tile's entries in arrays with an entry for several elements."""
         lines = []
         for _, array in self.used():
             if array.elements == BLOCK:
@@ -953,7 +952,7 @@ class _Kernel(TileMath):
         return lines
 
     def _accumulators(self, indent: str) -> list[str]:
-        """What reductions begin with; with blocks apart for what is walked with a mask."""
+        """Initial accumulators; block passes have their own for masked tiles."""
         shapes = {"part": "(TILE,)"}
         if self.spec.has_blocks:  # a row for each block; with a mask one block, as its indices take registers
             shapes = {"part": BLOCKS_SHAPE, "rest": "lane.shape"}
@@ -978,12 +977,12 @@ class _Kernel(TileMath):
 
     @property
     def _runs(self) -> str:
-        """Whether a program has something to do: where it measures, in a skipped step too."""
+        """Whether a program has work: with taps, in a skipped step too."""
         measures = self.taps is not None and self.taps.stats
         return "(grad_address != 0)" if measures else "(skip == 0.0) & (grad_address != 0)"
 
     def _prologue(self, tile: str) -> list[str]:
-        """Every table load before the first branch: they overlap, where a return between them would serialize them."""
+        """All table loads before the first branch: they overlap; a return between them would serialize them."""
         return [
             f"    tile = {tile}",
             "    t = tl.load(tile_tensor + tile).to(tl.int64)",
@@ -1044,7 +1043,7 @@ class _Kernel(TileMath):
 
     @property
     def _masked(self) -> str:
-        """Elements that are held at once where they are walked with a mask."""
+        """Elements of a masked block."""
         return str(BLOCK) if self.spec.has_blocks else "TILE"
 
     def strided_kernel(self) -> list[str]:

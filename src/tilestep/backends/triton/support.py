@@ -53,7 +53,7 @@ def add(left, right):
 
 @triton.jit
 def both(left, right):
-    """Whether two truths hold; the interpreter spreads one of a tensor as a float."""
+    """Logical and; the interpreter broadcasts a scalar condition as a float."""
     if INTERPRETED:
         return tl.where(left, right, 0) != 0
     else:
@@ -62,7 +62,7 @@ def both(left, right):
 
 @triton.jit
 def either(left, right):
-    """Whether one of two truths holds."""
+    """Logical or; see `both`."""
     if INTERPRETED:
         return tl.where(left, 1, right) != 0
     else:
@@ -189,7 +189,7 @@ def at_most(value, bound):
 
 @triton.jit
 def larger_number(left, right):
-    """The larger of two numbers; the second, which is none, where the first is NaN."""
+    """The larger of two numbers; the second, which is never NaN, where the first is NaN."""
     if INTERPRETED:
         return tl.where(left > right, left, right)
     else:
@@ -198,7 +198,7 @@ def larger_number(left, right):
 
 @triton.jit
 def block_max(value):
-    """The largest of integers without a sign in each row, of which the runs may be a dimension of their own."""
+    """The largest unsigned integer of each row; runs of a row may be a third dimension."""
     largest = tl.max(value.to(tl.uint32, bitcast=True), 1, keep_dims=True)
     if len(value.shape) == 3:
         largest = tl.max(largest, 2, keep_dims=True)
@@ -207,7 +207,7 @@ def block_max(value):
 
 @triton.jit
 def largest_in_block(value):
-    """The largest of numbers in each row, as `block_max`; NaN where one is."""
+    """The largest number of each row, as `block_max`; NaN if one is."""
     largest = tl.reduce(value, 1, maximum, keep_dims=True)
     if len(value.shape) == 3:
         largest = tl.reduce(largest, 2, maximum, keep_dims=True)
@@ -215,7 +215,7 @@ def largest_in_block(value):
 
 
 def _pack_bytes(place: int) -> str:
-    """The bytes at a place of four integers."""
+    """PTX that packs the byte at `place` of four integers."""
     pair = f"0x00{place + 4}{place}"
     return (
         f"{{ .reg .b32 low, high; prmt.b32 low, $1, $2, {pair}; prmt.b32 high, $3, $4, {pair};"
@@ -228,7 +228,7 @@ _PACK_BYTES = tl.constexpr(tuple(_pack_bytes(place) for place in range(4)))
 
 @triton.jit
 def byte_of(bits, dtype: tl.constexpr, place: tl.constexpr = 0):
-    """The lowest bytes of integers, or those at another place, four at a time."""
+    """The byte at `place` of each integer, four at a time."""
     if INTERPRETED:
         return (bits >> (8 * place)).to(dtype)
     else:
@@ -238,7 +238,7 @@ def byte_of(bits, dtype: tl.constexpr, place: tl.constexpr = 0):
 
 
 def _spread_bytes(taken: str, away: str) -> tl.constexpr:
-    """Four bytes as the last bits of 2^23, less that."""
+    """PTX for four bytes as float32: each in the mantissa of 2^23, less 2^23."""
     registers = ("one", "two", "three", "four")
     spread = " ".join(f"prmt.b32 {name}, bytes, high, 0x744{place};" for place, name in enumerate(registers))
     numbers = " ".join(f"add.f32 ${place}, {name}, {away};" for place, name in enumerate(registers))
@@ -290,7 +290,7 @@ _FLOAT8_ELEMENTS = tl.constexpr(
 
 @triton.jit
 def float8_number(number, element):
-    """The numbers of bytes that are float8, four at a time where a GPU converts them; elsewhere as they are given."""
+    """The numbers of bytes that are float8, four at a time where a GPU converts them; elsewhere `number`."""
     if INTERPRETED or not cuda_capability_geq(8, 9):
         return number
     else:
@@ -301,7 +301,7 @@ def float8_number(number, element):
 
 @triton.jit
 def float8_element(element, number):
-    """Numbers as bytes that are float8, four at a time where a GPU converts them; elsewhere as they are given.
+    """Numbers as bytes that are float8, four at a time where a GPU converts them; elsewhere `element`.
 
     Denormals are rounded twice, by the float32 with float8's bias first, as others round them.
     """
@@ -377,11 +377,11 @@ def bits_of(value):
 
 @triton.jit
 def differs(left, right):
-    """Whether elements of one type have other bits."""
+    """Whether the bits of two elements of one type differ."""
     if left.dtype == tl.float64:
         return left.to(tl.int64, bitcast=True) != right.to(tl.int64, bitcast=True)
     elif left.dtype == tl.bfloat16:
-        # As the numbers that most of them are made for anyway.
+        # As float32, which most of them are converted to anyway.
         return bits_of(to_float32(left)) != bits_of(to_float32(right))
     else:
         return bits_of(left) != bits_of(right)
@@ -389,7 +389,7 @@ def differs(left, right):
 
 @triton.jit
 def neighbours(values):
-    """Every first, second, third and fourth of four."""
+    """The first, second, third and fourth of every four values."""
     pairs = tl.reshape(values, (values.numel // 4, 2, 2))
     even, odd = tl.split(pairs)
     first, third = tl.split(even)
@@ -399,7 +399,7 @@ def neighbours(values):
 
 @triton.jit
 def add_squares(totals, values):
-    """totals[n // 4] with the squares of four neighbours of values[n] each added."""
+    """totals[n // 4] plus the squares of the four neighbours in values[n]."""
     first, second, third, fourth = neighbours(values)
     totals = tl.fma(second, second, tl.fma(first, first, totals))
     return tl.fma(fourth, fourth, tl.fma(third, third, totals))
@@ -407,14 +407,14 @@ def add_squares(totals, values):
 
 @triton.jit
 def add_largest(totals, values):
-    """totals[n // 4], or where it is larger the largest magnitude of four neighbours of values[n]."""
+    """The larger of totals[n // 4] and the magnitudes of the four neighbours in values[n]."""
     first, second, third, fourth = neighbours(tl.abs(values))
     return maximum(maximum(maximum(first, second), maximum(third, fourth)), totals)
 
 
 @triton.jit
 def add_count(totals, flags):
-    """totals[n // 4] with how many flags of four neighbours are set added."""
+    """totals[n // 4] plus the number of set flags among the four neighbours in flags[n]."""
     return totals + tl.sum(tl.reshape(flags.to(tl.int32), (flags.numel // 4, 4)), 1)
 
 
@@ -422,7 +422,7 @@ def add_count(totals, flags):
 def sum_up_taps(
     tap_partials, starts, stops, extremes, results, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Rows of a table combined by runs of neighbours, in a fixed order: added, or the larger in columns of extremes.
+    """Combine runs of a table's rows in a fixed order: sums, or the largest in columns of extremes.
 
     tap_partials[rows][COLUMNS]; starts, stops [runs]; extremes[COLUMNS], 1 for those; results[runs][COLUMNS] in
     float64.
@@ -474,7 +474,7 @@ def to_bfloat16(value):
 
 @triton.jit
 def to_bfloat16_pairs(value):
-    """The same, two by one instruction: what is both stored and looked at is otherwise made one by one, slowly."""
+    """The same, two by one instruction: the compiler converts values that are also read one by one, slowly."""
     if INTERPRETED or not cuda_capability_geq(8, 0):
         return to_bfloat16(value)
     else:
@@ -505,7 +505,7 @@ _PACKED_PAIRS = tl.constexpr(
 
 @triton.jit
 def packed_pairs(codes):
-    """Integers of which the lowest byte has four bits, in rows, with their neighbours' in bytes."""
+    """Four-bit codes in rows, two neighbours in a byte."""
     left, right = tl.split(tl.reshape(codes, halves_of(codes.shape)))
     if INTERPRETED:
         return (left + (right << 4)).to(tl.uint8)
@@ -517,13 +517,13 @@ def packed_pairs(codes):
 
 @triton.jit
 def nibbles(pairs):
-    """The integers that `packed_pairs` has packed."""
+    """The codes that `packed_pairs` has packed."""
     bits = pairs.to(tl.int32)
     return tl.reshape(tl.join(bits & 15, (bits >> 4) & 15), twice_as_long(pairs.shape))
 
 
 def _spread_nibbles() -> tl.constexpr:
-    """Eight halves of four bytes, each as the last bits of a power of two, plus a number; the lower halves first."""
+    """PTX for the eight codes in four bytes as float32, plus a number; those in lower halves first."""
     registers = ", ".join(f"bits{place}" for place in range(8))
     lines = [f".reg .b32 upper, {registers}; shr.u32 upper, $8, 16;"]
     for place in range(8):
@@ -539,7 +539,7 @@ _NIBBLES = _spread_nibbles()
 
 @triton.jit
 def nibbles_plus(pairs, number: tl.constexpr):
-    """The integers that `packed_pairs` has packed, plus a multiple of 1/2 below 16, as float32."""
+    """The codes that `packed_pairs` has packed, plus a multiple of 1/2 below 16, as float32."""
     if INTERPRETED:
         return nibbles(pairs).to(tl.float32) + number
     else:
