@@ -243,11 +243,15 @@ def test_numbers_out_of_range_that_are_assigned_later_are_taken_as_torch_takes_t
         ("betas", (0.9, None), r"betas\[1\]: None; it must be a number"),
         ("betas", (0.9,), r"betas: \(0.9,\); it takes 2 values"),
         ("betas", 0.9, "betas: 0.9; it takes 2 values"),
+        ("max_grad_norm", "1.0", "max_grad_norm: '1.0'; it must be a number or tilestep.ZClip"),
+        ("max_grad_norm", [1.0], r"max_grad_norm: \(1.0,\); it must be a number"),
+        ("max_grad_norm", tilestep.AdaGC(), r"max_grad_norm: AdaGC\(.*\); .* in a new group AdaGC"),
+        ("max_grad_norm", lambda step: 1.0, "max_grad_norm: .* cannot be a function of the step"),
     ],
 )
 def test_a_number_that_becomes_something_else_is_named(key: str, value: Any, message: str) -> None:
     params = make_params()
-    optimizer = tilestep.AdamW(params)
+    optimizer = tilestep.AdamW(params, max_grad_norm=1.0)
     for _ in range(2):
         before, number = everything(optimizer), optimizer.param_groups[0][key]
         optimizer.param_groups[0][key] = value

@@ -123,6 +123,30 @@ def test_a_checkpoint_of_training_ends_the_evaluation() -> None:
     assert all("training_param" not in state for state in optimizer.state.values())
 
 
+@pytest.mark.parametrize("order", ["optimizer", "optimizer, model", "model, optimizer"])
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_checkpoint_that_comes_while_averages_are_held_trains_from_weights(order: str, copies: bool) -> None:
+    """Not from the averages that stood for the training weights."""
+    optimizer, params = trained(RULES["ema"])
+    saved, weights = copy.deepcopy(optimizer.state_dict()), twins(params)
+    control, twin = copy.deepcopy((optimizer, params))
+    if "model" in order:
+        train([(optimizer, params)], range(5, 7))
+    optimizer.eval()
+    if copies:
+        optimizer, params = copy.deepcopy((optimizer, params))
+    for what in order.split(", "):
+        if what == "optimizer":
+            optimizer.load_state_dict(saved)
+        else:
+            with torch.no_grad():
+                for param, weight in zip(params, weights):
+                    param.copy_(weight)
+    assert all(map(torch.equal, params, twin))
+    train([(optimizer, params), (control, twin)], range(5, 8))
+    assert all(map(torch.equal, params, twin))
+
+
 def test_a_copy_made_while_evaluating_is_evaluating() -> None:
     optimizer, params = trained(RULES["ema"])
     optimizer.eval()

@@ -228,6 +228,16 @@ def test_copies_go_on_alike() -> None:
             "lr being given as a function.*torch.where",
         ),
         (
+            {"lr": lambda step: torch.stack([step, step])},
+            tilestep.RuleError,
+            r"lr is a function of the step and must give one number, not a tensor of shape \(2,\)",
+        ),
+        (
+            {"lr": lambda step, warmup: step},
+            tilestep.RuleError,
+            "lr is a function of the step, and cannot be called with it: .*missing 1 required",
+        ),
+        (
             {"momentum": 0.9, "dampening": lambda step: step, "nesterov": True},
             ValueError,
             "Nesterov momentum requires a momentum and zero dampening",
@@ -245,6 +255,15 @@ def test_refusals(arguments: dict[str, Any], error: type[Exception], text: str) 
     with pytest.raises(error, match=text):
         optimizer.add_param_group({"params": make_params([(3,)]), **arguments})
     assert_unchanged(optimizer, before)
+
+
+def test_a_function_that_comes_later_is_named_and_not_the_rule_alone() -> None:
+    params = make_params([(3,)])
+    optimizer = tilestep.SGD(params, lr=0.1)
+    optimizer.param_groups[0]["lr"] = lambda step: torch.stack([step, step])
+    params[0].grad = torch.ones(3)
+    with pytest.raises(tilestep.RuleError, match=r"in rule SGD, in lr, which is a function of the step: .*stack"):
+        optimizer.step()
 
 
 def test_the_reference_calls_functions_too() -> None:

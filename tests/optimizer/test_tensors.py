@@ -98,6 +98,14 @@ def test_a_step_without_any_gradient_changes_nothing() -> None:
     optimizer.zero_grad()
     optimizer.step()
     assert all(map(torch.equal, params, before)) and float(optimizer.state[params[0]]["step"]) == 1
+    assert float(optimizer.grad_norm) == 0
+    set_gradients(params)
+    optimizer.step()
+    assert float(optimizer.grad_norm) > 0
+    optimizer.state.clear()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert float(optimizer.grad_norm) == 0
 
 
 def test_frozen_parameters_cost_nothing_until_they_wake() -> None:

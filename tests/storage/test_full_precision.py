@@ -85,6 +85,20 @@ def test_blocks_of_another_parameter_are_refused() -> None:
         optimizer.load_state_dict(saved)
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_blocks_that_torch_has_cast_are_refused(format: str) -> None:
+    """Codes of which nothing says what they stand for are no numbers."""
+    optimizer, params = trained(format, shapes=[(64, 300)])
+    saved, before = optimizer.state_dict(), copy.deepcopy(optimizer.state[params[0]])
+    theirs = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(64, 300))])
+    theirs.load_state_dict(saved)
+    with pytest.raises(StateError, match="'exp_avg' of parameter 0 of group 0 is float32 beside 'exp_avg_scales"):
+        optimizer.load_state_dict(theirs.state_dict())
+    with pytest.raises(StateError, match="'exp_avg' of the checkpoint is float32 beside 'exp_avg_scales"):
+        tilestep.full_precision(theirs.state_dict())
+    assert all(torch.equal(as_bits(value), as_bits(before[name])) for name, value in optimizer.state[params[0]].items())
+
+
 def test_short_rows_stay_in_float32() -> None:
     optimizer, params = trained("int8", shapes=[(400, 20), (400, 40)])
     assert optimizer.state[params[0]]["exp_avg"].dtype is torch.float32

@@ -297,6 +297,7 @@ class Recorder(TensorDispatch):
         self.idle: list[RuleError] = []
         self.memory = Memory()
         self.decomposing = ""
+        self.title = f"rule {rule.name}"  # what messages call that which runs
 
     def placeholder(self, tensor: torch.Tensor, value: Value) -> torch.Tensor:
         """Let this fake tensor stand for a value of the graph."""
@@ -463,7 +464,7 @@ class Recorder(TensorDispatch):
 
     def unsupported(self, what: str, instead: str = ALTERNATIVE) -> RuleError:
         """The error for an operation that cannot be translated, with what works instead."""
-        self.refused = RuleError(f"{self.location()}: in rule {self.rule.name}: {what}; {instead}")
+        self.refused = RuleError(f"{self.location()}: in {self.title}: {what}; {instead}")
         return self.refused
 
     def read_error(self, tensor: Any) -> RuleError:
@@ -482,7 +483,7 @@ class Recorder(TensorDispatch):
         place = self.location()
         lines = rewritten(place)
         instead = f": {lines}" if lines else ""
-        return RuleError(f"{place}: in rule {self.rule.name}: {what}; use torch.where instead of if{instead}")
+        return RuleError(f"{place}: in {self.title}: {what}; use torch.where instead of if{instead}")
 
     def branch(self, tensor: Any) -> bool:
         """Decide an `if` of the rule on its hyperparameters and sizes, and remember the decision as a guard."""
@@ -659,7 +660,9 @@ def _run(recorder: Recorder, rule: Rule, hyperparameters: Mapping[str, Any], sha
         with refusing_chance(functions, f"in rule {rule.name}"), Reads(recorder), recorder:
             for key, value in values.items():
                 if changes(value):
+                    recorder.title = f"rule {rule.name}, in {key}, which is a function of the step"
                     values[key] = recorder.scheduled(key, value, step)
+            recorder.title = f"rule {rule.name}"
             return rule(*buffers, **values)
     except Exception as error:
         # Operators of tensors turn a TypeError, and so ours, into "unsupported operand type(s)".
@@ -671,7 +674,7 @@ def _run(recorder: Recorder, rule: Rule, hyperparameters: Mapping[str, Any], sha
             raise  # the rule's own
         lines = [f"{frame.f_code.co_filename}:{line}" for frame, line in frames if not _is_internal(frame)]
         where = lines[-1] if lines else rule.where
-        raise RuleError(f"{where}: in rule {rule.name}: {error}; {ALTERNATIVE}") from error
+        raise RuleError(f"{where}: in {recorder.title}: {error}; {ALTERNATIVE}") from error
     finally:
         scalar_factory.reset(token)
         global_reduce.reset(reduce_token)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -78,7 +78,10 @@ def _widened(values: Mapping[str, Any]) -> dict[str, Any]:
         if blocks is not None:
             beside.update(array.name for array in blocks.arrays(name)[1:])
             widened[name] = _values(blocks, name, values)
-        elif isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not torch.float64:
+            continue
+        if isinstance(value, torch.Tensor) and value.dim():
+            _refuse_lost_codes("the checkpoint", name, values, ())
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not torch.float64:
             widened[name] = value.to(torch.float32, copy=True)
         elif isinstance(value, torch.Tensor) and value.dtype is torch.complex32:
             widened[name] = value.to(torch.complex64)
@@ -461,6 +464,17 @@ def _saved_states(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[t
     return checked
 
 
+def _refuse_lost_codes(label: str, name: str, values: Mapping[str, Any], own: Container[str]) -> None:
+    """Raise for a state that is in no blocks and has their scales: its codes would be taken for numbers."""
+    for scales in scale_names(name):
+        if isinstance(values.get(scales), torch.Tensor) and scales not in own:
+            raise StateError(
+                f"state {name!r} of {label} is {dtype_name(values[name].dtype)} beside {scales!r}, which is "
+                f"{dtype_name(values[scales].dtype)}: one of both was cast, as torch's optimizers do when they load, "
+                "and codes cannot be read without their scales; convert checkpoints by tilestep.full_precision before"
+            )
+
+
 class _StateReader:
     """Checks a checkpoint's states of a group's parameters of one dtype; made once for all of them."""
 
@@ -506,7 +520,10 @@ class _StateReader:
                     )
             if blocks is not None:
                 continue
-            if name not in MASTER_KEYS and not (value.is_floating_point() or value.is_complex()):
+            if has_blocks and name not in MASTER_KEYS:
+                _refuse_lost_codes(label, name, values, rule.state_names)
+            is_number = (value.is_floating_point() and value.dtype.itemsize > 1) or value.is_complex()
+            if name not in MASTER_KEYS and not is_number:
                 raise StateError(
                     f"state {name!r} of {label} is {dtype_name(value.dtype)} in the checkpoint, without scales that "
                     "say what its codes stand for: give it in floating point"

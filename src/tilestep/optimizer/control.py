@@ -334,6 +334,8 @@ class StepControl:
         inputs = inputs or self.inputs(optimizer) or StepInputs(**self._constants)
         engines, ranks = plan.engines, plan.ranks
         if not engines:
+            if self.numbers is not None:
+                self.numbers[NORM].zero_()
             return
         device = engines[0].device
         if inputs.grad_scale is not None or inputs.found_inf is not None or inputs.loss is not None:

@@ -80,12 +80,6 @@ def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
     numbers = _host_values(rule, group)
     _check_kinds(rule, numbers)
     rule.check(numbers)
-    limit = group.get("max_grad_norm")
-    limit = limit if type(limit) in PYTHON_TYPES else _on_host(limit, "max_grad_norm")
-    if isinstance(limit, ZClip):
-        limit = limit.max_norm
-    if limit is not None:
-        _check_kind("max_grad_norm", limit, 1.0)
     check_flags(rule, group)
 
 
@@ -102,6 +96,11 @@ def check_flags(rule: Rule, group: Mapping[str, Any]) -> None:
         if not isinstance(value, torch.Tensor) and value != value:
             raise ValueError(f"Invalid {name}: nan")
     limit = group.get("max_grad_norm")
+    limit = limit if type(limit) in PYTHON_TYPES else _on_host(limit, "max_grad_norm")
+    if isinstance(limit, ZClip):
+        limit = limit.max_norm
+    if limit is not None:
+        _check_kind("max_grad_norm", limit, 1.0)
     if isinstance(limit, (int, float)) and not limit >= 0:
         raise ValueError(f"Invalid max_grad_norm: {limit}; it must be at least 0, or None")
     if group.get("fused") and group.get("foreach"):
@@ -138,7 +137,9 @@ def _check_kind(key: str, value: Any, default: Any) -> None:
         return
     is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
     if is_number and not isinstance(value, (int, float, torch.Tensor)) and not callable(value):
-        raise TypeError(f"Invalid {key}: {value!r}; it must be a number or a function of the step")
+        limits = "tilestep.ZClip(...), in a new group AdaGC(...)"
+        others = limits if key == "max_grad_norm" else "a function of the step"
+        raise TypeError(f"Invalid {key}: {value!r}; it must be a number or {others}")
     if callable(value) and (isinstance(default, (bool, str)) or key == "max_grad_norm"):
         raise TypeError(f"Invalid {key}: {value!r}; it cannot be a function of the step")
 

@@ -20,6 +20,7 @@ from ..compat import (
     opaque,
     step_is_ordinary,
     step_is_watched,
+    version_of,
 )
 from ..linalg import keeping_to, operations
 from ..memory.memory import StateMemory
@@ -164,6 +165,7 @@ class Optimizer(torch.optim.Optimizer):
         self._masters: Masters | None = None
         self.graphs, self.memory = Graphs(), StateMemory()
         self.is_evaluating = self._ready = False
+        self.held: dict[torch.Tensor, int] = {}  # parameters that hold averages, with their versions since then
         self.workspace_limit = operations.limit
         super().__init__(params, defaults)
         self._ready = True
@@ -399,10 +401,16 @@ class Optimizer(torch.optim.Optimizer):
         self.drop_plan()
         # If a parameter and the checkpoint's master of it disagree, the parameter's value counts.
         self._masters = None
+        # Averages are no weights that train; what was written over them since `eval()` is the checkpoint's.
+        for param, version in self.held.items():
+            if TRAINING in self.state[param] and TRAINING not in states.get(param, ()) and _version(param) == version:
+                copy_into(param, self.state[param][TRAINING])
+                torch.autograd.graph.increment_version(param)
         self.state = state = WatchedState(dict)
         state.adopt(states, ahead)
         self.control.load(self.param_groups, groups)
-        self.is_evaluating = holds_averages(self)
+        self.held = held_averages(self)
+        self.is_evaluating = bool(self.held)
 
     @property
     def grad_norm(self) -> torch.Tensor:
@@ -889,7 +897,8 @@ class Optimizer(torch.optim.Optimizer):
             self._ready = True
             self._plan = self._masters = None
             self.memory = StateMemory()
-            self.is_evaluating = holds_averages(self)
+            self.held = held_averages(self)
+            self.is_evaluating = bool(self.held)
 
 
 _COMMON = {
@@ -944,9 +953,13 @@ def keeps_averages(optimizer: Optimizer) -> bool:
     return any(optimizer.rule_of(group).evaluation is not None for group in optimizer.param_groups)
 
 
-def holds_averages(optimizer: Optimizer) -> bool:
-    """Whether a parameter holds its weights for evaluation."""
-    return any(TRAINING in state for _, state in param_states(optimizer))
+def held_averages(optimizer: Optimizer) -> dict[torch.Tensor, int]:
+    """The parameters that hold their weights for evaluation, with their versions."""
+    return {param: _version(param) for param, state in param_states(optimizer) if TRAINING in state}
+
+
+def _version(param: torch.Tensor) -> int:
+    return version_of(param) + version_of(local_part(param))
 
 
 @torch.no_grad()
@@ -983,6 +996,7 @@ def swap_in_averages(optimizer: Optimizer) -> None:
             state[TRAINING] = distribute(local.detach().clone(), param)
             part.copy_(average)
             torch.autograd.graph.increment_version(param)
+            optimizer.held[param] = _version(param)
 
 
 @torch.no_grad()
@@ -994,6 +1008,7 @@ def swap_out_averages(optimizer: Optimizer) -> None:
             if TRAINING in state:
                 copy_into(param, state.pop(TRAINING))
                 torch.autograd.graph.increment_version(param)
+    optimizer.held = {}
 
 
 class AttachedType(type):

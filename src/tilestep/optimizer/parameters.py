@@ -98,6 +98,7 @@ class Optimizer(Protocol):
     attached: tuple[str, ...]
     control: Any
     is_evaluating: bool
+    held: dict[torch.Tensor, int]
     graphs: Any
     memory: Any
     placement: Any

@@ -535,7 +535,10 @@ def at_step(value: Any, step: Any, name: str = "the function") -> Any:
         return value
     # Scalars that the function makes are where the step count is, whatever torch's default device.
     with step.device if isinstance(step, torch.Tensor) else torch.device("cpu"):
-        result = as_scalar(scalar_globals(value)(as_scalar(step)))
+        try:
+            result = as_scalar(scalar_globals(value)(as_scalar(step)))
+        except TypeError as error:
+            raise RuleError(f"{name} is a function of the step, and cannot be called with it: {error}") from error
     # The strides, since a graph that asked for dimensions would hold for these dimensions only.
     if not isinstance(result, torch.Tensor) or result.stride():
         shown = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else repr(result)

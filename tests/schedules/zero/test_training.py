@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -119,6 +120,29 @@ def averages_of_remainders() -> None:
             pass
     train(pair, microbatches(2))
     pair.compare()
+    pair.compare_states()
+
+
+def checkpoints_that_come_while_averages_are_held() -> None:
+    """Parameters train on with their own weights, or with those that were loaded since `eval()`."""
+    pair = Pair(Elementwise(), lambda params: tilestep.Optimizer(params, "ScheduleFreeSGD", lr=0.1), bucket_cap_mb=TINY)
+    three_steps(pair)
+    saved = pair.optimizer.full_state_dict(), copy.deepcopy(pair.twin_optimizer.state_dict())
+    weights = {name: weight.clone() for name, weight in pair.twin.state_dict().items()}
+    three_steps(pair)
+    for loads_weights in (False, True):
+        wanted = weights if loads_weights else copy.deepcopy(pair.twin.state_dict())
+        pair.optimizer.eval()
+        pair.twin_optimizer.eval()  # type: ignore[attr-defined]
+        if loads_weights:
+            pair.model.load_state_dict(weights)
+            pair.twin.load_state_dict(weights)
+        pair.optimizer.load_state_dict(saved[0])
+        pair.twin_optimizer.load_state_dict(saved[1])
+        pair.compare()
+        assert all(torch.equal(weight, wanted[name]) for name, weight in pair.twin.state_dict().items())
+        train(pair, microbatches(2))
+        pair.compare()
     pair.compare_states()
 
 
@@ -352,6 +376,7 @@ CHECKS = [
     masters,
     remainders,
     averages_of_remainders,
+    checkpoints_that_come_while_averages_are_held,
     dtypes_in_any_mixture,
     gradients_summed_in_float32,
     every_microbatch_s_digits_are_kept_beside_an_unused_parameter,

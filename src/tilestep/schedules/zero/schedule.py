@@ -491,8 +491,13 @@ class ShardedSchedule(Schedule):
         own_keys = [{key: group[key] for key in STRUCTURE if key in group} for group in inner_groups]
         merged = [{**own, **hyperparameters(new)} for own, new in zip(own_keys, groups)]
         merged += [group for group in inner_groups if ANCHOR in group]
+        held_averages = optimizer.is_evaluating
+        if held_averages:
+            self.sync_masters(optimizer)
         inner.load_state_dict({"state": states, "param_groups": merged})
         optimizer.is_evaluating = inner.is_evaluating
+        if held_averages:
+            self.parameters.gather()
         sharding.anchor()
         for member in sharding.members:
             # Others that train begin with the next step.
