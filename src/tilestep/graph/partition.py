@@ -437,12 +437,6 @@ class Program:
     matrices: MatrixProgram = field(default_factory=MatrixProgram)
     slices: Slices = field(default_factory=Slices)
 
-    @property
-    def buffers(self) -> list[str]:
-        """Element buffers in order: param, grad, then states that are not scalars."""
-        scalar = set(self.graph.scalar_states)
-        return ["param", "grad", *(name for name in self.graph.states if name not in scalar)]
-
     def slices_before(self, index: int) -> list[TilePass]:
         """The passes over slices between scalar pass and tile pass `index`."""
         return self.slices.passes[index] if self.slices.passes else []
