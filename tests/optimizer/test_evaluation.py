@@ -10,6 +10,7 @@ import torch
 from twins import assert_unchanged, everything, make_params, train, twins
 
 import tilestep
+import tilestep.optimizer.optimizer as optimizer_module
 from tilestep.rules.compose import ema, lookahead
 
 RULES: dict[str, Any] = {
@@ -145,6 +146,30 @@ def test_a_checkpoint_that_comes_while_averages_are_held_trains_from_weights(ord
     assert all(map(torch.equal, params, twin))
     train([(optimizer, params), (control, twin)], range(5, 8))
     assert all(map(torch.equal, params, twin))
+
+
+@pytest.mark.parametrize("puts_in", [True, False])
+def test_an_exchange_of_weights_that_is_interrupted(puts_in: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not half of them stay exchanged, and none are lost."""
+    optimizer, params = trained(RULES["ema"])
+    before = everything(optimizer)
+    if not puts_in:
+        optimizer.eval()
+    left = [2]
+    name = "exact_values" if puts_in else "copy_into"
+    original = getattr(optimizer_module, name)
+
+    def interrupted(*args: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(optimizer_module, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.train(not puts_in)
+    optimizer.train()
+    assert_unchanged(optimizer, before)
 
 
 def test_a_copy_made_while_evaluating_is_evaluating() -> None:

@@ -228,6 +228,27 @@ def test_averages_before_a_step_are_the_weights() -> None:
     assert optimizer.state[param]["z"].tolist() == [2.5] * 2
 
 
+@pytest.mark.parametrize("name", ["ScheduleFreeSGD", "lookahead", "ema", "masters"])
+def test_states_that_were_made_ahead_are_read_with_the_weights_that_are_there(name: str) -> None:
+    """As a capture, `offload` and `overlap` make them, before a checkpoint is loaded into the model."""
+    params, others = make_params(), make_params()
+    optimizer, plain = RULES[name](params), RULES[name](others)
+    optimizer.fitting_plan(ahead=True)
+    for place, (param, other) in enumerate(zip(params, others)):
+        param.data.fill_(place + 3.0)
+        other.data.fill_(place + 3.0)
+        for key, value in optimizer.state_dict()["state"][place].items():
+            if key in ("z", "ema", "slow", "master_param"):
+                assert torch.equal(value, param.detach().to(value.dtype))
+    with optimizer.averaged():
+        assert all(map(torch.equal, params, others))
+    for param, other in zip(params, others):
+        param.data.neg_()
+        other.data.neg_()
+    train([(optimizer, params), (plain, others)], range(2))
+    assert all(map(torch.equal, params, others))
+
+
 def test_states_are_exchanged_and_what_was_handed_out_stays() -> None:
     first, second = make_params(), make_params()
     one, two = tilestep.AdamW(first, amsgrad=True), tilestep.AdamW(second, amsgrad=True)

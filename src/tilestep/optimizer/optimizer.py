@@ -44,7 +44,16 @@ from .groups import about_group, check_group, current_value, find_rule, without_
 from .masters import MASTER_KEYS, Masters, MasterWeights, exact_values
 from .parameters import iter_params, param_states
 from .plan import StepPlan
-from .states import SQUARES, TRAINING, ParameterState, StateDtype, WatchedState, compute_dtype, keeping_squares
+from .states import (
+    SQUARES,
+    TRAINING,
+    ParameterState,
+    StateDtype,
+    WatchedState,
+    begin_ahead_again,
+    compute_dtype,
+    keeping_squares,
+)
 
 _WIDE = (torch.float64, torch.complex128)
 
@@ -767,7 +776,12 @@ class Optimizer(torch.optim.Optimizer):
         elif not mode and keeps_averages(self):
             if self.state and self._plan is None:
                 self.rebuild()
-            swap_in_averages(self)
+            try:
+                swap_in_averages(self)
+            except BaseException:
+                swap_out_averages(self)
+                self.is_evaluating = False
+                raise
             self.is_evaluating = True
 
     @opaque
@@ -836,6 +850,7 @@ class Optimizer(torch.optim.Optimizer):
         """The `state_dict`, whatever the schedule."""
         if not self.attached:
             begin_at_once(self)
+        begin_ahead_again(self)
         if self._plan is not None:
             # Masters of parameters that other code has written to are saved as the next step would read them.
             self._plan.sync_masters()
@@ -969,6 +984,7 @@ def swap_in_averages(optimizer: Optimizer) -> None:
     if plan is not None and not optimizer.is_evaluating:
         plan.sync_masters()
         plan.record_versions()
+    begin_ahead_again(optimizer)
     with nullcontext() if plan is None else plan.masters.own_writes():
         for label, _, group, param in iter_params(optimizer):
             rule, state = optimizer.rule_of(group), optimizer.state.get(param)
@@ -1006,7 +1022,8 @@ def swap_out_averages(optimizer: Optimizer) -> None:
     with nullcontext() if plan is None else plan.masters.own_writes():
         for param, state in param_states(optimizer):
             if TRAINING in state:
-                copy_into(param, state.pop(TRAINING))
+                copy_into(param, state[TRAINING])
+                del state[TRAINING]
                 torch.autograd.graph.increment_version(param)
     optimizer.held = {}
 

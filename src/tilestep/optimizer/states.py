@@ -542,6 +542,14 @@ def begin_again(state: dict[str, Any], rule: Rule, param: torch.Tensor, group: M
             kept.copy_(torch.where(fresh.to(buffer.device), begun[key].view(dtype), kept))
 
 
+def begin_ahead_again(optimizer: Optimizer) -> None:
+    """As `begin_again` for all states that were made ahead, before they are read: parameters may have other values."""
+    for _, _, group, param in iter_params(optimizer):
+        state = optimizer.state.get(param)
+        if isinstance(state, ParameterState) and state.is_ahead:
+            begin_again(state, optimizer.rule_of(group), param, group)
+
+
 def _beginning(start: State, param: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
     """The values with which a state begins."""
     if start.init == "param":

@@ -19,7 +19,7 @@ from ...memory.memory import StateMemory
 from ...optimizer import Optimizer
 from ...optimizer.build import graph_of
 from ...optimizer.masters import MASTER_KEYS
-from ...optimizer.states import TRAINING, StateTemplate, fill_buffers, storages
+from ...optimizer.states import TRAINING, StateTemplate, begin_ahead_again, fill_buffers, storages
 from ...placement import Ranks
 from ...rules import Rule
 from ...storage import entries_of, kept_in_blocks, shape_of_entries, values_of
@@ -152,6 +152,7 @@ def steps_behind(optimizer: Optimizer) -> list[float]:
 @contextmanager
 def sharded_states(optimizer: Optimizer, sharding: Sharding) -> Iterator[None]:
     """A block in which an optimizer's `state` has what a checkpoint takes: pieces that know where they belong."""
+    begin_ahead_again(sharding.inner)
     states: dict[Any, dict[str, Any]] = {}
     for member in sharding.members:
         own = sharding.inner.state.get(member.piece, {}) if member.piece is not None else {}
