@@ -137,6 +137,24 @@ def test_a_parameter_that_cannot_be_updated(kind: str) -> None:
     assert set(optimizer.state) == set(first)
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_parameters_that_are_tied_later_are_refused(steps: int) -> None:
+    """By `.data`, which leaves two parameters in the place of one: they would be updated at the same time."""
+    first, second = make_params([(5,), (5,)])
+    optimizer = tilestep.AdamW([first, second])
+    train([(optimizer, [first, second])], range(steps))
+    own = second.data
+    second.data = first.data
+    set_gradients([first, second])
+    before = first.detach().clone()
+    for _ in range(2):
+        with pytest.raises(GradientError, match="parameter 1 of group 0 shares memory with parameter 0"):
+            optimizer.step()
+    assert torch.equal(first, before)
+    second.data = own
+    optimizer.step()
+
+
 def test_parameters_that_interleave_are_no_overlap() -> None:
     memory = torch.zeros(4, 6)
     left, right = torch.nn.Parameter(memory[:, :2]), torch.nn.Parameter(memory[:, 2:])

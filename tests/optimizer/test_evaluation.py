@@ -151,7 +151,7 @@ def test_a_checkpoint_that_comes_while_averages_are_held_trains_from_weights(ord
 @pytest.mark.parametrize("puts_in", [True, False])
 def test_an_exchange_of_weights_that_is_interrupted(puts_in: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not half of them stay exchanged, and none are lost."""
-    optimizer, params = trained(RULES["ema"])
+    optimizer, _ = trained(RULES["ema"])
     before = everything(optimizer)
     if not puts_in:
         optimizer.eval()

@@ -187,15 +187,19 @@ def test_a_parameter_that_was_given_other_memory_is_listed_wholly(steps: bool) -
     assert {name: indices.tolist() for name, indices, _ in optimizer.changes()} == {"0.0": [7], "0.1": [7]}
 
 
+@pytest.mark.parametrize("moves", [False, True], ids=["in_place", "other_memory"])
 @pytest.mark.parametrize("copied", [False, True], ids=["made", "copied"])
-def test_a_write_before_the_first_step_lists_the_whole_tensor(copied: bool) -> None:
+def test_a_write_before_the_first_step_lists_the_whole_tensor(copied: bool, moves: bool) -> None:
     """As a checkpoint that is loaded into the model after its optimizer was made."""
     model = torch.nn.Linear(4, 3)
     optimizer = tilestep.SGD(model.named_parameters(), lr=1.0, track_changes=True)
     if copied:
         model, optimizer = copy.deepcopy((model, optimizer))
-    with torch.no_grad():
-        model.weight.copy_(torch.ones(3, 4))
+    if moves:
+        model.weight.data = torch.ones(3, 4)  # counts no version
+    else:
+        with torch.no_grad():
+            model.weight.copy_(torch.ones(3, 4))
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
         param.grad.view(-1)[1] = 1.0

@@ -235,6 +235,9 @@ class DeviceEngine:
             raise Stale("parameters have changed their shape, strides or dtype")
         if self.captured:
             raise Stale("parameters have moved")
+        filled = [param.data_ptr() for param in self._params if param.numel()]
+        if len(set(filled)) < len(filled):
+            raise Stale("parameters share memory")
         for segment in self.segments:
             segment.read_addresses()
             segment.upload()

@@ -62,8 +62,10 @@ class _Tracked:
         return sum_of_versions(self.watched) - int(self.writes[0])
 
 
-def _versions_of(handle: torch.Tensor) -> int:
-    return sum_of_versions([handle, local_part(handle)] if is_distributed(handle) else [handle])
+def _state_of(handle: torch.Tensor) -> tuple[int, int]:
+    """Where a parameter is, and how often it was written to."""
+    versions = sum_of_versions([handle, local_part(handle)] if is_distributed(handle) else [handle])
+    return (-1 if handle.is_meta else local_part(handle).data_ptr()), versions
 
 
 def index_dtype(param: torch.Tensor) -> torch.dtype:
@@ -88,7 +90,7 @@ class Changes:
         self._order: list[int] = []
         self._sharers: Any = None
         self._names: Sequence[str] = ()
-        self._made: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # versions before there are tables
+        self._made: dict[int, tuple[weakref.ref[torch.Tensor], tuple[int, int]]] = {}  # before there are tables
         self._handles: list[torch.Tensor] = []
         self._watched: list[torch.Tensor] = []
         self._writes: list[tuple[np.ndarray, list[int]]] = []
@@ -101,9 +103,9 @@ class Changes:
         self._cut: dict[torch.device, _Blocks] = {}
 
     def watch(self, params: Iterable[torch.Tensor]) -> None:
-        """Note how often parameters have been written to, before steps have tables of them."""
+        """Note where parameters are and how often they have been written to, before steps have tables of them."""
         for param in params:
-            self._made[id(param)] = weakref.ref(param), _versions_of(param)
+            self._made[id(param)] = weakref.ref(param), _state_of(param)
 
     def attach(
         self,
@@ -142,9 +144,12 @@ class Changes:
         replaced = {before[earlier.place]: earlier.handle for earlier in self._tracked.values()}
         for key, one in tracked.items():
             earlier = self._tracked.get(key)
-            made, version = self._made.pop(key, (None, 0))
+            made, before_steps = self._made.pop(key, (None, (0, 0)))
             if made is not None and made() is one.handle:
-                one.wholly = _versions_of(one.handle) != version
+                # Pieces of parameters lie in memory that was made for them.
+                address, versions = _state_of(one.handle)
+                is_piece = one.watched[-1] is not one.handle
+                one.wholly = (before_steps[0] if is_piece else address, versions) != before_steps
             # Receivers, which know weights by their names, have those of another parameter.
             one.wholly |= replaced.get(names.names[one.place], one.handle) is not one.handle
             if earlier is not None and earlier.handle is one.handle:
