@@ -291,6 +291,13 @@ def test_a_full_disk_is_no_end_of_a_training(directory: Path, monkeypatch: pytes
         adamw()
 
 
+def test_a_compiler_that_leaves_no_message(tmp_path: Path) -> None:
+    """As on a disk that it has filled: the folder and what is left there are named."""
+    (tmp_path / "build").mkdir()
+    with pytest.raises(BuildError, match=rf"failed with status 1:\nno message; {tmp_path} has \d+ MiB left"):
+        compile_source(["false"], "", tmp_path / "build" / "made", [], 60)
+
+
 def test_a_fork_during_a_build_neither_waits_for_it_nor_ends_it(tmp_path: Path, directory: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()

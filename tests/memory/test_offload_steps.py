@@ -51,6 +51,20 @@ def test_steps_are_the_same_to_the_bit(rule: str) -> None:
         pair.compare()
 
 
+def test_changes_after_a_checkpoint_are_what_the_parameters_hold() -> None:
+    """Also where the update works on copies of them, which a load gives up."""
+    for home in (streamed(), on_host()):
+        pair = Pair(lambda params: tilestep.AdamW(params, track_changes=True), home, [(5,), (4, 6)])
+        pair.step()
+        for params, optimizer in ((pair.plain, pair.reference), (pair.moved, pair.optimizer)):
+            list(optimizer.changes())
+            optimizer.load_state_dict(optimizer.state_dict())
+            with torch.no_grad():
+                params[0].fill_(7.0)
+            (name, indices, values), *others = optimizer.changes()
+            assert (name, indices.tolist(), values.tolist(), others) == ("0.0", [0, 1, 2, 3, 4], [7.0] * 5, [])
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_follows_float64(layout: str, home: Homes) -> None:
     """torch's own AdamW in float64, on the same values in whatever order they lie."""

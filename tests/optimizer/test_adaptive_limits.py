@@ -347,6 +347,8 @@ def test_what_a_joint_norm_refuses() -> None:
     tilestep.joint_norm([one, other])
     with pytest.raises(ValueError, match="shares a norm already"):
         tilestep.joint_norm([one, tilestep.SGD(parameters(), lr=0.1)])
+    with pytest.raises(TypeError, match="shares its norm cannot be copied or pickled"):
+        copy.deepcopy([one, other])
 
 
 def test_a_joint_norm_comes_before_a_backward_that_updates() -> None:

@@ -137,6 +137,19 @@ def test_a_parameter_that_cannot_be_updated(kind: str) -> None:
     assert set(optimizer.state) == set(first)
 
 
+def test_a_parameter_that_another_group_takes_too_is_refused() -> None:
+    """Which of their numbers would update it?"""
+    first, second = make_params([(5,), (5,)])
+    optimizer = tilestep.SGD([{"params": [first]}, {"params": [second], "lr": 0.5}], lr=0.1)
+    train([(optimizer, [first, second])], range(2))
+    optimizer.param_groups[1]["params"].append(first)
+    before = everything(optimizer)
+    for _ in range(2):
+        with pytest.raises(GradientError, match="parameter 1 of group 1 is parameter 0 of group 0 too"):
+            optimizer.step()
+    assert_unchanged(optimizer, before)
+
+
 @pytest.mark.parametrize("steps", [0, 2])
 def test_parameters_that_are_tied_later_are_refused(steps: int) -> None:
     """By `.data`, which leaves two parameters in the place of one: they would be updated at the same time."""

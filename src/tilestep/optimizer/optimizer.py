@@ -589,6 +589,8 @@ class Optimizer(torch.optim.Optimizer):
         """
         if self.taps is None or self.taps.changes is None:
             raise RuntimeError("changes: make the optimizer with track_changes=True")
+        if not self.memory.is_beside:
+            self._current_plan()  # what follows writes to parameters of which there are copies; loading has dropped it
         self.schedule.sync_masters(self)
         return self.taps.changes.list(clear=clear, gather=gather)
 
@@ -890,8 +892,9 @@ class Optimizer(torch.optim.Optimizer):
         self.schedule.load_state_dict(state_dict, partial(load, self))
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.schedule.not_copied or self.memory.not_copied:
-            raise TypeError(self.schedule.not_copied or self.memory.not_copied)
+        joint = "an optimizer that shares its norm cannot be copied or pickled: save its state_dict()"
+        if reason := self.schedule.not_copied or self.memory.not_copied or joint * (self.control.joint is not None):
+            raise TypeError(reason)
         return {
             **super().__getstate__(),
             "_rule": self._rule,

@@ -141,7 +141,9 @@ def listed_once(optimizer: Optimizer) -> list[Listed]:
     """As `iter_params`, with each parameter once, even if a group lists it several times."""
     seen: dict[int, Listed] = {}
     for one in iter_params(optimizer):
-        seen.setdefault(id(one[3]), one)
+        first = seen.setdefault(id(one[3]), one)
+        if first[1] != one[1]:
+            raise GradientError(f"{one[0]} is {first[0]} too: a parameter belongs to one param group")
     return list(seen.values())
 
 

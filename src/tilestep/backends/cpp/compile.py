@@ -229,7 +229,10 @@ def compile_source(command: Sequence[str], source: str, target: Path, libraries:
         errors = ""
         with contextlib.suppress(OSError):
             errors = (folder / "errors").read_text(encoding="utf-8", errors="replace")
-        raise BuildError(f"{' '.join(command)} failed with status {status}:\n{errors[-4000:]}")
+        # A full disk takes no message either.
+        free = shutil.disk_usage(folder.parent).free >> 20
+        errors = errors[-4000:] or f"no message; {folder.parent} has {free} MiB left"
+        raise BuildError(f"{' '.join(command)} failed with status {status}:\n{errors}")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
