@@ -103,17 +103,26 @@ class Session:
 
     # What users do. Each does the same to both sides.
 
+    def step_torch(self) -> None:
+        if self.rule == "Adagrad":
+            # Of torch 2.11 it makes states in its constructor alone, and none for parameters that come later.
+            made = torch.optim.Adagrad(self.theirs).state
+            for param in self.theirs:
+                if not self.torchs.state[param] and made.get(param):
+                    self.torchs.state[param] = made[param]
+        self.torchs.step()
+
     def step(self) -> None:
         for _ in range(self.random.choice([1, 1, 2, 4])):
             self.draw_gradients()
             self.ours.step()
-            self.torchs.step()
+            self.step_torch()
             self.compare()
 
     def step_again(self) -> None:
         """With the gradients that are there."""
         self.ours.step()
-        self.torchs.step()
+        self.step_torch()
         self.compare()
 
     def draw_gradients(self) -> None:
