@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_processes import start_method
+from scripts import run_function
 
 import tilestep
 from tilestep import cache
@@ -270,16 +270,21 @@ def step_at_once(directory: str, start: Any, results: Any) -> None:
         raise
 
 
-def test_many_processes_build_each_kernel_once(directory: Path) -> None:
-    context: Any = multiprocessing.get_context(start_method())
+def outcomes_of_four(directory: str) -> list[tuple[list[float], int]]:
+    context: Any = multiprocessing.get_context("fork")
     start, results = context.Barrier(4), context.Queue()
-    processes = [context.Process(target=step_at_once, args=(str(directory), start, results)) for _ in range(4)]
+    processes = [context.Process(target=step_at_once, args=(directory, start, results)) for _ in range(4)]
     for process in processes:
         process.start()
     outcomes = [results.get(timeout=120) for _ in processes]
     for process in processes:
         process.join(60)
         assert process.exitcode == 0
+    return outcomes
+
+
+def test_many_processes_build_each_kernel_once(directory: Path) -> None:
+    outcomes = run_function(outcomes_of_four, str(directory))
     assert all(weights == outcomes[0][0] for weights, _ in outcomes)
     libraries = list(directory.glob("*.so"))
     assert sum(count for _, count in outcomes) == len(libraries) == 1

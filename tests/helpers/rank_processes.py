@@ -1,7 +1,7 @@
 """Running checks on several ranks at once: one set of processes for many checks; a hang fails.
 
-Ranks on a CPU are forked from a server that has imported torch and nothing else has happened in: a new interpreter that
-imports it takes two seconds of a core. Ranks with GPUs are new interpreters, as CUDA needs.
+Ranks on a CPU are forked from a process that has imported torch and the checks (scripts.py): a new interpreter takes
+two seconds of a core for that. Ranks with GPUs are new interpreters, as CUDA needs.
 
 On a machine with many cores TILESTEP_RANK_SETS=4 parts them among four sets that run at once (they compile most of the
 time). TILESTEP_RANK_LOG names a file that gets a line for each check as soon as it is done, and TILESTEP_RANK_SECONDS
@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scripts
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-__all__ = ["all_pass", "each_passes", "run_on_ranks", "start_method"]
+__all__ = ["all_pass", "each_passes", "run_on_ranks"]
 
 Check = Callable[[], None]
 
@@ -42,34 +43,6 @@ LOG = os.environ.get("TILESTEP_RANK_LOG", "")
 
 TIMEOUT = timedelta(seconds=120)
 """Of one collective."""
-
-PRELOADED = [
-    "pytest",
-    "torch",
-    "torch._dynamo",  # the first optimizer of a process would
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "torch.nn.parallel",
-    "tilestep.memory.offload",
-    "tilestep.schedules.overlap",
-    "tilestep.schedules.zero",
-]
-"""What the server of forked ranks imports."""
-
-
-is_forked_script = False
-"""Whether this process runs a script (scripts.py), and the server of that has imported the same."""
-
-
-def start_method() -> str:
-    """How processes of ranks begin on this machine."""
-    if torch.cuda.is_available() or os.name != "posix":
-        return "spawn"
-    if is_forked_script:
-        return "fork"  # has done nothing but import either
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    return "forkserver"
 
 
 def run_on_ranks(
@@ -91,34 +64,44 @@ def run_on_ranks(
     named = _named(checks)
     parts = [dict(list(named.items())[start::SETS]) for start in range(min(SETS, len(named)))]
     with ThreadPoolExecutor(max(len(parts), 1)) as sets:
-        found = list(sets.map(lambda part: _failures(part, ranks, backend, default_gpu), parts))
+        found = list(sets.map(lambda part: _failures(part, ranks, backend, default_gpu, SECONDS), parts))
     return {name: text for part in found for name, text in part.items()}
 
 
-def _failures(
-    named: Mapping[str, Check], ranks: int, backend: str, default_gpu: bool, again: bool = True
-) -> dict[str, str]:
+def _failures(named: Mapping[str, Check], *options: Any) -> dict[str, str]:
     """Those of one set of processes; a set of which a signal ends one before any check is done is started once more."""
+    forks = not torch.cuda.is_available() and not scripts.is_forked()
+    for again in (False, True):
+        failures, signal = scripts.run_function(_outcomes, named, *options) if forks else _outcomes(named, *options)
+        if not signal or again:
+            break
+        warnings.warn(f"ranks begin once more: {signal}", stacklevel=2)
+    return failures
+
+
+def _outcomes(
+    named: Mapping[str, Check], ranks: int, backend: str, default_gpu: bool, seconds: float
+) -> tuple[dict[str, str], str]:
+    """What failed, and what is known of a signal that ended a process before any check was done."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = (named, ranks, backend, default_gpu, folder, dict(os.environ))
+        method = "spawn" if torch.cuda.is_available() else "fork"
         context: Any = multiprocessing.start_processes(
-            _run, arguments, nprocs=ranks, join=False, start_method=start_method(), daemon=True
+            _run, arguments, nprocs=ranks, join=False, start_method=method, daemon=True
         )
-        reason = "did not run: a check before it hung, or failed on some ranks alone"
+        reason, signal = "did not run: a check before it hung, or failed on some ranks alone", ""
         try:
-            finished = _joined(context)
+            finished = _joined(context, seconds)
         except (multiprocessing.ProcessExitedException, multiprocessing.ProcessRaisedException) as error:
             finished, reason = False, str(error)
         if not finished:
             for process in context.processes:
                 process.kill()
             stacks = "\n".join(each.read_text() for each in sorted(Path(folder).glob("stacks.*")))
-            if again and "signal" in reason and not list(Path(folder).glob("0.*")):
-                warnings.warn(f"ranks begin once more: {reason}\n{stacks}", stacklevel=2)
-                return _failures(named, ranks, backend, default_gpu, again=False)
             reason = f"{reason}\n{stacks}"
+            signal = reason if "signal" in reason and not list(Path(folder).glob("0.*")) else ""
         outcomes = {name: _outcome(Path(folder), place, ranks, reason) for place, name in enumerate(named)}
-    return {name: text for name, text in outcomes.items() if text}
+    return {name: text for name, text in outcomes.items() if text}, signal
 
 
 def all_pass(checks: Mapping[str, Check] | Iterable[Check], ranks: int) -> None:
@@ -152,8 +135,8 @@ def _named(checks: Mapping[str, Check] | Iterable[Check]) -> dict[str, Check]:
     return dict(checks) if isinstance(checks, Mapping) else {check.__name__: check for check in checks}
 
 
-def _joined(context: Any) -> bool:
-    end = time.monotonic() + SECONDS
+def _joined(context: Any, seconds: float) -> bool:
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
         if context.join(timeout=1):
             return True

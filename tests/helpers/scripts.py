@@ -1,13 +1,14 @@
-"""Python scripts that tests run in processes of their own.
+"""Python scripts and functions that tests run in processes of their own.
 
 They are forked from a server that has imported torch and done nothing since: a new interpreter that imports it takes
-two to three seconds of a core.
+two to three seconds of a core. All processes of a test run share it, and it ends when the run does.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import gc
 import importlib
@@ -15,24 +16,47 @@ import inspect
 import io
 import json
 import os
+import pickle
 import runpy
 import select
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import rank_processes
 import torch
-from rank_processes import PRELOADED
 
-__all__ = ["all_equal_in_the_interpreter", "run_python", "run_script"]
+__all__ = ["all_equal_in_the_interpreter", "is_forked", "run_function", "run_python", "run_script"]
+
+PRELOADED = [
+    "pytest",
+    "torch",
+    "torch._dynamo",  # the first optimizer of a process would
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.nn.parallel",
+    "tilestep.memory.offload",
+    "tilestep.schedules.overlap",
+    "tilestep.schedules.zero",
+]
+"""What the server imports."""
+
+_forked = False
+
+
+def is_forked() -> bool:
+    """Whether this process was forked from the server, and can be forked itself: it has run what the test asked for."""
+    return _forked
 
 
 def run_python(
@@ -51,9 +75,8 @@ def run_python(
     environment = {name: value for name, value in given.items() if value is not None}
     with tempfile.TemporaryDirectory() as folder:
         outputs = [str(Path(folder, name)) for name in ("out", "err")]
-        server = _server(environment.get("TRITON_INTERPRET", "0") == "1")
-        request = {"words": words, "cwd": str(cwd or os.getcwd()), "environment": environment}
-        code = server.run(request, outputs, timeout)
+        request = {"words": words, "cwd": str(cwd or os.getcwd()), "environment": environment, "outputs": outputs}
+        code = _asked(_server(environment.get("TRITON_INTERPRET", "0") == "1"), request, timeout)
         said = [Path(path).read_text(encoding="utf-8", errors="replace") for path in outputs]
     return subprocess.CompletedProcess([*words], code, *said)
 
@@ -61,6 +84,24 @@ def run_python(
 def run_script(script: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """What `python script *arguments` does."""
     return run_python(str(script), *arguments, **variables)
+
+
+def run_function(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns in a process of its own, where it and its arguments are imported by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        call = Path(folder, "call")
+        call.write_bytes(pickle.dumps((function, arguments)))
+        done = run_python("-c", "import sys, scripts; scripts._call(sys.argv[1])", str(call))
+        print(done.stdout, done.stderr, sep="", end="")
+        assert done.returncode == 0, done.stderr[-3000:]
+        return pickle.loads(call.read_bytes())
+
+
+def _call(path: str) -> None:
+    torch.set_num_threads(1)  # threads of what is imported would not be there in forks
+    function, arguments = pickle.loads(Path(path).read_bytes())
+    result = function(*arguments)
+    Path(path).write_bytes(pickle.dumps(result))
 
 
 def all_equal_in_the_interpreter(script: Path) -> None:
@@ -74,45 +115,47 @@ def all_equal_in_the_interpreter(script: Path) -> None:
     assert result.stdout.strip().endswith("all equal"), result.stdout[-3000:]
 
 
-class _Server:
-    """A process that forks one for each script."""
-
-    def __init__(self, interpreted: bool) -> None:
-        code = "import scripts; scripts._serve()"
-        paths = [str(Path(__file__).parent), *filter(None, sys.path)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": str(int(interpreted))}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        atexit.register(self.end)
-
-    def run(self, request: Mapping[str, object], outputs: Sequence[str], timeout: float) -> int:
-        """The exit code of one script."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps({**request, "outputs": outputs}) + "\n")
-        self.process.stdin.flush()
-        pid = int(self.process.stdout.readline())
-        if not select.select([self.process.stdout], [], [], timeout)[0]:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-            self.process.stdout.readline()
-            raise subprocess.TimeoutExpired(str(request["words"]), timeout)
-        return int(self.process.stdout.readline())
-
-    def end(self) -> None:
-        """Ends when its input does."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+def _asked(server: str, request: Mapping[str, object], timeout: float) -> int:
+    """The exit code of one script, which the server kills when the request is closed."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(server)
+        connection.sendall(json.dumps(request).encode() + b"\n")
+        connection.settimeout(timeout)
+        try:
+            return int(connection.recv(64))
+        except TimeoutError:
+            connection.settimeout(None)
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(64)
+            raise subprocess.TimeoutExpired(str(request["words"]), timeout) from None
 
 
 @functools.cache
-def _server(interpreted: bool) -> _Server:
-    return _Server(interpreted)
+def _server(interpreted: bool) -> str:
+    """The address of the test run's server; the first process that needs it starts it."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    owner = os.getppid() if run else os.getpid()
+    folder = Path(tempfile.gettempdir(), f"tilestep-{(run or uuid.uuid4().hex)[:16]}-{int(interpreted)}")
+    folder.mkdir(0o700, exist_ok=True)
+    address = folder / "socket"
+    with open(folder / "lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not address.exists():
+            code = f"import scripts; scripts._serve({str(address)!r}, {owner})"
+            path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+            environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": str(int(interpreted))}
+            words = [sys.executable, "-c", code]
+            server = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, start_new_session=True)
+            assert server.stdout is not None and server.stdout.readline(), "the server of scripts has ended"
+            _started.append(server)
+    return str(address)
 
 
-def _serve() -> None:
-    """Fork for each line of the input."""
+_started: list[subprocess.Popen[bytes]] = []
+
+
+def _serve(address: str, owner: int) -> None:
+    """Fork for each request, until the process ends that the test run belongs to."""
     gc.disable()  # collections are a fifth of the time of these imports
     for name in PRELOADED:
         importlib.import_module(name)
@@ -121,15 +164,38 @@ def _serve() -> None:
         _hasten_the_interpreter()
     gc.collect()
     gc.freeze()
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    for line in sys.stdin.buffer:
-        pid = os.fork()
-        if pid == 0:
-            answers.close()
-            os._exit(_exit_code(json.loads(line)))
-        print(pid, file=answers)
-        _, status = os.waitpid(pid, 0)
-        print(os.waitstatus_to_exitcode(status), file=answers)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen()
+    print("ready", flush=True)
+    ended = os.pidfd_open(owner)
+    scripts: dict[int, tuple[int, socket.socket]] = {}
+    while True:
+        requests = {connection.fileno(): pid for pid, connection in scripts.values()}
+        for ready in select.select([listener.fileno(), ended, *scripts, *requests], [], [])[0]:
+            if ready == ended:
+                shutil.rmtree(Path(address).parent)
+                return
+            if ready in requests:  # closed, or its script ends now
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(requests[ready], signal.SIGKILL)
+            elif ready in scripts:
+                pid, connection = scripts.pop(ready)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                with contextlib.suppress(OSError):
+                    connection.sendall(str(code).encode())
+                connection.close()
+                os.close(ready)
+                break  # what was selected may be closed
+            else:
+                connection = listener.accept()[0]
+                request = json.loads(connection.makefile().readline())
+                pid = os.fork()
+                if pid == 0:
+                    for held in (listener, connection, *(other for _, other in scripts.values())):
+                        held.close()
+                    os._exit(_exit_code(request))
+                scripts[os.pidfd_open(pid)] = pid, connection
 
 
 def _hasten_the_interpreter() -> None:
@@ -250,7 +316,8 @@ def _exit_code(request: Mapping[str, Sequence[str]]) -> int:
 
 
 def _script(request: Mapping[str, Sequence[str]]) -> None:
-    rank_processes.is_forked_script = True
+    global _forked
+    _forked = True
     os.setsid()
     for stream, path in enumerate((os.devnull, *request["outputs"])):
         mode = os.O_RDONLY if stream == 0 else os.O_WRONLY | os.O_CREAT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -9,7 +10,9 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
-from rank_processes import all_pass, start_method
+from rank_processes import all_pass
+from scripts import run_function
 from sharded_twins import TINY
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -160,16 +164,21 @@ class Loads:
         assert [path.name for path in (self.folder / "saved").iterdir()] == ["checkpoint-2"]
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_the_others_say_who_is_gone(scenario: Callable[[Training, str], None], tmp_path: Path) -> None:
-    context = mp.get_context(start_method())
-    processes = [context.Process(target=work, args=(rank, str(tmp_path), scenario)) for rank in range(RANKS)]
+def exit_codes(folder: str, scenario: Callable[[Training, str], None]) -> list[int | None]:
+    context = mp.get_context("fork")
+    processes = [context.Process(target=work, args=(rank, folder, scenario)) for rank in range(RANKS)]
     for process in processes:
         process.start()
     for process in processes:
         process.join(300)
+    return [process.exitcode for process in processes]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_the_others_say_who_is_gone(scenario: Callable[[Training, str], None], tmp_path: Path) -> None:
     lost = SCENARIOS[scenario]
-    assert [process.exitcode for process in processes] == [-signal.SIGKILL if r == lost else 0 for r in range(RANKS)]
+    codes = run_function(exit_codes, str(tmp_path), scenario)
+    assert codes == [-signal.SIGKILL if rank == lost else 0 for rank in range(RANKS)]
     for rank in range(RANKS):
         if rank != lost:
             message, ranks = torch.load(tmp_path / f"report{rank}", weights_only=True)
@@ -181,42 +190,42 @@ def no_store() -> None:
     """Where torch does not say which one it is."""
 
 
-def hold(monitors: Any, rank: int) -> None:
+def hold(address: str, rank: int) -> None:
     """A process that is watched until it is told how to end."""
     monitor = RankMonitor(no_store, rank, 3)
+    monitors = Client(address, "AF_UNIX")
     monitors.send(monitor.own)
-    if monitors.recv() == "end":
-        monitor.close()
+    with contextlib.suppress(EOFError):
+        if monitors.recv() == "end":
+            monitor.close()
     os._exit(0)
 
 
 class Others:
     """Two other ranks of this host, each a process of its own."""
 
-    def __init__(self) -> None:
-        context = mp.get_context(start_method())
-        self.ends, self.processes = [], []
+    def __init__(self, folder: Path, threads: ThreadPoolExecutor) -> None:
+        self.ends, self.processes, self.told = [], [], []
         for rank in (1, 2):
-            own, other = context.Pipe()
-            self.processes.append(context.Process(target=hold, args=(other, rank), daemon=True))
-            self.processes[-1].start()
-            self.ends.append(own)
-        self.told = [end.recv() for end in self.ends]
+            with Listener(str(folder / f"{rank}"), "AF_UNIX") as listener:
+                self.processes.append(threads.submit(run_function, hold, listener.address, rank))
+                self.ends.append(listener.accept())
+                self.told.append(self.ends[-1].recv())
 
     def let_go(self, rank: int, how: str) -> None:
         self.ends[rank - 1].send(how)
-        self.processes[rank - 1].join(60)
+        self.processes[rank - 1].result(60)
 
 
 @pytest.fixture
-def others(monkeypatch: pytest.MonkeyPatch) -> Iterator[Others]:
+def others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Others]:
     monkeypatch.setattr(rank_monitor, "PATIENCE", 0.5)
     monkeypatch.setattr(RankMonitor, "is_current", True)
-    made = Others()
-    yield made
-    for process in made.processes:
-        process.kill()
-        process.join()
+    with ThreadPoolExecutor(2) as threads:
+        made = Others(tmp_path, threads)
+        yield made
+        for end in made.ends:
+            end.close()
 
 
 def test_errors_are_explained(others: Others, caplog: pytest.LogCaptureFixture) -> None:
