@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -109,7 +110,9 @@ class FixedTensors:
         self._watch = TensorFingerprint(self._parts)
         self._module: Any = None
         self._fixed: Any = None
-        self.look: Callable[[int], bool] = self.are_unmoved  # `are_unmoved`, in C++ once the module is built
+        # `are_unmoved`, in C++ once the module is built; a bound method would keep this, and the tensors, until garbage
+        # is collected.
+        self.look: Callable[[int], bool] = functools.partial(FixedTensors.are_unmoved, weakref.proxy(self))
         self.count_writes: Callable[[list[torch.Tensor]], object] = torch.autograd.graph.increment_version
         """Counts a version of each of some tensors, as torch does for in-place writes."""
 

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import tilestep
 from tilestep import native
 from tilestep.compat import DTENSOR_PARTS
+from tilestep.garbage import without_collections
 from tilestep.native.build import layout_flags
-from tilestep.tensor_watch import memory_of, taken_gradients
+from tilestep.tensor_watch import FixedTensors, memory_of, taken_gradients
 
 SHAPES = [(4, 6), (5,), (), (0, 3), (2, 3, 4, 5)]
 
@@ -148,6 +149,19 @@ def test_nothing_is_kept_alive() -> None:
 
     gc.collect()
     assert all(reference() is None for reference in params)
+
+
+@pytest.mark.parametrize("natively", [True, False])
+def test_fixed_tensors_are_let_go_at_once(natively: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the module is not built yet: states are most of what a GPU holds."""
+    if not natively:
+        monkeypatch.setattr(native, "module", lambda count: None)
+    fixed = FixedTensors([torch.ones(3), torch.ones(2)])
+    assert fixed.look(1) and fixed.look(1)
+    held = [weakref.ref(tensor) for tensor in fixed.tensors]
+    with without_collections():
+        del fixed
+        assert all(reference() is None for reference in held)
 
 
 def test_a_watch_sees_what_torch_sees() -> None:
