@@ -176,6 +176,33 @@ def test_gradients_that_backward_has_used_cannot_be_dropped() -> None:
     optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("by_model", [False, True])
+@both
+def test_gradients_of_some_parameters_are_dropped(during: str, by_model: bool) -> None:
+    """Of a rule that reduces over all tensors: its update waits for all gradients of one backward."""
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(torch.full((5,), 0.5 + place) for place in range(3))
+
+        def forward(self, data: torch.Tensor) -> torch.Tensor:
+            for weight in self.weights:
+                data = torch.tanh(data * weight)
+            return data.square().sum()
+
+    twins = Twins(lambda params: tilestep.Prodigy(params), during, lambda: Chain().to(overlapped_models.DEVICE))
+    for scale in (1.0, 2.0, 3.0):
+        # The gradient that comes last in the backward after it.
+        twins.backward(lambda model: model.weights[0].square().sum())
+        for model, optimizer in twins.pairs:
+            (model if by_model else optimizer).zero_grad()
+        data = torch.linspace(0.1, scale, 5, device=overlapped_models.DEVICE)
+        twins.backward(lambda model, data=data: model(data))
+        twins.update()
+    twins.compare()
+
+
 @both
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_compiled_blocks_wait_for_their_own_parameters(during: str, wrapped: bool) -> None:

@@ -25,6 +25,7 @@ class Group:
     name: str  # how messages call it
     params: list[torch.Tensor]  # the parameters
     modules: tuple[nn.Module, ...]  # the FSDP modules that gather them, if any do
+    spans_tensors: bool  # whether their rule reduces over all of them
     in_model: InitVar[Set[int]]  # the parameters of the model, by `id`
 
     def __post_init__(self, in_model: Set[int]) -> None:
@@ -90,7 +91,11 @@ def _divided(optimizer: Optimizer, model: nn.Module, bucket_bytes: int, joins: b
     outside = [param for key, param in own.items() if key not in names and key not in together]
     if outside:
         divided.append(("parameters outside of the model", outside, ()))
-    return [Group(index, *division, names.keys()) for index, division in enumerate(divided)]
+    spanning = list(by_rule.values())
+    return [
+        Group(index, *division, any(division[1] is params for params in spanning), names.keys())
+        for index, division in enumerate(divided)
+    ]
 
 
 def _gatherers(model: nn.Module) -> dict[int, nn.Module]:

@@ -403,7 +403,7 @@ class OverlapSchedule(Schedule):
         return work
 
     def before_zero_grad(self) -> None:
-        """After a backward that was broken off drop what it has left behind, and the next one may begin.
+        """Drop what a backward has left behind that was broken off, or has not reached all of a group's parameters.
 
         Raises:
             RuntimeError: after a backward that has updated parameters; `step()` must end it.
@@ -416,6 +416,9 @@ class OverlapSchedule(Schedule):
                 "backward has updated parameters already, so these gradients cannot be dropped: call step() first; "
                 'to decide after backward whether there is a step use during="forward"'
             )
+        elif self.tracker.rounds.is_open:
+            self.lane.join()
+            self.tracker.drop()
 
     def _require_no_update(self, method: str) -> None:
         if self.tracker.has_updated:

@@ -271,6 +271,9 @@ class BackwardTracker(TakesGradients):
         """Update a group of which all gradients are there, or sum these for the norm."""
         group = self._grouping.groups[bucket]
         if self.applies:
+            # Gradients that have come in a backward before may be gone, by `model.zero_grad()`: then the step updates.
+            if group.spans_tensors and any(self._gradient(one) is None for one in group.params if one.requires_grad):
+                return
             # Of a group that waits once more, for a parameter that did not train before, others may come again too.
             for param in group.params if group in self.applied else ():
                 if id(param) in self._updated and self._gradient(param) is not None:
@@ -435,6 +438,13 @@ class BackwardTracker(TakesGradients):
         self.rounds.end()
         if not self.rounds.is_native:
             self.rounds.count_faster()
+
+    def drop(self) -> None:
+        """As `forget`, for a round that has updated nothing and whose gradients are dropped."""
+        # The loss of the next backward may have been scaled already.
+        scaled_losses = self._scaled_losses
+        self.forget()
+        self._scaled_losses = scaled_losses
 
     def require_whole(self) -> None:
         """Raise if a backward pass was broken off."""
