@@ -100,7 +100,7 @@ def generated_code(spec: KernelSpec, backend: str) -> str:
         return triton.source(spec)
     from .backends.cpp import source as cpp
 
-    return cpp.source(spec)
+    return cpp.source(spec, gaps=False)
 
 
 def describe(

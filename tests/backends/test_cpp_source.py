@@ -36,7 +36,7 @@ def spec_of(rule: Rule, dtype: torch.dtype = torch.float32, master: bool = False
 
 
 def source_of(rule: Rule, dtype: torch.dtype = torch.float32, **hyper: Any) -> str:
-    return cpp.source(spec_of(rule, dtype, **hyper))
+    return cpp.source(spec_of(rule, dtype, **hyper), gaps=False)
 
 
 def compiled(source: str, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -64,8 +64,8 @@ def test_the_source_says_the_rule_in_its_own_names() -> None:
 
 def test_a_step_reads_and_writes_each_array_once() -> None:
     source = source_of(registry["AdamW"], torch.bfloat16, master=True)
-    loop = source[source.index("#pragma omp simd\n        for") :]
-    loop = loop[: loop.index("\n        }\n")]
+    loop = source[source.index("#pragma omp simd\n      for") :]
+    loop = loop[: loop.index("\n      }\n")]
     moments = ["exp_avg_array", "exp_avg_sq_array"]
     assert sorted(re.findall(r"read\((\w+)\[i\]", loop)) == [*moments, "grad_array"]
     assert sorted(re.findall(r"write\((\w+)\[i\]", loop)) == moments
@@ -162,11 +162,13 @@ def test_every_rule_is_vectorized(name: str) -> None:
     if "Free Software Foundation" not in subprocess.run([*command, "--version"], capture_output=True, text=True).stdout:
         pytest.skip("only GCC says which loops it vectorized")
     # bfloat16 with master weights is the hardest: conversions both ways beside the float32 of the other storages.
-    loops, vectorized = vectorized_loops(cpp.source(spec_of(registry[name], torch.bfloat16, master=True)))
-    assert loops
-    for line in loops:
-        # GCC names the loop's first statement, on the line after its head.
-        assert {line, line + 1} & vectorized, f"the loop at line {line} is scalar"
+    spec = spec_of(registry[name], torch.bfloat16, master=True)
+    for gaps in (False, True):
+        loops, vectorized = vectorized_loops(cpp.source(spec, gaps=gaps))
+        assert loops
+        for line in loops:
+            # GCC names the loop's first statement, on the line after its head.
+            assert {line, line + 1} & vectorized, f"the loop at line {line} is scalar, {gaps=}"
 
 
 def test_loops_ask_ahead_for_every_array_unless_they_sum() -> None:
@@ -182,8 +184,10 @@ def test_loops_ask_ahead_for_every_array_unless_they_sum() -> None:
 def test_short_runs_take_the_time_of_their_elements() -> None:
     """Room is for the longest run: only what loops over whole blocks read is filled behind a shorter one."""
     spec = spec_of(registry["Adafactor"])
-    plain = cpp.source(replace(spec, storages={**spec.storages, "param": Stochastic(Plain(torch.bfloat16))}))
-    assert re.findall(r" indices_of\(.*, count, (\w+), ", plain) == ["count", "count"]
+    spec = replace(spec, storages={**spec.storages, "param": Stochastic(Plain(torch.bfloat16))})
+    without_gaps, plain = (cpp.source(spec, gaps=gaps) for gaps in (False, True))
+    for source in (without_gaps, plain):
+        assert re.findall(r" indices_of\(.*, count, (\w+), ", source) == ["count"]
     assert " copied<false>(" in plain and " = run_of(" not in plain
     spec = spec_of(registry["AdamW"])
     blocks = cpp.source(replace(spec, storages={**spec.storages, "exp_avg": Stochastic(STATE_FORMATS["int8"](True))}))

@@ -33,14 +33,13 @@ _ASKED = 64
 class RunBody:
     """Writes what a pass does with up to `size` elements that follow each other: `count`, from `first` on.
 
-    Where they lie with gaps they are copied, so that one loop does for all of them. In blocks loops are of exactly 128
+    Where they lie with gaps they are copied, so that one loop does for all tensors. In blocks loops are of exactly 128
     over numbers of one width: a loop over codes of a byte and numbers of four computes as many numbers at once as a
     vector has bytes, and runs out of registers. So each buffer is made numbers in a loop of its own, and made codes in
     another; short blocks are copied too.
 
-    writer: has spelled what a pass takes from others. gaps: whether elements lie
-    with gaps; in blocks one code does for both. clause: its loop's reductions, for OpenMP. rest: writes what else
-    it does with an element `i`. taps: what it puts out beside.
+    writer: has spelled what a pass takes from others. gaps: whether tensors may lie with gaps. clause: its loop's
+    reductions, for OpenMP. rest: writes what else it does with an element `i`. taps: what it puts out beside.
     """
 
     def __init__(
@@ -60,8 +59,8 @@ class RunBody:
         self.rest, self.taps, self.gaps = rest, taps, gaps
         self.in_blocks = touches_blocks(spec, tile) if tile.view else spec.has_blocks
         self.in_place = not (self.in_blocks or gaps)
-        self.asks = self.in_place and not (rest or clause or (taps is not None and taps.clause))
-        self.size = BLOCK if self.in_blocks else _ASKED if self.asks else size
+        self.asks = not (self.in_blocks or rest or clause or (taps is not None and taps.clause))
+        self.size = BLOCK if self.in_blocks else _ASKED if self.asks and self.in_place else size
         self.storages = {name: spec.storages[name] for name in dict.fromkeys([*tile.reads(), *tile.stores])}
         if unscales:
             self.storages.setdefault("grad", spec.storages["grad"])
@@ -99,11 +98,18 @@ class RunBody:
 
     def begin(self, arrays: Iterable[Array]) -> list[str]:
         """Pointers to the elements of arrays."""
-        if self.asks:
-            arrays_asked = arrays_of(self.spec, self.tile, self.unscales)
-            return [f"ask_ahead<{_ASKED}>({array.name}_array, first);" for array in arrays_asked]
-        copies = [f"const bool copies = layout != nullptr || count < {BLOCK};"] if self.in_blocks else []
-        return [*copies, *(line for array in arrays for line in self._begin(array))]
+        asked = arrays_of(self.spec, self.tile, self.unscales) if self.asks else []
+        lines = [f"ask_ahead<{_ASKED}>({array.name}_array, first);" for array in asked]
+        if self.in_place:
+            return lines
+        arrays = list(arrays)
+        begun = [line for array in arrays for line in self._begin(array)]
+        if self.in_blocks:
+            return [f"const bool copies = layout != nullptr || count < {BLOCK};", *begun]
+        # Loops over blocks go beyond the elements of a short one, others do not.
+        copied = [f"  {a.name}_run = copied<false>({a.name}_array, {a.name}_spare, {self._at(a)});" for a in arrays]
+        elsewhere = ["} else {", *(f"  {line}" for line in lines)] if lines else []
+        return [*begun, "if (layout != nullptr) {", *copied, *elsewhere, "}"]
 
     def loop(self, clause: str, statements: Iterable[str], *, exact: bool = False) -> list[str]:
         """A loop over all elements; an exact one over a block goes beyond the end of a short block."""
@@ -149,23 +155,20 @@ class RunBody:
         if array.elements == BLOCK:
             is_read = any(array in read_arrays(self.spec.storages[read], read) for read in self.reads)
             return [f"const {kind} {name}_entry = {name}_array[block];"] if is_read else []
-        if self.in_place:
-            return []
-        # Loops over blocks go beyond the elements of a short one, others do not.
-        function, flag = ("run_of", ", copies") if self.in_blocks else ("copied<false>", "")
-        run = f"auto* __restrict {name}_run = {function}({name}_array, {name}_spare{flag}, {self._at(array)});"
         size = self.size // array.elements
-        ahead = (
-            [f"ask_ahead<{size}>({name}_run, 0);"] if self.size == BLOCK and (self.in_blocks or not self.rest) else []
-        )
-        return [f"{kind} {name}_spare[{size}];", run, *ahead]
+        run, ahead = f"{name}_array + first", []
+        if self.in_blocks:
+            run = f"run_of({name}_array, {name}_spare, copies, {self._at(array)})"
+            ahead = [f"ask_ahead<{size}>({name}_run, 0);"]
+        return [f"{kind} {name}_spare[{size}];", f"auto* __restrict {name}_run = {run};", *ahead]
 
     def _back(self, arrays: Iterable[Array]) -> list[str]:
         """The statements that write copies back."""
         if self.in_place:
             return []
-        where = "if (copies) " if self.in_blocks else ""
-        return [f"{where}put_back({a.name}_array, {a.name}_spare, {self._at(a)});" for a in arrays]
+        back = [f"put_back({a.name}_array, {a.name}_spare, {self._at(a)});" for a in arrays]
+        where = "copies" if self.in_blocks else "layout != nullptr"
+        return [f"if ({where}) {{", *(f"  {line}" for line in back), "}"] if back else []
 
     def _indices(self) -> list[str]:
         if not self.spec.draws_in(self.tile):
@@ -177,6 +180,11 @@ class RunBody:
     def _random(self, name: str) -> str:
         halves = f"low[{self.place}], high[{self.place}]"
         return f", random_{self.spec.draws[name]}(key_0, key_1, {halves})" if name in self.spec.draws else ""
+
+    @property
+    def longest(self) -> str:
+        """The most elements that a run of the tensor at hand has: with gaps many, because to copy them has a start."""
+        return f"(layout == nullptr ? {_ASKED} : {self.size})" if self.asks and self.gaps else str(self.size)
 
     @property
     def place(self) -> str:
@@ -294,7 +302,8 @@ class TapText:
                 for place, array in enumerate(self._arrays)
             ]
             lines += [f"uint8_t tap_moved[{BLOCK}];"] if self._taps.moves is not None else []
-        return lines + ([f"uint8_t tap_flags[{body.size}] = {{0}};"] if self._taps.changes else [])
+        flags = [f"uint8_t tap_flags[{body.size}];", f"std::memset(tap_flags, 0, {body.longest});"]
+        return lines + (flags if self._taps.changes else [])
 
     @property
     def clause(self) -> str:
@@ -449,12 +458,7 @@ class TapText:
         width = len(self._columns)
         lines = [*TILES_OF_TENSORS]
         for slot in self._slots:
-            part = f"launch->tap_partials[tile * {width} + {slot}]"
-            extreme = self._columns.is_extreme(slot)
-            combined = f"total = maximum(total, {part});" if extreme else f"total += {part};"
-            lines.append("    {")
-            lines.append("      double total = 0;")
-            lines.append(f"      for (int64_t tile = first; tile < stop; ++tile) {combined}")
-            lines.append(f"      launch->tap_totals[t * {width} + {slot}] = total;")
-            lines.append("    }")
+            operation = "Larger" if self._columns.is_extreme(slot) else "Add"
+            total = f"total_of<{operation}>(launch->tap_partials + {slot}, {width}, first, stop, 0)"
+            lines.append(f"    launch->tap_totals[t * {width} + {slot}] = {total};")
         return [*lines, "  }"]

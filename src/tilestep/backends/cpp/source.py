@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ...graph import ScalarPass, TilePass, Value, scalar_needs
 from ...storage import BLOCK, dtype_name
 from ..emit import Writer, scalar_source
 from ..spec import KernelSpec, describe
 from ..taps import taps_of
-from .runs import RunBody, TapText, touches_blocks
+from .runs import RunBody, TapText
 from .support import BLOCKS_PRELUDE, PRELUDE, SLICES_PRELUDE
 from .text import (
     C_TYPES,
     COMBINERS,
+    OPERATIONS,
     TENSORS,
     TILES_OF_TENSORS,
     CppNames,
@@ -129,9 +128,6 @@ def _scalar_state(spec: KernelSpec, name: str) -> str:
     return f"reinterpret_cast<{C_TYPES[dtype_name(spec.scalar_dtype(name))]}*>(launch->scalar_states[{position}])"
 
 
-_OPERATIONS = {"reduce_sum": "Add", "reduce_amax": "Larger", "reduce_amin": "Smaller"}
-
-
 def slice_function(spec: KernelSpec, tile: TilePass, gaps: bool) -> str:
     """The function of a pass that reads, computes or works on slices."""
     return "\n".join(_SlicePass(spec, tile, gaps).lines())
@@ -142,7 +138,7 @@ class _SlicePass:
 
     def __init__(self, spec: KernelSpec, tile: TilePass, gaps: bool) -> None:
         assert tile.view is not None
-        self.spec, self.tile, self.view, self.gaps = spec, tile, tile.view, gaps
+        self.spec, self.tile, self.view, self.gaps = spec, tile, tile.view, gaps and tile.over is None
         self.slices = spec.program.slices
         self.scalar = scalar_type(spec)
         self.unscales = spec.program.unscales(tile)
@@ -198,7 +194,7 @@ class _SlicePass:
             *self._slot_lines(),
             *(f"    double part_{slot} = {neutral(reduction)};" for slot, reduction in self.tile.reductions),
         ]
-        lines.append(layout_line(spec, self.gaps and self.tile.over is None))
+        lines.append(layout_line(spec, self.gaps))
         lines += self._matrix_loop()
         for slot, _ in self.tile.reductions:
             lines.append(f"    launch->partials[tile * {spec.reduction_count} + {slot}] = part_{slot};")
@@ -244,8 +240,7 @@ class _SlicePass:
             lines.append(f"        {self.scalar} chunk_{slot} = {neutral(reduction)};")
         for slot, reduction in self.row_parts:
             lines.append(f"        {self.scalar} row_{slot} = {neutral(reduction)};")
-        once = touches_blocks(self.spec, self.tile) or self.tile.over is not None or not self.gaps
-        lines += for_layouts(self._run_loop, once)
+        lines += self._run_loop()
         for slot, reduction in self.tile.reductions:
             lines.append("        " + combine(reduction, f"part_{slot}", f"chunk_{slot}"))
         for slot, _ in self.row_parts:
@@ -259,7 +254,7 @@ class _SlicePass:
         reduced += [(f"row_{slot}", value) for slot, value in self.row_parts]
         return "".join(f" reduction({COMBINERS[value.operation]} : {name})" for name, value in reduced)
 
-    def _run_loop(self, gaps: bool) -> list[str]:
+    def _run_loop(self) -> list[str]:
         """The loop over the runs of a tile's part of a row; only the last block of a row may be short."""
         inner = CppWriter(self.scalar, "  ", self.scalars.names.within())
         inner.expressions.update(self.scalars.expressions)
@@ -268,7 +263,7 @@ class _SlicePass:
             self.tile,
             inner,
             MOST_COLUMNS,
-            gaps=gaps,
+            gaps=self.gaps,
             unscales=self.unscales,
             clause=self._clause,
             rest=self._accumulate,
@@ -302,7 +297,7 @@ class _SlicePass:
         for slot, reduction in self.tile.parts:
             kind = self.slices.kinds.index(self.slices.overs[slot])
             along_rows = "true" if self.tile.place(reduction) == "row" else "false"
-            operation = f"{self.scalar}, {_OPERATIONS[reduction.operation]}"
+            operation = f"{self.scalar}, {OPERATIONS[reduction.operation]}"
             lines.append(f"  combine_parts<{operation}>(launch, slices, {index}, {kind}, {slot}, {along_rows});")
         if not self.tile.reductions:
             return lines
@@ -350,30 +345,19 @@ def _tile_function(spec: KernelSpec, index: int, tile: TilePass, gaps: bool) -> 
     parts = [f"{scalar} chunk_{slot} = {neutral(value)};" for slot, value in tile.reductions]
     chunks = [combine(value, f"part_{slot}", f"chunk_{slot}") for slot, value in tile.reductions]
 
-    def runs(gaps: bool) -> list[str]:
-        inner = CppWriter(scalar, "  ", scalars.names.within())
-        inner.expressions.update(scalars.expressions)
-        body = RunBody(spec, tile, inner, _RUN, gaps=gaps, unscales=unscales, clause=clause, taps=taps)
-        loop = _run_loop(body, [*parts, *body.lines(), *chunks])
-        if taps is None or not measures:
-            return loop
-        return ["    if (skips) {", *_run_loop(body, taps.skipped(body)), "    } else {", *loop, "    }"]
-
-    lines += for_layouts(runs, spec.has_blocks or not gaps)
+    inner = CppWriter(scalar, "  ", scalars.names.within())
+    inner.expressions.update(scalars.expressions)
+    body = RunBody(spec, tile, inner, _RUN, gaps=gaps, unscales=unscales, clause=clause, taps=taps)
+    loop = _run_loop(body, [*parts, *body.lines(), *chunks])
+    if taps is not None and measures:
+        loop = ["    if (skips) {", *_run_loop(body, taps.skipped(body)), "    } else {", *loop, "    }"]
+    lines += loop
     lines += taps.partials() if taps is not None else []
     for slot, _ in tile.reductions:
         lines.append(f"    launch->partials[tile * {spec.reduction_count} + {slot}] = part_{slot};")
     finish = [*TILES_OF_TENSORS, *totals(spec, tile)] if tile.reductions else []
     lines += ["  }", *(taps.finish() if taps is not None else ()), *finish, "}"]
     return "\n".join(lines)
-
-
-def for_layouts(write: Callable[[bool], list[str]], once: bool) -> list[str]:
-    """The loops for tensors without gaps and with gaps, or one loop if it suffices."""
-    if once:
-        return write(False)
-    loops = [[line if line[0] == "#" else f"  {line}" for line in write(gaps)] for gaps in (False, True)]
-    return ["    if (layout == nullptr) {", *loops[0], "    } else {", *loops[1], "    }"]
 
 
 def _run_loop(body: RunBody, statements: list[str]) -> list[str]:
@@ -389,8 +373,8 @@ def _run_loop(body: RunBody, statements: list[str]) -> list[str]:
             "const int64_t pair = line * ((columns + 1) / 2) + column / 2, pairs = (count + 1) / 2;",
         ]
     else:
-        loop = f"    for (int64_t first = begin; first < end; first += {size}) {{"
-        head = [f"const int64_t count = end - first < {size} ? end - first : {size};"]
+        loop = f"    for (int64_t first = begin; first < end; first += {body.longest}) {{"
+        head = [f"const int64_t count = end - first < {body.longest} ? end - first : {body.longest};"]
     return [loop, *(line if line[0] == "#" else f"      {line}" for line in (*head, *statements)), "    }"]
 
 

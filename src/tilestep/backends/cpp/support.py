@@ -300,6 +300,27 @@ template <class T> inline T remainder_of(T left, T right) {{
   return (rest != 0 && ((rest < 0) != (right < 0))) ? rest + right : rest;
 }}
 
+struct Add {{
+  static constexpr double neutral = 0;
+  static double combine(double total, double part) {{ return total + part; }}
+}};
+struct Larger {{
+  static constexpr double neutral = -INFINITY;
+  static double combine(double total, double part) {{ return maximum(total, part); }}
+}};
+struct Smaller {{
+  static constexpr double neutral = INFINITY;
+  static double combine(double total, double part) {{ return minimum(total, part); }}
+}};
+
+// Combines a column of tiles `first` to `stop` in order. Not inline: a kernel has many, each of them a loop to compile.
+template <class Operation>
+__attribute__((noinline)) double total_of(const double* column, int64_t width, int64_t first, int64_t stop,
+                                          double total = Operation::neutral) {{
+  for (int64_t tile = first; tile < stop; ++tile) total = Operation::combine(total, column[tile * width]);
+  return total;
+}}
+
 // Asks for the lines of `count` elements that are worked on four blocks later. Processors foresee a few streams by
 // themselves, and less well the nearer these lie to the same place of a page.
 template <int64_t count, class T> inline void ask_ahead(const T* array, int64_t first) {{
@@ -523,19 +544,6 @@ inline Cut cut_of(const View& view, int64_t t, int64_t tile) {
   cut.column_end = smaller_of(cut.column_begin + blocks[2], cut.columns);
   return cut;
 }
-
-struct Add {
-  static constexpr double neutral = 0;
-  static double combine(double total, double part) { return total + part; }
-};
-struct Larger {
-  static constexpr double neutral = -INFINITY;
-  static double combine(double total, double part) { return maximum(total, part); }
-};
-struct Smaller {
-  static constexpr double neutral = INFINITY;
-  static double combine(double total, double part) { return minimum(total, part); }
-};
 
 // Combines the parts that tiles have left of slices `begin` to `end` of one tensor, in tile order: part k of slice
 // o * inner + x lies at (o * count + k) * inner + x.

@@ -27,8 +27,8 @@ read write to_bfloat16 to_float16 bits_of float_of select maximum minimum sign_o
 math_errhandling fused log_gamma smaller_of larger_of first_above
 launch tiles tile tile_pass scalar_pass t begin rest end row rows layout i first stop copies mark
 unscale inverse_scale skip skips same_as next_step hyper column
-Slices View Cut Add Larger Smaller cut_of combine_parts combine_range base cut line matrix plain r slices view x
-block count pair pairs columns per_row j low high walk run_of copied put_back largest_of unpack pack indices_of
+Slices View Cut Add Larger Smaller total_of cut_of combine_parts combine_range base cut line matrix plain r slices
+view x block count pair pairs columns per_row j low high walk run_of copied put_back largest_of unpack pack indices_of
 ask_ahead random stream origin steps_taken stream_key_0 stream_key_1 key_0 key_1
 """
 
@@ -151,6 +151,10 @@ COMBINERS = {"reduce_sum": "+", "reduce_amax": "maximum_of_all", "reduce_amin": 
 """OpenMP's names for reductions; its own max and min lose a NaN."""
 
 
+OPERATIONS = {"reduce_sum": "Add", "reduce_amax": "Larger", "reduce_amin": "Smaller"}
+"""The structures that combine float64 totals."""
+
+
 def neutral(reduction: Value) -> str:
     """The value of a reduction of nothing."""
     return {"reduce_sum": "0", "reduce_amax": "-INFINITY", "reduce_amin": "INFINITY"}[reduction.operation]
@@ -165,11 +169,8 @@ def totals(spec: KernelSpec, tile: TilePass) -> list[str]:
     """The end of a function that has reduced tiles `first` to `stop` of tensor `t`: their parts combined in order."""
     lines, count = [], spec.reduction_count
     for slot, reduction in tile.reductions:
-        part = f"launch->partials[tile * {count} + {slot}]"
-        lines.append(f"    double total_{slot} = {neutral(reduction)};")
-        lines.append("    for (int64_t tile = first; tile < stop; ++tile)")
-        lines.append("      " + combine(reduction, f"total_{slot}", part))
-        lines.append(f"    launch->sums[t * {count} + {slot}] = total_{slot};")
+        total = f"total_of<{OPERATIONS[reduction.operation]}>(launch->partials + {slot}, {count}, first, stop)"
+        lines.append(f"    launch->sums[t * {count} + {slot}] = {total};")
     return [*lines, "  }"]
 
 
