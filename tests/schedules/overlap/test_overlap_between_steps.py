@@ -176,6 +176,22 @@ def test_gradients_that_backward_has_used_cannot_be_dropped() -> None:
     optimizer.zero_grad()
 
 
+@both
+def test_states_begin_with_the_first_step_and_not_with_a_backward_before_it(during: str) -> None:
+    """As a trial before a checkpoint is loaded into the model."""
+    rule = tilestep.ema(tilestep.registry["AdamW"], 0.9)
+    twins = Twins(lambda params: tilestep.Optimizer(params, rule, lr=0.01, max_grad_norm=0.5), during)
+    twins.backward(lambda model: loss_of(model, 0))
+    for model, optimizer in twins.pairs:
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.5)
+    for step in range(2):
+        twins.step(step)
+    twins.compare()
+
+
 @pytest.mark.parametrize("by_model", [False, True])
 @both
 def test_gradients_of_some_parameters_are_dropped(during: str, by_model: bool) -> None:

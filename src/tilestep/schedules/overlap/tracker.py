@@ -237,8 +237,6 @@ class BackwardTracker(TakesGradients):
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before backward()")
         moved = self.follow_later_wrappers() if self._later_wrappers else _NONE
         plan = optimizer.fitting_plan(parts=False)
-        if plan.ahead:
-            plan.begin_states(optimizer, all_of_them=True)
         control, scaler = optimizer.control, self._scaler
         needs_norm = control.needs_norm(optimizer.param_groups)
         scaled = control.gradients_scaled or (scaler is not None and scaler.is_enabled())
@@ -250,6 +248,8 @@ class BackwardTracker(TakesGradients):
         self._sums = not self.applies and self._early_norm and control.joint is None and asks
         if not self.applies:
             return moved
+        if plan.ahead:
+            plan.begin_states(optimizer, all_of_them=True)
         if optimizer.taps is not None:
             optimizer.taps.begin(plan.engines)
         if not plan.decided_plainly or plan.follows:
