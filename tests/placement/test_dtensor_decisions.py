@@ -233,6 +233,10 @@ def agrees_over_meshes() -> None:
         assert ranks.ranks == [*range(size)]
         assert ranks.share(on_dp) == 2 / size and ranks.share(on_tp) == 1 / size
         assert ranks.share(on_both) == 2 / size and ranks.share(one) == 1 / size
+    # torch gives results of operations the mesh of an earlier, equal one.
+    again = init_device_mesh(device(), (2, size // 2), mesh_dim_names=("dp", "tp"))
+    on_again = distribute_tensor(one, again["tp"], [Replicate()])
+    assert ReductionGroup.of_tensors([("dp", on_dp), ("again", on_again)]).ranks == [*range(size)]
     pairs = DeviceMesh(device(), torch.arange(size).view(-1, 2))
     crossed = DeviceMesh(device(), torch.arange(size).view(2, -1).t().contiguous())
     first = DTensor.from_local(
@@ -322,6 +326,29 @@ def a_rank_that_comes_late_is_compared() -> None:
         agreement.PATIENCE = before
 
 
+def optimizers_may_step_in_other_orders() -> None:
+    """The first optimizer of one rank was compared with the first of another, which has other parameters."""
+    rank, before = dist.get_rank(), agreement.PATIENCE
+    agreement.PATIENCE = 0.1
+    try:
+        for make in (LAYOUTS["fsdp"][0], lambda: DDP(plain())):
+            net = make()
+            params, rate = list(net.parameters()), 0.2 + rank
+            same, others = tilestep.SGD(params[::2], lr=0.1), tilestep.SGD(params[1::2], lr=rate)
+            backward(net, batch(0, "fsdp"))
+            (same if rank % 2 else others).step()
+            dist.barrier()
+            if not rank % 2:
+                same.step()
+                dist.barrier()
+            with pytest.raises(ValueError, match=rf"rank {rank} has group 0 lr={rate}, and rank"):
+                others.step()
+            if rank % 2:
+                dist.barrier()
+    finally:
+        agreement.PATIENCE = before
+
+
 def steps_that_make_state_alone_are_not_compared() -> None:
     """torch's checkpoints take a step without a rate: it stood for the first one, whose rates were not compared."""
     rank = dist.get_rank()
@@ -389,6 +416,7 @@ CHECKS = {
         a_rank_may_skip_its_first_step,
         a_rank_that_comes_late_is_compared,
         steps_that_make_state_alone_are_not_compared,
+        optimizers_may_step_in_other_orders,
     )
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ..combinations import DDP, kind_of, wrappers_around
-from ..compat import default_store, fake_mode_is_active, is_capturing
+from ..compat import default_store, fake_mode_is_active, fsdp_module_type, is_capturing
+from ..garbage import living
 from ..placement import is_distributed
 from .groups import described_numbers
 from .parameters import Optimizer
@@ -39,7 +40,7 @@ def compare_ranks(optimizer: Optimizer, *, has_loss: bool) -> None:
         patience = PATIENCE if comparison is None else 0.0
         if comparison is None:
             # Modules may have meshes of their own, of the same ranks.
-            comparison = RankComparison(sorted(set(_rank_sets(optimizer))), list(_lines(optimizer, has_loss)))
+            comparison = RankComparison(_shared(optimizer), list(_lines(optimizer, has_loss)))
         if not comparison.is_over(patience):
             control.comparison = comparison
     control.compared = control.comparison is None
@@ -51,14 +52,15 @@ class RankComparison:
     # No collective: a rank that skips its first step would answer with the next one that it calls, which is another.
     # The store is looked up each time: one that outlives its process group answers the next one on its port.
 
-    def __init__(self, rank_sets: Sequence[tuple[int, ...]], lines: Sequence[str]) -> None:
+    def __init__(self, shared: Mapping[tuple[int, ...], str], lines: Sequence[str]) -> None:
         self._rank, self._lines, self._looks = dist.get_rank(), lines, 0
         text = "\n".join(lines)
         digest = f"{zlib.crc32(text.encode()):08x}"
         self._open: list[tuple[tuple[int, ...], str]] = []
-        for ranks in rank_sets:
-            place = f"tilestep/numbers/{len(ranks)}-{zlib.crc32(repr(ranks).encode()):08x}"
-            # The n-th comparison of each rank is one with the n-th of the others.
+        for ranks, first in sorted(shared.items()):
+            place = f"tilestep/numbers/{len(ranks)}-{zlib.crc32(repr((ranks, first)).encode()):08x}"
+            # Ranks may step several optimizers in other orders. Among those of the same parameters the n-th comparison
+            # of each rank is one with the n-th of the others.
             place = f"{place}/{_store_at(place).add(f'begun by {self._rank}', 1)}"
             store = _store_at(place)
             store.set(str(self._rank), text)
@@ -130,21 +132,39 @@ def _lines(optimizer: Optimizer, has_loss: bool) -> Iterator[str]:
             yield line
 
 
-def _rank_sets(optimizer: Optimizer) -> Iterator[tuple[int, ...]]:
-    """Those of the meshes of parameters, and of DistributedDataParallel around them."""
+def _shared(optimizer: Optimizer) -> dict[tuple[int, ...], str]:
+    """For the ranks of each mesh, and of DistributedDataParallel, the first of the parameters that they share."""
     # Not only of parameters that have a gradient, which on another rank others may have.
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    meshes: list[Any] = []
-    for param in params:
-        if is_distributed(param) and not any(mesh is param.device_mesh for mesh in meshes):
-            meshes.append(param.device_mesh)
-    for mesh in meshes:
-        if mesh.get_coordinate() is not None:
-            with suppress(RuntimeError):  # made without process groups
-                mesh.get_group(0)
-                yield tuple(sorted(mesh.mesh.flatten().tolist()))
-    own = {id(param) for param in params}
-    wrappers: list[Any] = wrappers_around(lambda param: id(param) in own)
+    own = {id(param): param for group in optimizer.param_groups for param in group["params"]}
+    sharded = fsdp_module_type()
+    modules: list[Any] = living(sharded) if sharded is not None else []
+    wrappers: list[Any] = [one for one in wrappers_around(lambda param: id(param) in own) if kind_of(one) == DDP]
+    names: dict[int, str] = {}
+    for module in [*modules, *wrappers]:
+        for name, param in module.named_parameters():
+            # The outermost module has the longest name.
+            if id(param) in own and len(name) > len(names.get(id(param), "")):
+                names[id(param)] = name
+    shared: dict[tuple[int, ...], list[str]] = {}
+    ranks_of: dict[Any, tuple[int, ...]] = {}
+
+    def add(ranks: tuple[int, ...], key: int) -> None:
+        param = own[key]
+        shared.setdefault(ranks, []).append(f"{names.get(key, '')} {tuple(param.shape)} {param.dtype}")
+
+    for key, param in own.items():
+        if is_distributed(param):
+            mesh = param.device_mesh
+            if mesh not in ranks_of:
+                ranks_of[mesh] = ()
+                if mesh.get_coordinate() is not None:
+                    with suppress(RuntimeError):  # made without process groups
+                        mesh.get_group(0)
+                        ranks_of[mesh] = tuple(sorted(mesh.mesh.flatten().tolist()))
+            if ranks_of[mesh]:
+                add(ranks_of[mesh], key)
     for wrapper in wrappers:
-        if kind_of(wrapper) == DDP:
-            yield tuple(sorted(dist.get_process_group_ranks(wrapper.process_group)))
+        ranks = tuple(sorted(dist.get_process_group_ranks(wrapper.process_group)))
+        for key in set(map(id, wrapper.parameters())).intersection(own):
+            add(ranks, key)
+    return {ranks: min(params) for ranks, params in shared.items()}

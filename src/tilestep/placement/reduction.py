@@ -178,7 +178,7 @@ def _ranks_of(meshes: Sequence[Any], labels: Sequence[str]) -> list[int]:
     if all(ranks <= largest for ranks in members):
         return sorted(largest)
     root = root_mesh(meshes[0])
-    if root is not None and all(root_mesh(mesh) is root for mesh in meshes):
+    if root is not None and all(root_mesh(mesh) == root for mesh in meshes):
         grid = root.mesh.cpu().numpy()
         coordinate = np.argwhere(grid == dist.get_rank())[0]
         reached = np.argwhere(np.isin(grid, list(set().union(*members))))
