@@ -689,8 +689,9 @@ class Optimizer(torch.optim.Optimizer):
             gradients = plan.refresh(self, inputs)
         except Stale:
             plan, gradients = self._rebuild_prepared()
-        if not plan.engines:
-            refuse_taken_by_another(param for group in self.param_groups for param in group["params"])
+        if plan.are_others or not plan.engines:
+            refuse_taken_by_another((param for param in plan.params if param.grad is None), self.memory.kept)
+            plan.are_others = False
         if plan.ahead:
             plan.begin_states(self, all_of_them=begins_together(self))
         plan.run(self, inputs, gradients, marked=not ordinary, taps=self.taps)

@@ -54,6 +54,7 @@ class StepPlan:
     complex_members: Sequence[ComplexMembers] = ()  # for each engine its complex parameters, if there are any
     controls: Sequence[Any] = ()  # for each device its `control.DeviceControl`
     ahead: list[torch.Tensor] = field(default_factory=list)  # parameters whose state was made before their first step
+    are_others: bool = True  # whether other parameters have gradients than when it was asked who has taken the rest
 
     def begin_states(self, optimizer: Optimizer, *, all_of_them: bool = False) -> None:
         """Let states that were made ahead begin again, with the values of parameters and groups at their first step."""
@@ -264,6 +265,7 @@ class StepPlan:
         for place in places:
             if not self.engines[place].prepare(gradients[place]):
                 self.scans.pop(place, None)
+                self.are_others = True
             elif scan := Scan.of(self, place):
                 self.scans[place] = scan
 

@@ -371,10 +371,15 @@ class TakesGradients(ABC):
     choice: str  # what it is in the table of combinations, which says what may wrap the model
     wraps = "the model"  # what is being wrapped then, as the error has it
     refused_as: type[ValueError] = ValueError
+    takes = True  # whether it takes them in backward
+    updates = False  # whether it updates in backward too
+    is_alone = False  # whether it is known that no other one takes the same gradients
 
     def announce(self, model: torch.nn.Module | None = None) -> None:
         """Be asked at every clip and told of every wrapper of the model from now on, as long as it lives."""
         follow_wrappers(self, model)
+        for taker in list(_takers):
+            taker.is_alone = False
         _takers.add(self)
         watch_clips(refuse_taken)
 
@@ -410,17 +415,45 @@ def refuse_taken(params: Iterable[Any]) -> None:
 
 
 def refuse_taken_by_another(params: Iterable[Any], own: TakesGradients | None = None) -> None:
-    """Raise in a step without gradients if another living optimizer has taken those of its parameters."""
+    """Raise in a step if another living optimizer has taken the gradients of these parameters, which have none."""
     if not any(taker.has_taken_some for taker in _takers if taker is not own):
         return
-    # One that nothing else holds any more has no say in later steps.
-    gc.collect()
-    takers = [taker for taker in _takers if taker is not own and taker.has_taken_some]
-    if any(taker.has_taken(param) for param in params for taker in takers):
+    listed = list(params)
+
+    def has_taken(taker: TakesGradients) -> bool:
+        return taker.has_taken_some and any(map(taker.has_taken, listed))
+
+    if _another(own, has_taken):
         raise GradientError(
-            "no parameter has a gradient: another optimizer of these parameters, which is sharded, overlapped or "
+            "parameters have no gradient: another optimizer of these parameters, which is sharded, overlapped or "
             "offloaded, has taken them in backward; delete it (and its scheduler) before another one steps, or use it"
         )
+
+
+def refuse_another_taker(params: Iterable[Any], own: TakesGradients) -> None:
+    """Raise if another living optimizer takes these gradients in backward too, and one of both updates there."""
+    listed = list(params)
+
+    def takes_too(taker: TakesGradients) -> bool:
+        return taker.takes and (taker.updates or own.updates) and any(map(taker.holds, listed))
+
+    if _another(own, takes_too):
+        raise GradientError(
+            "two optimizers of these parameters take their gradients in backward, and one updates there: delete one of "
+            "them (and its scheduler) before the other one trains"
+        )
+    own.is_alone = True
+
+
+def _another(own: TakesGradients | None, is_meant: Callable[[TakesGradients], bool]) -> bool:
+    def there_is_one() -> bool:
+        return any(is_meant(taker) for taker in list(_takers) if taker is not own)
+
+    if not there_is_one():
+        return False
+    # One that nothing else holds any more has no say in later steps.
+    gc.collect()
+    return there_is_one()
 
 
 Given = ParamSpec("Given")

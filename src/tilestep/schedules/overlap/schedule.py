@@ -300,7 +300,6 @@ class OverlapSchedule(Schedule):
         self._had_gradients = any(param.grad is not None for param in params)
         if not self._had_gradients:
             refuse_replaced(self.model, params)
-            refuse_taken_by_another(params, self.tracker)
         plain()
         for param in params:
             param.grad = None
@@ -327,6 +326,9 @@ class OverlapSchedule(Schedule):
         optimizer = self._optimizer()
         with self.lane.after():
             plan, gradients = optimizer.prepared()
+            if plan.are_others or not plan.engines:
+                refuse_taken_by_another([param for param in plan.params if param.grad is None], self.tracker)
+                plan.are_others = False
             plan.begin_states(optimizer, all_of_them=True)
             plan.sync_masters()
             if hasattr(optimizer, "found_inf"):
@@ -344,7 +346,6 @@ class OverlapSchedule(Schedule):
             self._had_gradients = any(held.values())
             if not self._had_gradients:
                 refuse_replaced(self.model, self.params)
-                refuse_taken_by_another(self.params, self.tracker)
             works = [(group, self._work(plan, gradients, group, held[group])) for group in groups if held[group]]
             # Who scales losses, changes hyperparameters or reads the norm next comes after the decision.
             decided = self.lane.mark()

@@ -23,7 +23,7 @@ from ...optimizer.parameters import iter_params
 from ...optimizer.plan import StepPlan
 from ...placement.local import is_distributed
 from ...runtime import JointNorm, Stale
-from ..accumulation import GradientRounds, TakesGradients, gradientless
+from ..accumulation import GradientRounds, TakesGradients, gradientless, refuse_another_taker
 from ..side_stream import SideStream
 from .deferred import DeferredUpdates
 from .groups import Group, Grouping
@@ -119,6 +119,7 @@ class BackwardTracker(TakesGradients):
         self.rounds = GradientRounds(self, lane, self.arrived)
         self._held: deque[tuple[list[torch.Tensor], torch.cuda.Event | None, list[torch.cuda.Stream]]] = deque()
         """Gradients that are used up, until the streams whose memory they are have waited for their update."""
+        self.takes = self.updates = updates
         self._scaled_losses = count_scaled_losses()
         """As it was after the last step: a loss that was scaled since may be that of the gradients to come."""
         self._later_wrappers: list[Any] = []
@@ -150,6 +151,7 @@ class BackwardTracker(TakesGradients):
 
     def watch(self) -> None:
         """Count the gradients of the groups that there are now."""
+        self.is_alone = False
         self.rounds.count(group.params for group in self._grouping.groups)
 
     def arrived(self, param: torch.Tensor) -> None:
@@ -235,6 +237,8 @@ class BackwardTracker(TakesGradients):
         optimizer = self._optimizer()
         if optimizer.is_evaluating:
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before backward()")
+        if not self.is_alone:
+            refuse_another_taker([param for group in self._grouping.groups for param in group.params], self)
         moved = self.follow_later_wrappers() if self._later_wrappers else _NONE
         plan = optimizer.fitting_plan(parts=False)
         control, scaler = optimizer.control, self._scaler
