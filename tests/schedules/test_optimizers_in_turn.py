@@ -42,6 +42,54 @@ def test_another_optimizer_has_the_gradients(before: str, way: str, one_rank: No
     assert not any(map(torch.equal, model.parameters(), start))
 
 
+TAKING = {"backward", "shard"}
+WAYS = [
+    ways for ways in itertools.product(("plain", "forward", *sorted(TAKING)), repeat=2) if TAKING.intersection(ways)
+]
+
+
+@pytest.mark.parametrize("ways", WAYS)
+@pytest.mark.parametrize("order", [(1, 0), (0, 0)])
+def test_turns_after_steps_of_the_first_are_right_or_refused(
+    ways: tuple[str, str], order: tuple[int, ...], one_rank: None
+) -> None:
+    """One that had stepped before the other came did nothing from then on; two that took gradients shared them out."""
+    results = []
+    for pair in (("plain", "plain"), ways):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizers = [made(model, pair[0])]
+        for _ in range(2):
+            train(model, optimizers[0])
+        optimizers.append(made(model, pair[1]))
+        try:
+            for turn in order:
+                train(model, optimizers[turn])
+        except tilestep.GradientError as error:
+            assert "optimizer of these parameters" in str(error) or "two optimizers of these" in str(error)
+            return
+        for optimizer in optimizers:
+            getattr(optimizer, "wait", getattr(optimizer, "synchronize", int))()
+        results.append([param.detach().clone() for param in model.parameters()])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("way", ["plain", "forward", "shard"])
+def test_gradients_of_some_parameters_that_another_optimizer_has_are_missed(way: str, one_rank: None) -> None:
+    """Beside parameters of its own, which it updated."""
+    model, extra = nn.Linear(4, 2), nn.Linear(4, 2)
+    both = nn.ModuleList([model, extra])
+    # Of two sharded ones the later has the gradients.
+    second = made(both, way) if way == "shard" else None
+    first = made(model, "shard")
+    second = second or made(both, way)
+    with pytest.raises(tilestep.GradientError, match="another optimizer of these parameters"):
+        for _ in range(2):
+            (model(torch.ones(3, 4)) + extra(torch.ones(3, 4))).sum().backward()
+            second.step()
+    assert first is not None
+
+
 @pytest.mark.parametrize("ways", [*itertools.product(("plain", "forward"), repeat=2)])
 def test_optimizers_that_leave_gradients_take_turns(ways: tuple[str, str]) -> None:
     results = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -121,6 +122,40 @@ def a_scheduler_of_one_rank() -> None:
             scheduler.step(float(step) if dist.get_rank() == 0 else -float(step))
 
 
+def frozen_or_thawed_on_one_rank() -> None:
+    """A rank sent other messages than the others: gloo ended a process, and a part of a parameter was not updated."""
+    for (other, frozen), cap in itertools.product(((3, True), (5, False)), (71 / 2**20, None)):
+        torch.manual_seed(0)
+        model = Elementwise()
+        params = list(model.parameters())
+        params[5].requires_grad_(False)
+        optimizer = tilestep.shard(tilestep.AdamW(params, lr=0.1), model, bucket_cap_mb=cap)  # type: ignore[attr-defined]
+        for step in range(2):
+            backward(model, step)
+            optimizer.step()
+        if dist.get_rank() == 1:
+            params[other].requires_grad_(not frozen)
+        backward(model, 2)
+        before = values(model)
+        there, here = ("trains", "frozen") if frozen else ("frozen", "trains")
+        said = (
+            rf"rank 0 has parameter {other} of group 0 {there}; rank 1 has parameter {other} of group 0 {here}; nothing"
+        )
+        for _ in range(2):
+            with pytest.raises(ValueError, match=said):
+                optimizer.step()
+        assert all(map(torch.equal, values(model), before))
+        params[other].requires_grad_(True)
+        optimizer.step()
+        optimizer.wait()
+        changed = [not torch.equal(*pair) for pair in zip(values(model), before)]
+        assert changed == [other == 5 or place != 5 for place in range(len(params))]
+        sums = torch.stack([param.detach().double().sum() for param in params])
+        others = sums.clone()
+        dist.broadcast(others, 0)
+        assert torch.equal(sums, others)
+
+
 def schedulers_of_all_ranks() -> None:
     """And steps of several backwards, of which ranks use other parameters, or of none."""
     model, optimizer = training(max_grad_norm=1.0)
@@ -144,6 +179,7 @@ test_two_ranks = each_passes(
         betas_that_are_written_to,
         a_clip_that_one_rank_has_not,
         a_scheduler_of_one_rank,
+        frozen_or_thawed_on_one_rank,
         schedulers_of_all_ranks,
     ],
     2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -138,6 +139,35 @@ def one_that_another_rank_alone_has_used() -> None:
             pair.compare(rtol=1e-5, atol=1e-6)
 
 
+def thawed_between_any_passes() -> None:
+    """Ranks agree at the step on what trains: gradients of what is thawed before are kept until then."""
+    for buffer, grad_dtype, syncs in itertools.product(("contiguous", "bucket"), (None, torch.float64), (True, False)):
+        model = layers()
+        model[1].requires_grad_(False)
+        pair = Pair(model, sgd, bucket_cap_mb=TINY, grad_buffer=buffer, grad_sync_dtype=grad_dtype)
+        train(pair, 2)
+        data = inputs(3, 4)
+        pair.backward(lambda model, data=data: model(data).square().sum(), sync=syncs)
+        freeze(pair, frozen=False)
+        for _ in range(2):
+            data = inputs(3, 4)
+            pair.backward(lambda model, data=data: model(data).square().sum(), sync=True)
+        pair.step()
+        pair.compare(rtol=1e-5, atol=1e-6)
+        freeze(pair)
+        train(pair)
+        freeze(pair, frozen=False)
+        backward(pair)
+        freeze(pair)
+        pair.step()
+        freeze(pair, frozen=False)
+        train(pair)
+        if torch.distributed.get_rank():
+            pair.optimizer.zero_grad()
+        train(pair, 2)
+        pair.compare(rtol=1e-5, atol=1e-6)
+
+
 test_two_ranks = each_passes(
     [
         between_backward_and_step,
@@ -145,6 +175,7 @@ test_two_ranks = each_passes(
         around_weights_to_evaluate,
         with_gradients_that_no_message_has_taken,
         one_that_another_rank_alone_has_used,
+        thawed_between_any_passes,
     ],
     2,
 )

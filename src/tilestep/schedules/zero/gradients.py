@@ -12,6 +12,7 @@ import torch
 from ...compat import copy_all, is_capturing, zero_all
 from ...placement import Ranks
 from ...runtime.capturing import require
+from ...tensor_watch import survey
 from ..accumulation import GradientRounds, TakesGradients, gradientless
 from ..side_stream import SideStream
 from .buckets import Bucket, Options, allocate, view_of
@@ -37,6 +38,9 @@ class GradientBucket:
         self.work: Any = None
         self.comes_averaged = False  # whether what comes from the other ranks is divided by their number already
         self.own_section = None if memory is None else bucket.section_of(memory)  # where sums go
+        self.is_agreed = bucket.trains  # whether it trains on all ranks, as they have told each other
+        self.stands_aside = False  # whether this rank has sent zeros: it has frozen what others may not have
+        self.keeps = False  # whether gradients of what was thawed wait until ranks have told each other so
         self.accumulates_in_place = bucket.grad_dtype == bucket.dtype
         """Whether parameters keep their gradient, as a view of the bucket, for backward to add to."""
         if memory is not None:
@@ -55,7 +59,8 @@ class GradientBucket:
             # The section lies where new gradients are going to be written, unless the memory was given back.
             self.carried = self.section.clone() if self._memory is not None else self.section
             self.section = None
-        self.filled[:] = self._none
+        if self.is_agreed:
+            self.filled[:] = self._none
 
     def collect(self, *, ends: bool = False) -> None:
         """Bring gradients into the bucket; backward adds further ones to them there."""
@@ -132,7 +137,7 @@ class GradientBucket:
     def forget(self) -> None:
         """Drop all gradients."""
         self.section = self.carried = None
-        self.was_summed = False
+        self.was_summed = self.stands_aside = self.keeps = False
         self.filled[:] = self._none
         if not self.keeps_memory:
             self.let_go()
@@ -146,7 +151,8 @@ class GradientSync(TakesGradients):
 
     # A round brings every bucket once. Backward outside `no_sync` is one round, which it ends itself; `finish` begins
     # one if there was none since the last step, or if gradients were accumulated since. So ranks agree on the number of
-    # rounds without asking each other, whichever parameters each of them uses.
+    # rounds without asking each other, whichever parameters each of them uses. Which buckets train they tell each other
+    # at the step: until then a rank that has frozen one sends zeros, and one that has thawed one keeps its gradients.
 
     def __init__(
         self,
@@ -172,6 +178,7 @@ class GradientSync(TakesGradients):
         self._next = 0
         self._rounds = 0
         self._is_awaited = False  # whether communication has begun and was not waited for
+        self._keeps = False  # whether a bucket keeps gradients
         self.summed_in_graph = False  # whether the last round is a part of a CUDA graph that is being captured
         self._place_of: dict[int, int] = {}
         self.take_in(buckets, places)
@@ -226,6 +233,10 @@ class GradientSync(TakesGradients):
         self._used_sent = self.used.clone()
         self._used_is_due = False  # whether there was a round since other ranks were last told
         self.digest.reset()
+        self.is_alone = False
+        self.digest.trains = self.trains = survey(self.params).trains  # as ranks have told each other
+        for sums in self.sums:
+            sums.is_agreed = sums.bucket.trains
         self.rounds.count(sums.bucket.params for sums in self.sums)
 
     @property
@@ -270,22 +281,29 @@ class GradientSync(TakesGradients):
     def _reduce_next(self) -> None:
         sums = self.sums[self._next]
         self._next += 1
-        if 1 not in self.rounds.trains[self._next - 1]:
+        trains = 1 in self.rounds.trains[self._next - 1]
+        if not sums.is_agreed:
+            if trains:
+                sums.collect()
+                sums.keeps = self._keeps = True
             return
-        flat = sums.complete()
+        if trains:
+            flat, section = sums.complete(), sums.own_section
+        else:
+            bucket, section = sums.bucket, None
+            flat = torch.zeros(bucket.layout.numel, dtype=bucket.grad_dtype, device=bucket.flat.device)
+        sums.was_summed, sums.stands_aside = True, not trains
         self._is_awaited = True
-        section = sums.own_section
         if section is None:
             # The memory of the bucket is given back.
             section = flat.new_empty(sums.bucket.layout.section)
         sums.section = section
-        sums.was_summed = True
-        given_back = () if sums.keeps_memory else (flat, section)
+        given_back = () if sums.keeps_memory and trains else (flat, section)
         with self.channel.after_compute(*given_back, sums.carried):
             sums.work = self.ranks.reduce_scatter(section, flat, mean=sums.comes_averaged)
             if self._in_order:
                 self._finish(sums)
-        if not sums.keeps_memory:
+        if not sums.keeps_memory and trains:
             sums.let_go()
 
     def _finish(self, sums: GradientBucket) -> None:
@@ -372,15 +390,41 @@ class GradientSync(TakesGradients):
         if begins or self.rounds.is_open:
             self.rounds.note_trains()
             self.end_round()
+        if self._used_is_due or self.ranks.count == 1:
+            self.digest.trains = self._with_kept(trains) if self._keeps else trains
         if self._used_is_due:
             self._send_used(captures)
         if self._is_awaited or self._in_order:
             self._await_all(captures)
         return versions, trains, self._all_have if 0 not in self._used_here else self._had_gradients()
 
+    def _with_kept(self, trains: bytes) -> bytes:
+        """Which parameters train, and those that did when gradients were kept."""
+        kept = {place for sums, places in zip(self.sums, self._places) if sums.keeps for place in places}
+        trained = zip(itertools.chain(*self._places), self.rounds.trained)
+        kept.intersection_update(place for place, one in trained if one)
+        return bytes(one | (place in kept) for place, one in enumerate(trains))
+
+    def follow_trains(self) -> None:
+        """After `finish`, on ranks that agree on what trains: sums up what was kept of what was thawed."""
+        trained, self.rounds.trains = self.rounds.trains, [b"\1"] * len(self.sums)
+        for number, (sums, places) in enumerate(zip(self.sums, self._places)):
+            if sums.stands_aside:
+                sums.section = None
+            begins, sums.keeps = not sums.is_agreed, False
+            sums.is_agreed = any(self.digest.trains[place] for place in places)
+            if begins and sums.is_agreed:
+                self._next = number
+                self._reduce_next()
+        self.rounds.trains, self._keeps = trained, False
+        self.trains = self.digest.trains
+        if self._is_awaited or self._in_order:
+            self._await_all(is_capturing())
+
     def _was_given(self) -> bool:
         """Whether gradients were set by hand since the last round."""
-        return any(param.grad is not None for sums in self.sums if sums.bucket.trains for param in sums.bucket.params)
+        given = (sums.bucket.params for sums in self.sums if sums.bucket.trains and not sums.keeps)
+        return any(param.grad is not None for params in given for param in params)
 
     def _had_gradients(self) -> tuple[bool, ...]:
         """For each parameter whether any rank had a gradient of it."""
@@ -407,13 +451,14 @@ class GradientSync(TakesGradients):
             # A backward pass was broken off; other ranks may be further in this round.
             self.end_round()
         self._await_all(is_capturing())
-        rounds, summed = self._rounds, [sums.was_summed for sums in self.sums]
+        rounds, summed = self._rounds, [(sums.was_summed, sums.keeps) for sums in self.sums]
         self.forget()
         # A rank that drops its gradients alone must not begin a round that the others have behind them, and takes part
         # where they gather.
         self._rounds = rounds
-        for sums, was_summed in zip(self.sums, summed):
-            sums.was_summed = was_summed
+        for sums, (was_summed, keeps) in zip(self.sums, summed):
+            sums.was_summed, sums.keeps = was_summed, keeps
+            self._keeps |= keeps
             for param in sums.bucket.params:
                 param.grad = None
 
@@ -423,6 +468,7 @@ class GradientSync(TakesGradients):
             sums.forget()
         self._used_here[:] = self._none_used
         self._rounds = self._next = 0
+        self._keeps = False
         if self.rounds.is_open:
             self.rounds.end()
         self.rounds.trained = b""

@@ -32,6 +32,7 @@ from ...graph import Graph, ancestors
 from ...optimizer import Optimizer
 from ...optimizer.build import graph_of
 from ...optimizer.groups import GROUP_OPTIONS, about_group, deciding_keys, described_numbers, plain_value
+from ...optimizer.parameters import iter_params
 from ...placement import Ranks, is_distributed
 from .buckets import Options, loses_bits, memory_order
 
@@ -419,7 +420,8 @@ class HyperparameterDigest:
     # Each rank adds the parts of its digest to numbers that are summed over the ranks for every step. If no rank
     # differs the sums are the rank's own parts times the number of ranks; if one does, no rank finds them so. On a CPU
     # that is known before the step. The host of a GPU does not wait for it: it is known before the next step, but for
-    # what makes ranks send other messages, a clip that one of them does not have, for which it waits when that changes.
+    # what makes ranks send other messages, a clip that one of them does not have or a parameter that one of them has
+    # frozen, for which it waits when that changes.
 
     PARTS = 3
 
@@ -430,7 +432,8 @@ class HyperparameterDigest:
         self._written: list[float] = []
         self._expected: list[float] = []
         self._received: deque[_Received] = deque()
-        self._unclipped: Any = None
+        self.trains = self._trained = b""  # which parameters train
+        self._shape: Any = None  # what decides which messages a step sends
         self._keys: dict[Any, tuple[str, ...]] = {}
 
     def reset(self) -> None:
@@ -456,9 +459,9 @@ class HyperparameterDigest:
             if not _TENSORS.isdisjoint(map(type, values[-1])):
                 # One that has been written to is the same tensor.
                 self._values = None
-        if values != self._values:
-            self._values = values
-            digest = zlib.crc32(repr(list(described_numbers(optimizer))).encode())
+        if values != self._values or self.trains != self._trained:
+            self._values, self._trained = values, self.trains
+            digest = zlib.crc32(repr([*described_numbers(optimizer), self.trains]).encode())
             self._parts = [float(digest >> place & (1 << _BITS) - 1) for place in range(0, 32, _BITS)]
         if self._parts != self._written:
             self._written = self._parts
@@ -485,7 +488,8 @@ class HyperparameterDigest:
         if not waits:
             optimizer = self._optimizer()
             unclipped = [group.get("max_grad_norm") is None for group in optimizer.param_groups] if optimizer else None
-            waits, self._unclipped = unclipped != self._unclipped, unclipped
+            shape = unclipped, self.trains
+            waits, self._shape = shape != self._shape, shape
         while self._received and (waits or len(self._received) > 1):
             expected, values, event = self._received.popleft()
             if event is not None:
@@ -498,9 +502,12 @@ class HyperparameterDigest:
         optimizer = self._optimizer()
         assert optimizer is not None
         lines = list(described_numbers(optimizer))
+        params = [(label, param) for label, *_, param in iter_params(optimizer)]
+        trains = [f"{label} {'trains' if param.requires_grad else 'frozen'}" for label, param in params]
         if known_now:
-            return f"{first_difference(self._ranks.gather_objects(lines))}; nothing was updated"
+            return f"{first_difference(self._ranks.gather_objects(lines + trains))}; nothing was updated"
+        lines += [line for line in trains if line.endswith(" frozen")]
         return (
-            "ranks step with other hyperparameters than each other, for a step or two by now: a scheduler, or a clip, "
-            f"that one rank alone has changed; rank {self._ranks.rank} has {', '.join(lines)}"
+            "ranks step with other hyperparameters or frozen parameters than each other, for a step or two by now: a "
+            f"scheduler, or a clip, that one rank alone has changed; rank {self._ranks.rank} has {', '.join(lines)}"
         )

@@ -29,7 +29,7 @@ from ...optimizer.parameters import iter_params, require_listed_once, require_sh
 from ...optimizer.states import WatchedState
 from ...placement.local import REAL_INSTEAD
 from ...runtime.capturing import PREPARE, require
-from ..accumulation import gradientless, refuse_taken_by_another
+from ..accumulation import gradientless, refuse_another_taker, refuse_taken_by_another
 from ..schedule import Schedule
 from ..side_stream import SideStream
 from .buckets import Options
@@ -148,7 +148,6 @@ class ShardedSchedule(Schedule):
         self._make_ready(captures)
         if self._ready is None or 1 not in self._ready.has_gradient:
             refuse_replaced(sharding.model, sharding.member_of)
-            refuse_taken_by_another(sharding.member_of, gradients)
         if captures:
             require(
                 self._captures_alone or gradients.summed_in_graph,
@@ -205,6 +204,8 @@ class ShardedSchedule(Schedule):
     def _make_ready(self, captures: bool) -> None:
         """As `complete_gradients`, without gradients."""
         gradients = self.gradients
+        if not gradients.is_alone:
+            refuse_another_taker(gradients.params, gradients)
         versions, trains, has_gradient = gradients.finish(captures)
         if not captures and self.sharding.ranks.count > 1:
             try:
@@ -212,6 +213,8 @@ class ShardedSchedule(Schedule):
             except ValueError:
                 gradients.ask_again()
                 raise
+        if gradients.digest.trains != gradients.trains:
+            gradients.follow_trains()
         self._follow_parameters(versions)
         before = self._ready
         sections = [sums.section for sums in gradients.sums]
@@ -220,6 +223,8 @@ class ShardedSchedule(Schedule):
             or (before.has_gradient, before.trains) != (has_gradient, trains)
             or not all(map(operator.is_, before.sections, sections))
         ):
+            missing = [param for param, has_one in zip(gradients.params, has_gradient) if not has_one]
+            refuse_taken_by_another(missing, gradients)
             section_of = {id(sums.bucket): section for sums, section in zip(gradients.sums, sections)}
             for member, has_one, is_trained in zip(self.sharding.members, has_gradient, trains):
                 left_behind = has_one or member.param.grad is not None
