@@ -19,6 +19,7 @@ from .plan_cache import Recipe, find_recipe
 from .sharded import sharded_norm
 
 
+@opaque
 def total_norm(
     tensors: torch.Tensor | Iterable[torch.Tensor],
     norm_type: float = 2.0,
@@ -57,8 +58,6 @@ def total_norm(
         >>> total_norm([torch.tensor([3.0]), torch.tensor([[4.0]], dtype=torch.bfloat16)])
         tensor(5.)
     """
-    if torch.compiler.is_dynamo_compiling():
-        return _opaque_norm(tensors, norm_type, error_if_nonfinite, foreach)
     listed = [tensors] if isinstance(tensors, torch.Tensor) else _listed(tensors)
     norm_type = float(norm_type)
     if not listed:
@@ -75,6 +74,7 @@ def total_norm(
         return norm
 
 
+@opaque
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     max_norm: float | torch.Tensor,
@@ -110,14 +110,13 @@ def clip_grad_norm_(
         >>> weight.grad
         tensor([0.6000, 0.8000])
     """
-    if torch.compiler.is_dynamo_compiling():
-        return _opaque_clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     if isinstance(parameters, torch.Tensor):
         listed = [parameters]
     else:
         listed = _listed(parameters)
         if not listed and isinstance(parameters, types.GeneratorType):
-            warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=2)
+            # The caller is behind two frames of `opaque`.
+            warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=4)
     gradients = [gradient for parameter in listed if (gradient := parameter.grad) is not None]
     refuse_taken(listed)
     norm_type = float(norm_type)
@@ -160,9 +159,6 @@ def _readable(
         return None, tensors
     tensors = list(map(as_real, tensors))
     return find_recipe(tensors, positions), tensors
-
-
-_opaque_norm, _opaque_clip = opaque(total_norm), opaque(clip_grad_norm_)
 
 
 def _listed(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
