@@ -72,11 +72,15 @@ _without_gaps: set[int] = set()
 """Specs, by identity, whose kernels for gaps could not be built: their next segment asks for them again, and fails."""
 
 
+_FEW_COPIES = ("--param", "max-completely-peel-times=4")
+"""The up to 15 elements behind a loop's vectors stay a loop: GCC would write out a body for each, and compile them all."""
+
+
 def load(spec: KernelSpec, *, gaps: bool = False) -> ctypes.CDLL:
     """The kernels of a spec, built or from the cache; those for tensors with gaps take twice as long to build."""
     key = (id(spec), gaps, user_flags())
     if key not in _libraries:
-        _libraries[key] = load_library(spec.name, source.source(spec, gaps=gaps), _flags(spec))
+        _libraries[key] = load_library(spec.name, source.source(spec, gaps=gaps), (*_FEW_COPIES, *_flags(spec)))
         weakref.finalize(spec, _libraries.pop, key, None)
     return _libraries[key]
 

@@ -325,6 +325,7 @@ __attribute__((noinline)) double total_of(const double* column, int64_t width, i
 // themselves, and less well the nearer these lie to the same place of a page.
 template <int64_t count, class T> inline void ask_ahead(const T* array, int64_t first) {{
   const uintptr_t begin = reinterpret_cast<uintptr_t>(array) + (first + {4 * BLOCK}) * sizeof(T);
+#pragma GCC unroll 8
   for (uintptr_t byte = 0; byte < count * sizeof(T); byte += 64)
     __builtin_prefetch(reinterpret_cast<const void*>(begin + byte));
 }}
@@ -334,6 +335,7 @@ inline uint32_t packed(const uint8_t* flags) {{
   uint32_t bits = 0;
   for (int part = 0; part < 4; ++part) {{
     uint64_t eight = 0;
+#pragma GCC unroll 8
     for (int flag = 0; flag < 8; ++flag) eight |= static_cast<uint64_t>(flags[8 * part + flag]) << (8 * flag);
     bits |= static_cast<uint32_t>((eight * 0x0102040810204080ull) >> 56) << (8 * part);
   }}
