@@ -73,7 +73,7 @@ _without_gaps: set[int] = set()
 
 
 _FEW_COPIES = ("--param", "max-completely-peel-times=4")
-"""The up to 15 elements behind a loop's vectors stay a loop: GCC would write out a body for each, and compile them all."""
+"""The up to 15 elements behind a loop's vectors stay a loop: GCC would write out a body for each of them."""
 
 
 def load(spec: KernelSpec, *, gaps: bool = False) -> ctypes.CDLL:
