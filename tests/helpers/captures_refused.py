@@ -131,7 +131,25 @@ def move_state(params: Params, optimizer: Any) -> None:
     state.data = state.data.clone()
 
 
-CHANGES = [move_state, load, add, flag, move_one, move_and_keep, forget_gradients, other_gradient, other_state]
+def other_param(params: Params, optimizer: Any) -> None:
+    """In the place of one that something else keeps alive, which replays would go on to update."""
+    optimizer.before = params[0]
+    params[0] = torch.nn.Parameter(params[0].detach().clone())
+    optimizer.param_groups[0]["params"][0] = params[0]
+
+
+CHANGES = [
+    other_param,
+    move_state,
+    load,
+    add,
+    flag,
+    move_one,
+    move_and_keep,
+    forget_gradients,
+    other_gradient,
+    other_state,
+]
 
 
 @pytest.mark.parametrize("change", CHANGES)

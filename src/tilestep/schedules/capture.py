@@ -247,6 +247,8 @@ class _Memory:
             None if gradient is None else weakref.ref(gradient, note) for gradient, note in zip(gradients, notes)
         ]
         self._gradient_turns = _chunks(len(self._gradients), _GRADIENTS_AT_ONCE)
+        self._listed = [(group, index) for group, own in enumerate(plan.groups) for index in range(len(own["params"]))]
+        self._listed_turns = _chunks(len(self._listed), _GRADIENTS_AT_ONCE)
         self._turn = 0
 
     def reason(self) -> str:
@@ -262,6 +264,11 @@ class _Memory:
             return "parameters have moved"
         if not engine.states_are_unmoved:
             return "state was given other memory"
+        for place in self._listed_turns[turn % len(self._listed_turns)]:
+            group, index = self._listed[place]
+            own = plan.groups[group]["params"]
+            if index >= len(own) or own[index] is not plan.params[place]:
+                return "param groups have other parameters"
         if self._gradients:
             for index in self._gradient_turns[turn % len(self._gradient_turns)]:
                 recorded = self._gradients[index]
