@@ -69,10 +69,22 @@ def gradient(name: str, step: int, dtype: torch.dtype) -> torch.Tensor:
     return (digits * 2.0**exponents).to(torch.get_default_device(), dtype)
 
 
-def make(net: nn.Module, states: Any, masters: Any) -> Any:
-    rounding = "stochastic" if states == "float8_e4m3" else "nearest"
-    named = net.named_parameters()
-    return tilestep.AdamW(named, lr=1e-2, state_dtype=states, master_weights=masters, rounding=rounding)
+def models(for_fsdp: bool) -> nn.ModuleList:
+    """Weights for each format."""
+    return nn.ModuleList(Weights(dtype, for_fsdp) for _, _, dtype in FORMATS)
+
+
+def make(net: nn.ModuleList) -> Any:
+    """One optimizer, with a group for each format."""
+    groups = [
+        {
+            "params": [(f"{place}.{name}", param) for name, param in weights.named_parameters()],
+            **{"state_dtype": states, "master_weights": masters},
+            "rounding": "stochastic" if states == "float8_e4m3" else "nearest",
+        }
+        for place, (weights, (states, masters, _)) in enumerate(zip(net, FORMATS))
+    ]
+    return tilestep.AdamW(groups, lr=1e-2)
 
 
 def bits(tensor: Any) -> torch.Tensor:
@@ -90,23 +102,23 @@ def compare(named: Any, states: Any, net: nn.Module, optimizer: Any) -> None:
             assert state[key].shape == value.shape and torch.equal(bits(state[key]), bits(value)), (name, key)
 
 
-def phase(size: int, steps: range, kept: Any, folder: str, *, loads: bool, by_fsdp: bool) -> Any:
+def phase(size: int, steps: range, folder: str, *, loads: bool, by_fsdp: bool) -> Any:
     """Train on some of the ranks from the last checkpoint, and save; the model and what the states are."""
-    states, masters, dtype = kept
     group = dist.new_group(list(range(size)))
     if dist.get_rank() >= size:
         return None
     mesh = DeviceMesh.from_group(group, torch.get_default_device().type)
-    net = Weights(dtype, by_fsdp)
+    net = models(by_fsdp)
     if by_fsdp:
-        fully_shard(net, mesh=mesh)
-        optimizer = make(net, states, masters)
+        for weights in net:
+            fully_shard(weights, mesh=mesh)
+        optimizer = make(net)
     else:
-        optimizer = tilestep.shard(make(net, states, masters), net, mesh=mesh, bucket_cap_mb=0.05)
+        optimizer = tilestep.shard(make(net), net, mesh=mesh, bucket_cap_mb=0.05)
 
     def train(step: int) -> None:
         for name, param in net.named_parameters():
-            full = gradient(name, step, dtype)
+            full = gradient(name.partition(".")[2], step, param.dtype)
             param.grad = distribute_tensor(full, mesh, param.placements) if isinstance(param, DTensor) else full
         optimizer.step()
         optimizer.zero_grad()
@@ -132,20 +144,18 @@ def go_over(by_fsdp: bool, sizes: Sequence[int] = SIZES) -> None:
     with tempfile.TemporaryDirectory() as own:
         folder = [own]
         dist.broadcast_object_list(folder)
-        for place, kept in enumerate(FORMATS):
-            states, masters, dtype = kept
-            wanted = Weights(dtype, by_fsdp)
-            unbroken = make(wanted, states, masters)
-            for number, size in enumerate(sizes):
-                steps = range(number * STEPS, (number + 1) * STEPS)
-                for step in steps:
-                    for name, param in wanted.named_parameters():
-                        param.grad = gradient(name, step, dtype)
-                    unbroken.step()
-                pair = phase(size, steps, kept, f"{folder[0]}/{place}", loads=number > 0, by_fsdp=by_fsdp)
-                if pair is not None:
-                    compare(*pair, wanted, unbroken)
-                dist.barrier()
+        wanted = models(by_fsdp)
+        unbroken = make(wanted)
+        for number, size in enumerate(sizes):
+            steps = range(number * STEPS, (number + 1) * STEPS)
+            for step in steps:
+                for name, param in wanted.named_parameters():
+                    param.grad = gradient(name.partition(".")[2], step, param.dtype)
+                unbroken.step()
+            pair = phase(size, steps, folder[0], loads=number > 0, by_fsdp=by_fsdp)
+            if pair is not None:
+                compare(*pair, wanted, unbroken)
+            dist.barrier()
 
 
 @pytest.mark.parametrize("mine", [None, "int8", "int4", torch.bfloat16])
