@@ -137,7 +137,7 @@ def _shared(optimizer: Optimizer) -> dict[tuple[int, ...], str]:
     # Not only of parameters that have a gradient, which on another rank others may have.
     own = {id(param): param for group in optimizer.param_groups for param in group["params"]}
     sharded = fsdp_module_type()
-    modules: list[Any] = living(sharded) if sharded is not None else []
+    modules: list[Any] = living(sharded) if sharded is not None and any(map(is_distributed, own.values())) else []
     wrappers: list[Any] = [one for one in wrappers_around(lambda param: id(param) in own) if kind_of(one) == DDP]
     names: dict[int, str] = {}
     for module in [*modules, *wrappers]:
