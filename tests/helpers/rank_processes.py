@@ -163,6 +163,7 @@ def _run(
     gc.freeze()  # what the server has imported is not looked through again, which would copy its pages
     place, variables = os.getcwd(), dict(environment, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     _begin_anew(place, variables)
+    tempfile.tempdir = folder  # a process that is forked ends without removing what waits for its end
     # A signal that ends the process leaves its stacks for the message.
     stacks = open(Path(folder, f"stacks.{rank}"), "w", encoding="utf-8")  # noqa: SIM115
     faulthandler.enable(stacks)
