@@ -179,16 +179,6 @@ def adamw() -> list[float]:
     return weight.tolist()
 
 
-def test_kernels_are_linked_with_few_libraries_where_they_need_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile, "compiler_version", lambda: "g++ 12.2.0, Free Software Foundation, Inc.")
-    for flags, few in (("", True), ("-O0 -g", True), ("-fsanitize=address", False), ("-O1 -lasan", False)):
-        monkeypatch.setenv("TILESTEP_CXXFLAGS", flags)
-        assert ("-nodefaultlibs" in compile._libraries()) is few and "-lm" in compile._libraries()
-    monkeypatch.setenv("TILESTEP_CXXFLAGS", "")
-    monkeypatch.setattr(compile, "compiler_version", lambda: "clang version 17.0.6")
-    assert compile._libraries() == ["-lm"]
-
-
 def test_flags_of_the_environment_come_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels and norms of other flags are others, in one process too, and both are kept."""
 

@@ -142,7 +142,7 @@ def _load_or_build(name: str, command: list[str], source: str) -> ctypes.CDLL:
 
     def build(target: Path) -> None:
         count_build()
-        compile_source(command, source, target, _libraries(), max(deadline - time.monotonic(), 1.0))
+        compile_source(command, source, target, ["-lm"], max(deadline - time.monotonic(), 1.0))
 
     for anew in (False, True):
         with cached(name, build, seconds=build_seconds(), by=command[0], anew=anew) as file:
@@ -153,16 +153,6 @@ def _load_or_build(name: str, command: list[str], source: str) -> ctypes.CDLL:
                 if anew:
                     raise
     raise AssertionError
-
-
-def _libraries() -> list[str]:
-    """What a kernel is linked with: by GCC without the C++ library, which it does not use and which is long to read.
-
-    User flags may need what a compiler adds by itself (-fsanitize), unless they optimize, choose a machine or debug.
-    """
-    alone = "Free Software Foundation" in compiler_version()
-    alone = alone and all(flag.startswith(("-O", "-m", "-g")) for flag in user_flags())
-    return ["-nodefaultlibs", "-lm", "-lc", "-lgcc"] if alone else ["-lm"]
 
 
 def _prebuilt(pattern: str) -> ctypes.CDLL:
