@@ -81,7 +81,6 @@ def main() -> None:
             apart = max(abs(one - other) for one, other in zip(*curves.values(), strict=True))
             print(f"largest difference of the losses: {apart:.1e}")
         draw(curves, options.picture, f"{dist.get_world_size()} ranks on {device.type}")
-    dist.barrier()  # ranks leave together: none while messages of another are on their way
     dist.destroy_process_group()
 
 
