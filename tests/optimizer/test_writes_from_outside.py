@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +85,20 @@ def test_what_was_written_trains_on(choice: Any, dtype: torch.dtype) -> None:
     train([(optimizer, params), (other, fresh)], range(3, 8))
     for param, twin in zip(params, fresh):
         torch.testing.assert_close(param.float(), twin.float(), rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("choice", [choice for choice, dtype in CHOICES if dtype is torch.bfloat16])
+def test_a_copy_has_what_was_written(choice: Any) -> None:
+    """A copy made between a write and the next step steps as its original: what was written has no correction."""
+    optimizer, params = trained(choice, torch.bfloat16)
+    with torch.no_grad():
+        for param in params:
+            param.mul_(1.5)
+    other, others = pickle.loads(pickle.dumps((optimizer, params)))
+    train([(optimizer, params), (other, others)], range(3, 6))
+    for mine, theirs in zip(params, others):
+        assert torch.equal(mine, theirs)
+        assert torch.equal(exact(optimizer, mine), exact(other, theirs))
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -896,6 +896,9 @@ class Optimizer(torch.optim.Optimizer):
         joint = "an optimizer that shares its norm cannot be copied or pickled: save its state_dict()"
         if reason := self.schedule.not_copied or self.memory.not_copied or joint * (self.control.joint is not None):
             raise TypeError(reason)
+        if self._plan is not None:
+            # As in a checkpoint: a copy does not know which parameters other code has written to.
+            self._plan.sync_masters()
         return {
             **super().__getstate__(),
             "_rule": self._rule,
