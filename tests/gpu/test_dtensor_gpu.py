@@ -71,16 +71,33 @@ def clips_without_waiting() -> None:
         net.zero_grad()
 
 
+def loads_what_it_saves() -> None:
+    """In one check, as each set of ranks runs some of the checks alone."""
+    checkpoints.saves_for_another_number_of_ranks()
+    checkpoints.loads_on_another_number_of_ranks()
+
+
+def loads_remainders_that_it_saves() -> None:
+    checkpoints.saves_remainders()
+    checkpoints.loads_remainders_on_another_number_of_ranks()
+
+
+OWN = (
+    steps_without_waiting,
+    keeps_ranks_together,
+    clips_without_waiting,
+    loads_what_it_saves,
+    loads_remainders_that_it_saves,
+)
 CHECKS = {
     **steps.CHECKS,
     **{name: check for name, check in decisions.CHECKS.items() if name != "agrees_over_meshes"},
     **slices.CHECKS,
     **matrices.CHECKS,
-    **checkpoints.ON_FOUR,
-    **checkpoints.ON_TWO,
+    **{name: check for name, check in checkpoints.ON_FOUR.items() if not name.startswith("saves_")},
     "dtensors_have_what_we_know": compat.dtensors_have_what_we_know,
     "meshes_have_what_we_know": compat.meshes_have_what_we_know,
-    **{check.__name__: check for check in (steps_without_waiting, keeps_ranks_together, clips_without_waiting)},
+    **{check.__name__: check for check in OWN},
 }
 
 

@@ -316,11 +316,11 @@ def a_rank_that_comes_late_is_compared() -> None:
             optimizer.step()
         dist.barrier()
         if rank == last:
-            with pytest.raises(ValueError, match=r"rank 3 has group 0 lr=0\.2, and rank 0 has not"):
+            with pytest.raises(ValueError, match=rf"rank {last} has group 0 lr=0\.2, and rank 0 has not"):
                 optimizer.step()
         dist.barrier()
         if rank != last:
-            with pytest.raises(ValueError, match=rf"rank {rank} has group 0 lr=0\.1, and rank 3 has not"):
+            with pytest.raises(ValueError, match=rf"rank {rank} has group 0 lr=0\.1, and rank {last} has not"):
                 optimizer.step()
     finally:
         agreement.PATIENCE = before
@@ -370,7 +370,7 @@ def compares_numbers_without_gradients_and_seeds() -> None:
     if rank:
         weight.grad = torch.ones_like(weight)
     optimizer.step()
-    assert weight.to_local().tolist() == [0.5 if rank else 1.0] * 2
+    assert set(weight.to_local().tolist()) == {0.5 if rank else 1.0}
     # Plain tensors may be those of other trainings.
     alone = torch.nn.Parameter(torch.ones(2, device=device()))
     optimizer = tilestep.SGD([alone], lr=0.5 + rank)
@@ -392,7 +392,8 @@ def says_why_others_may_not_take_part() -> None:
 
     before, dist.all_reduce = dist.all_reduce, never
     try:
-        with pytest.raises(RuntimeError, match=r"ranks \[0, 1, 2, 3\] decide steps .*same max_grad_norm.*\(Timed out"):
+        ranks = re.escape(str([*range(dist.get_world_size())]))
+        with pytest.raises(RuntimeError, match=rf"ranks {ranks} decide steps .*same max_grad_norm.*\(Timed out"):
             optimizer.step()
     finally:
         dist.all_reduce = before
