@@ -349,6 +349,43 @@ def optimizers_may_step_in_other_orders() -> None:
         agreement.PATIENCE = before
 
 
+def optimizers_that_send_step_in_one_order() -> None:
+    """Ranks that stepped clipped optimizers, or others that reduce over ranks, in other orders mixed up their sums."""
+    rank = dist.get_rank()
+    for make, options, part in ((tilestep.SGD, {"max_grad_norm": 1.0}, 2), (tilestep.LAMB, {}, 3)):
+        net = LAYOUTS["fsdp"][0]()
+        blocks = [list(block.parameters())[:part] for block in net.blocks]
+        optimizers = [make(params, lr=0.1, **options) for params in blocks]
+        backward(net, batch(0, "fsdp"))
+        said = rf"rank {rank} has a step of the optimizer of blocks.{rank % 2}.* before that of blocks.{1 - rank % 2}"
+        with pytest.raises(ValueError, match=rf"{said}.*, and rank .*the same order"):
+            optimizers[rank % 2].step()
+
+
+def refuses_other_parameters() -> None:
+    """A parameter that one rank's optimizer left out stayed as it was there, and no other rank has that part of it."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    agreement.PATIENCE, before = 0.3, agreement.PATIENCE
+    try:
+        for left_out in ((), ("last.bias",), ("odd.weight",), ("blocks.0.down.weight", "blocks.0.norm.bias")):
+            net = LAYOUTS["fsdp"][0]()
+            # Ranks without a part of a parameter may leave it out.
+            owned = {name: param for name, param in net.named_parameters() if rank != last or param.to_local().numel()}
+            params = [param for name, param in owned.items() if rank != last or name not in left_out]
+            optimizer, refused = tilestep.SGD(params, lr=0.1), ""
+            for step in range(3):
+                backward(net, batch(step, "fsdp"))
+                try:
+                    optimizer.step()
+                except ValueError as error:
+                    refused = str(error)
+            # What all ranks have a part of is compared.
+            assert bool(refused) is (len(left_out) == 2), (left_out, refused)
+            assert not refused or rank == last or f"rank {rank} has {sorted(left_out)[0]} (8, 12)" in refused
+    finally:
+        agreement.PATIENCE = before
+
+
 def steps_that_make_state_alone_are_not_compared() -> None:
     """torch's checkpoints take a step without a rate: it stood for the first one, whose rates were not compared."""
     rank = dist.get_rank()
@@ -418,6 +455,8 @@ CHECKS = {
         a_rank_that_comes_late_is_compared,
         steps_that_make_state_alone_are_not_compared,
         optimizers_may_step_in_other_orders,
+        optimizers_that_send_step_in_one_order,
+        refuses_other_parameters,
     )
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,28 +19,39 @@ from .groups import described_numbers
 from .parameters import Optimizer
 
 PATIENCE = 10.0  # seconds that a rank's first step waits for the first steps of the other ranks
+_SETTLED = 3  # at which step a rank has taken the first one of all of its optimizers
 _LATER_STEPS = 100  # in how many further steps a rank looks, without waiting, whether the others have stepped since
 
+Shared = Mapping[tuple[int, ...], Sequence[str]]
+"""What describes the parameters that ranks share, sorted."""
 
-def compare_ranks(optimizer: Optimizer, *, has_loss: bool) -> None:
-    """Raise on ranks whose groups have other numbers than those of a rank with which they share parameters."""
+
+def compare_ranks(optimizer: Optimizer, *, has_loss: bool, sends: Callable[[], bool]) -> None:
+    """Raise on ranks whose groups have other numbers than those of a rank with which they share parameters.
+
+    Optimizers whose steps send something, as `sends` says, must also have their first steps in one order.
+    """
     # Later changes are not compared: a rank does not know that another one's have changed, and finding out would be a
     # message at every step.
     control = optimizer.control
     if is_capturing() or fake_mode_is_active():
         return
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if not several or "shard" in optimizer.attached:
+    if not several:
         control.compared = True
         return
-    if _has_no_rate(optimizer):
+    # The numbers of sharded optimizers are compared at every step.
+    is_sharded = "shard" in optimizer.attached
+    if not is_sharded and _has_no_rate(optimizer):
         return
     comparison, control.comparison = control.comparison, None
     with suppress(RuntimeError):  # the process group has no store, or the process that keeps it has ended
         patience = PATIENCE if comparison is None else 0.0
         if comparison is None:
             # Modules may have meshes of their own, of the same ranks.
-            comparison = RankComparison(_shared(optimizer), list(_lines(optimizer, has_loss)))
+            shared = optimizer.schedule.shared() if is_sharded else _shared(optimizer)
+            lines = None if is_sharded else list(_lines(optimizer, has_loss))
+            comparison = RankComparison(shared, lines, sends=is_sharded or sends())
         if not comparison.is_over(patience):
             control.comparison = comparison
     control.compared = control.comparison is None
@@ -52,54 +63,102 @@ class RankComparison:
     # No collective: a rank that skips its first step would answer with the next one that it calls, which is another.
     # The store is looked up each time: one that outlives its process group answers the next one on its port.
 
-    def __init__(self, shared: Mapping[tuple[int, ...], str], lines: Sequence[str]) -> None:
-        self._rank, self._lines, self._looks = dist.get_rank(), lines, 0
-        text = "\n".join(lines)
-        digest = f"{zlib.crc32(text.encode()):08x}"
-        self._open: list[tuple[tuple[int, ...], str]] = []
-        for ranks, first in sorted(shared.items()):
-            place = f"tilestep/numbers/{len(ranks)}-{zlib.crc32(repr((ranks, first)).encode()):08x}"
-            # Ranks may step several optimizers in other orders. Among those of the same parameters the n-th comparison
-            # of each rank is one with the n-th of the others.
+    def __init__(self, shared: Shared, lines: Sequence[str] | None, *, sends: bool) -> None:
+        self._rank, self._looks, self._sends = dist.get_rank(), 0, sends
+        self._compares, self._shared = lines is not None, dict(sorted(shared.items()))
+        self._open: list[tuple[tuple[int, ...], str, Sequence[str]]] = []
+        for ranks, params in self._shared.items():
+            self._note(ranks, params)
+            # Ranks may step several optimizers in other orders, unless their steps send something. Among those of the
+            # same parameters the n-th comparison of each rank is one with the n-th of the others.
+            own = ["a step"] if lines is None else [*lines, f"parameters {_digest(params)}"]
+            place = f"tilestep/numbers/{len(ranks)}-{_digest([ranks, params[0]])}"
             place = f"{place}/{_store_at(place).add(f'begun by {self._rank}', 1)}"
-            store = _store_at(place)
-            store.set(str(self._rank), text)
+            store, digest = _store_at(place), _digest(own)
+            store.set(str(self._rank), "\n".join(own))
             store.add(digest, 1)
             if store.add("arrived", 1) == len(ranks):
                 store.set("equal", str(int(store.add(digest, 0) == len(ranks))))
-            self._open.append((ranks, place))
+            self._open.append((ranks, place, own))
+
+    def _note(self, ranks: tuple[int, ...], params: Sequence[str]) -> None:
+        """Tell the other ranks that this one steps an optimizer of these parameters."""
+        store, own = _store_at(f"tilestep/params/{_digest(ranks)}"), _digest(params)
+        store.add(f"{own} on {self._rank}", 1)
+        if self._sends:
+            store.set(f"{own} sends", str(self._rank))
+        if store.add(own, 1) == 1:
+            store.set(str(store.add("kinds", 1)), "\n".join([str(self._rank), *params]))
 
     def is_over(self, patience: float) -> bool:
         """Whether nothing more will be compared; waits at most so many seconds for ranks that have not begun.
 
         Raises:
-            ValueError: if a rank has other lines.
+            ValueError: if a rank has other lines, or steps optimizers that send something in another order.
         """
         end, pause = time.monotonic() + patience, 0.001
         while not self._answered() and time.monotonic() < end:
             time.sleep(pause)
             pause = min(1.5 * pause, 0.25)
+            if pause == 0.25:
+                self._look_for_others()
         self._looks += 1
+        self._look_for_others()
         return not self._open or self._looks > _LATER_STEPS
 
     def _answered(self) -> bool:
-        for ranks, place in list(self._open):
+        for ranks, place, lines in list(self._open):
             store = _store_at(place)
             if not store.check(["equal"]):
                 continue
-            self._open.remove((ranks, place))
+            self._open.remove((ranks, place, lines))
             if store.get("equal") == b"0":
-                self._refuse({rank: store.get(str(rank)).decode().split("\n") for rank in ranks})
+                self._look_at_others(ranks, has_answer=True)
+                self._refuse(lines, {rank: store.get(str(rank)).decode().split("\n") for rank in ranks})
         return not self._open
 
-    def _refuse(self, lines_of: dict[int, list[str]]) -> None:
-        other = next(rank for rank, lines in lines_of.items() if lines != self._lines)
-        own = [line for line in self._lines if line not in lines_of[other]]
+    def _refuse(self, lines: Sequence[str], lines_of: Mapping[int, Sequence[str]]) -> None:
+        other = next(rank for rank, theirs in lines_of.items() if theirs != lines)
+        own = [line for line in lines if line not in lines_of[other]][:8]
         raise ValueError(
             "ranks disagree on what a step does, and would drift apart or wait for each other forever: rank "
-            f"{self._rank} has {', '.join(own) or 'fewer param groups'}, and rank {other} has not; give all ranks the "
-            "same numbers"
+            f"{self._rank} has {', '.join(own) or 'fewer groups or parameters'}, and rank {other} has not; give all "
+            "ranks the same numbers and parameters, and step their optimizers in the same order"
         )
+
+    def _look_for_others(self) -> None:
+        for ranks, *_ in self._open:
+            self._look_at_others(ranks)
+
+    def _look_at_others(self, ranks: tuple[int, ...], *, has_answer: bool = False) -> None:
+        """Raise if another rank has begun by another optimizer than this one, and they send something.
+
+        Or if one has some of the parameters, after steps in which ranks may have stepped others first.
+        """
+        params = self._shared[ranks]
+        store, own = _store_at(f"tilestep/params/{_digest(ranks)}"), _digest(params)
+
+        def is_ahead(kind: str, rank: Any, other: Any) -> bool:
+            return store.add(f"{kind} on {rank}", 0) > store.add(f"{kind} on {other}", 0)
+
+        for number in range(1, store.add("kinds", 0) + 1):
+            rank, *theirs = store.get(str(number)).decode().split("\n")
+            kind, shares = _digest(theirs), any(not line.startswith(" ") for line in set(theirs).intersection(params))
+            if self._sends and store.check([f"{kind} sends"]):
+                sender = store.get(f"{kind} sends").decode()
+                if is_ahead(kind, sender, self._rank) and is_ahead(own, self._rank, sender):
+                    self._refuse(
+                        [f"a step of the optimizer of {params[0]} before that of {theirs[0]}"], {int(sender): []}
+                    )
+            is_late = has_answer or self._looks >= _SETTLED
+            if (
+                self._compares
+                and shares
+                and is_late
+                and is_ahead(kind, rank, self._rank)
+                and is_ahead(own, self._rank, rank)
+            ):
+                self._refuse(params, {int(rank): theirs})
 
 
 def _has_no_rate(optimizer: Optimizer) -> bool:
@@ -132,8 +191,8 @@ def _lines(optimizer: Optimizer, has_loss: bool) -> Iterator[str]:
             yield line
 
 
-def _shared(optimizer: Optimizer) -> dict[tuple[int, ...], str]:
-    """For the ranks of each mesh, and of DistributedDataParallel, the first of the parameters that they share."""
+def _shared(optimizer: Optimizer) -> Shared:
+    """For the ranks of each mesh, and of DistributedDataParallel, the parameters that they share."""
     # Not only of parameters that have a gradient, which on another rank others may have.
     own = {id(param): param for group in optimizer.param_groups for param in group["params"]}
     sharded = fsdp_module_type()
@@ -161,10 +220,22 @@ def _shared(optimizer: Optimizer) -> dict[tuple[int, ...], str]:
                     with suppress(RuntimeError):  # made without process groups
                         mesh.get_group(0)
                         ranks_of[mesh] = tuple(sorted(mesh.mesh.flatten().tolist()))
-            if ranks_of[mesh]:
+            if ranks_of[mesh] and _is_everywhere(param):
                 add(ranks_of[mesh], key)
     for wrapper in wrappers:
         ranks = tuple(sorted(dist.get_process_group_ranks(wrapper.process_group)))
         for key in set(map(id, wrapper.parameters())).intersection(own):
             add(ranks, key)
-    return {ranks: min(params) for ranks, params in shared.items()}
+    return {ranks: sorted(params) for ranks, params in shared.items()}
+
+
+def _is_everywhere(param: Any) -> bool:
+    """Whether every rank has some of a DTensor; where one has nothing, its optimizer may leave it out."""
+    cuts = [
+        (param.shape[cut.dim], size) for cut, size in zip(param.placements, param.device_mesh.shape) if cut.is_shard()
+    ]
+    return all(length and -(-length // -(-length // size)) == size for length, size in cuts)
+
+
+def _digest(of: Sequence[Any]) -> str:
+    return f"{zlib.crc32(repr(list(of)).encode()):08x}"

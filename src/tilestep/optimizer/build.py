@@ -554,8 +554,25 @@ def flat_part(optimizer: Optimizer) -> str:
         if not split_kind(param):
             continue
         first = first or label
-        program = spec_of(optimizer.rule_of(group), group, param).program
-        reduces = program.global_reductions or any(tile and (tile.reductions or tile.parts) for tile in program.tiles)
-        if reduces or program.matrices.scratch or program.slices.views or program.graph.slice_states:
+        if _reduces(optimizer.rule_of(group), group, param):
             refuse("a reduction", [FSDP1], label, GradientError)
     return first
+
+
+def _reduces(rule: Rule, group: Mapping[str, Any], param: torch.Tensor) -> bool:
+    """Whether a rule does more with a parameter than with each element alone."""
+    program = spec_of(rule, group, local_part(param), param.shape).program
+    reduces = program.global_reductions or any(tile and (tile.reductions or tile.parts) for tile in program.tiles)
+    return bool(reduces or program.matrices.scratch or program.slices.views or program.graph.slice_states)
+
+
+def sends_in_steps(optimizer: Optimizer) -> bool:
+    """Whether steps send something to other ranks, if the optimizer is not sharded."""
+    control, groups = optimizer.control, optimizer.param_groups
+    spread = [(group, param) for group in groups for param in group["params"] if is_distributed(param)]
+    if not spread or control.takes_loss:
+        return bool(control.takes_loss)
+    if hasattr(optimizer, "found_inf") or (control.joint is None and control.needs_norm(groups)):
+        return True
+    shapes = {(id(group), param.shape): (group, param) for group, param in spread}
+    return any(_reduces(optimizer.rule_of(group), group, param) for group, param in shapes.values())

@@ -36,7 +36,16 @@ from ..storage import entries_of, kept_in_blocks, values_of
 from ..taps import Change, Stats, StepStats, Taps, require_no_taps
 from ..tensor_watch import taken_gradients
 from .agreement import compare_ranks
-from .build import begin_at_once, begins_together, build_plan, check_params, flat_part, require_no_real, spec_of
+from .build import (
+    begin_at_once,
+    begins_together,
+    build_plan,
+    check_params,
+    flat_part,
+    require_no_real,
+    sends_in_steps,
+    spec_of,
+)
 from .checkpoint import load, save_numbers, states_of_groups, unchanged_on_error
 from .control import SkipPolicy, StepControl, TimesMean
 from .graphs import Graphs, step_in_capture
@@ -634,7 +643,8 @@ class Optimizer(torch.optim.Optimizer):
         """
         evaluated = None
         if not self.control.compared:
-            compare_ranks(self, has_loss=loss is not None or closure is not None)
+            has_loss = loss is not None or closure is not None
+            compare_ranks(self, has_loss=has_loss, sends=partial(sends_in_steps, self))
         if closure is not None:
             with torch.enable_grad():
                 evaluated = closure()

@@ -230,7 +230,7 @@ ARRIVED = Awaited((), None)  # what runs in the order of the current stream: the
 class Ranks:
     """The process groups of a sharded optimizer, as one rank sees them, and the messages of its buckets."""
 
-    def __init__(self, shard: Any, replicate: Any, monitor: Any) -> None:
+    def __init__(self, shard: Any, replicate: Any, monitor: Any, members: tuple[int, ...] = ()) -> None:
         self.shard = shard
         self.replicate = replicate
         self.rank = dist.get_rank(shard)
@@ -238,6 +238,7 @@ class Ranks:
         self.copies = 1 if replicate is None else dist.get_world_size(replicate)
         self.count = self.size * self.copies  # all ranks, those that hold copies too
         self.monitor = monitor
+        self.members = members  # all of them, by their rank among all processes
         self.reductions = self.with_others(())  # over the ranks that split the state; copies have the same results
 
     def __deepcopy__(self, memo: Any) -> Ranks:
@@ -252,7 +253,7 @@ class Ranks:
             else dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
             for group in (self.shard, self.replicate)
         )
-        return Ranks(shard, replicate, self.monitor)
+        return Ranks(shard, replicate, self.monitor, self.members)
 
     def with_others(self, groups: Sequence[Any]) -> ReductionGroup:
         """Reductions over the ranks that split the state, and then over groups with other parts of the model."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -29,6 +29,10 @@ class Schedule:
         return ()
 
     makes_plan = True  # whether updates work on a plan of the optimizer itself
+
+    def shared(self) -> Mapping[tuple[int, ...], Sequence[str]]:
+        """For ranks that share the optimizer's parameters the names of these, sorted, if it is sharded."""
+        return {}
 
     def step(self, plain: Callable[[], None]) -> None:
         """Take a step."""

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import each_passes
@@ -64,7 +65,17 @@ def two_of_separate_modules_with_groups_of_their_own() -> None:
     train(make)
 
 
-CHECKS = [two_of_one_model, two_of_separate_modules_with_groups_of_their_own]
+def in_other_orders() -> None:
+    """Ranks that stepped them in other orders waited for each other until a timeout, which named none of them."""
+    model: Any = Branches()
+    optimizers = [tilestep.shard(sgd(params), model, bucket_cap_mb=TINY) for params in halves(model)]
+    model(inputs(3, 4), [0, 1, 2, 3, 4, 5]).backward()
+    rank = dist.get_rank()
+    with pytest.raises(ValueError, match=rf"rank {rank} has a step .* of branches.{rank}.bias before .*the same order"):
+        optimizers[rank].step()
+
+
+CHECKS = [two_of_one_model, two_of_separate_modules_with_groups_of_their_own, in_other_orders]
 
 
 test_two_ranks = each_passes(CHECKS, 2)

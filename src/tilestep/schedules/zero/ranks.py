@@ -49,7 +49,9 @@ def ranks_of(mesh: Any) -> Ranks:
     shard, replicate = (dist.group.WORLD, None) if mesh is None else _groups_of(mesh)
     ranks = Ranks(shard, replicate, rank_monitor())
     # Other backends raise an error on the ranks that are left.
-    ranks.monitor.watch(ranks.gather_objects(ranks.monitor.own), logs=ranks.can_be_captured)
+    processes = ranks.gather_objects(ranks.monitor.own)
+    ranks.monitor.watch(processes, logs=ranks.can_be_captured)
+    ranks.members = tuple(sorted(one.rank for one in processes))
     return ranks
 
 

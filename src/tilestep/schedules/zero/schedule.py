@@ -126,6 +126,10 @@ class ShardedSchedule(Schedule):
         """The optimizer of this rank's pieces."""
         return self.sharding.inner
 
+    def shared(self) -> Mapping[tuple[int, ...], Sequence[str]]:
+        sharding = self.sharding
+        return {sharding.ranks.members: sorted(member.name for member in sharding.members)}
+
     def step(self, plain: Callable[[], None]) -> None:
         """Update this rank's pieces and send them to the others."""
         optimizer = self._reference()
