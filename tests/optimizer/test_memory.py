@@ -6,6 +6,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -191,6 +192,60 @@ def test_a_step_that_was_interrupted_leaves_no_address_of_memory_that_is_gone(mo
     assert calls > 20
 
 
+SHAPES = [(6, 6), (5,), (4, 7)]
+
+
+def numbers_of(optimizer: Any) -> list[torch.Tensor]:
+    """All numbers of an optimizer and its parameters."""
+    now = everything(optimizer)
+    return [*now["params"], *(value for state in now["state"] for value in state.values())]
+
+
+def steps_of(name: str, count: int, interrupted: int = 0) -> tuple[Any, list[torch.Tensor], bool]:
+    """An optimizer after some steps, of which the last is interrupted at a call; and whether it was."""
+    rule, _, master = name.partition(" with ")
+    params = make_params(SHAPES, dtype=torch.bfloat16 if master else torch.float32)
+    params = [param for param in params if param.dim() == 2] if rule == "Muon" else params
+    optimizer = getattr(tilestep, rule)(params, lr=0.1, **({"master_weights": master} if master else {}))
+    for step in range(count - 1):
+        set_gradients(params, step=step)
+        optimizer.step()
+    set_gradients(params, step=count - 1)
+    return optimizer, params, interrupted_at(interrupted, optimizer.step)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "LAMB", "Adafactor", "Muon", "AdamW with remainder"])
+def test_a_step_that_was_interrupted_was_taken_or_not_or_stops_the_next(name: str) -> None:
+    """Muon's matrices are multiplied by functions in Python, between passes; other passes follow each other in C."""
+    before, after, last = (numbers_of(steps_of(name, count)[0]) for count in (2, 3, 4))
+    calls, not_interrupted, broken = 0, 0, 0
+    # A call inside of a generator that ends is left alone.
+    while not_interrupted < 5:
+        calls += 1
+        optimizer, params, was_interrupted = steps_of(name, 3, calls)
+        not_interrupted = 0 if was_interrupted else not_interrupted + 1
+        now = numbers_of(optimizer)
+        is_before, is_after = (all(map(torch.equal, now, other)) for other in (before, after))
+        assert optimizer.plan is not None
+        if optimizer.plan.broken_by:
+            broken += not (is_before or is_after)
+            for _ in range(2):
+                with pytest.raises(StateError, match="KeyboardInterrupt has interrupted a step"):
+                    optimizer.step()
+            with pytest.warns(UserWarning, match="KeyboardInterrupt has interrupted a step"):
+                state_dict = optimizer.state_dict()
+            optimizer.load_state_dict(state_dict)
+            optimizer.step()
+            continue
+        assert is_before or is_after, calls
+        if is_before:
+            optimizer.step()
+        set_gradients(params, step=3)
+        optimizer.step()
+        assert all(map(torch.equal, numbers_of(optimizer), last)), calls
+    assert calls > 80 and bool(broken) is (name == "Muon")
+
+
 def interrupted_at(calls: int, function: Callable[[], Any]) -> bool:
     """Call a function and interrupt it as Ctrl-C does, before it has made or left so many calls; whether it was."""
     remaining, own = calls, sys._getframe()
@@ -369,7 +424,7 @@ def test_gradients_are_held_for_the_step(monkeypatch: pytest.MonkeyPatch) -> Non
     """Another thread replaces them when kernels have their addresses and have not read them."""
     mine, theirs = make_params([(400,), (300, 3)]), make_params([(400,), (300, 3)])
     ours, torchs = tilestep.AdamW(mine, lr=0.1), torch.optim.AdamW(theirs, lr=0.1)
-    run, freed = CpuSegment.tile_pass, []
+    run, freed = CpuSegment.take_threads, []
 
     def replaced(*args: Any) -> None:
         storages = [param.grad.untyped_storage().data_ptr() for param in mine if param.grad is not None]
@@ -380,7 +435,7 @@ def test_gradients_are_held_for_the_step(monkeypatch: pytest.MonkeyPatch) -> Non
         assert not {tensor.data_ptr() for tensor in junk} & set(storages)
         run(*args)
 
-    monkeypatch.setattr(CpuSegment, "tile_pass", replaced)
+    monkeypatch.setattr(CpuSegment, "take_threads", replaced)
     for step in range(6):
         set_gradients(mine, theirs, step=step)
         ours.step()
@@ -398,7 +453,7 @@ def test_nothing_holds_gradients_after_a_step_that_failed() -> None:
         raise RuntimeError("broken")
 
     assert optimizer.plan is not None
-    optimizer.plan.calls_of((0,))[:] = [broken]
+    optimizer.plan.calls_of((0,))[:] = [[partial(broken)]]
     set_gradients(params)
     with pytest.raises(RuntimeError, match="broken"):
         optimizer.step()

@@ -135,12 +135,14 @@ class Masters:
         """A block that writes parameters and masters together."""
         chosen = self._params if params is None else [param for param in params if id(param) in self._places]
         before = self._versions_of(chosen)
-        yield
-        after = self._versions_of(chosen)
-        if self._sum is not None:
-            self._sum += sum(after) - sum(before)
-        for param, old, new in zip(chosen, before, after):
-            place = self._places[id(param)]
-            version = self._versions[place]
-            if version is not None:
-                self._versions[place] = version + new - old
+        try:
+            yield
+        finally:
+            after = self._versions_of(chosen)
+            if self._sum is not None:
+                self._sum += sum(after) - sum(before)
+            for param, old, new in zip(chosen, before, after):
+                place = self._places[id(param)]
+                version = self._versions[place]
+                if version is not None:
+                    self._versions[place] = version + new - old

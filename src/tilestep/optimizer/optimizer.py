@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -368,6 +369,8 @@ class Optimizer(torch.optim.Optimizer):
     def _make_plan(self, *, ahead: bool) -> StepPlan:
         """Make a plan, and missing state, for the present parameters; see `build_plan`."""
         # State that an evaluation under inference_mode makes must be writable in steps.
+        if self._plan is not None:
+            self._plan.require_unbroken()
         with torch.inference_mode(False), torch.no_grad(), self.schedule.making_plan():
             self.drop_plan()
             self.control.flat_part = flat_part(self)
@@ -865,6 +868,12 @@ class Optimizer(torch.optim.Optimizer):
             begin_at_once(self)
         begin_ahead_again(self)
         if self._plan is not None:
+            if self._plan.broken_by:
+                warnings.warn(
+                    f"state_dict(): {self._plan.broken_by} has interrupted a step between two of its passes, and the "
+                    "checkpoint has what is there: some numbers of after the step, others of before",
+                    stacklevel=3,
+                )
             # Masters of parameters that other code has written to are saved as the next step would read them.
             self._plan.sync_masters()
         with states_of_groups(self):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,11 +17,12 @@ from torch.nn.parameter import is_lazy
 from .. import native
 from ..compat import DTENSOR_PARTS, distributed_tensor_type, dtensors_have_parts, is_fake, local_parts
 from ..devices import combined
-from ..errors import GradientError
+from ..errors import GradientError, StateError
 from ..memory.memory import StateMemory
 from ..placement import LocalGradients, ReductionGroup, SharedSums
 from ..placement.local import ComplexMembers
 from ..runtime import DeviceEngine, JointNorm, Stale, StepInputs, pass_calls, run_marked
+from ..runtime.engine import CALL, Calls
 from ..runtime.gradients import copy_to
 from ..taps import Taps
 from .masters import Masters
@@ -69,7 +72,9 @@ class StepPlan:
         self.ahead = [param for param in self.ahead if id(param) not in first]
 
     def __post_init__(self) -> None:
-        self._calls: dict[tuple[int, ...], list[Callable[[], object]]] = {}
+        self._calls: dict[tuple[int, ...], Calls] = {}
+        self._progress: list[int] = []  # of the last update: nothing, one number while passes run, two after them
+        self.broken_by = ""  # what has interrupted an update between two of its passes
         self._every = tuple(range(len(self.engines)))
         self.places = {part: tuple(places) for part, places in self.places.items()}
         self.no_gradients: list[list[torch.Tensor | None]] = [[] for _ in self.engines]
@@ -282,6 +287,7 @@ class StepPlan:
         """Take a step of all engines: decide it, then run its passes."""
         if self.further_rounds and inputs is not None and inputs.grad_scale is not None:
             raise GradientError(f"{LISTED_TWICE}, and a step unscales a gradient once: list it once")
+        self._progress.clear()
         try:
             if self.follows and counts_versions:
                 self.sync_masters()
@@ -303,6 +309,8 @@ class StepPlan:
                 taps.finish()
         except BaseException:
             self.release()
+            if self.follows and len(self._progress) == _WHOLE:
+                self.record_versions()
             raise
 
     def update(
@@ -317,6 +325,7 @@ class StepPlan:
         """Run the passes of some engines, whose step is prepared and decided."""
         engines = self.engines if places is self._every else [self.engines[place] for place in places]
         calls = self._calls.get(places) or self.calls_of(places)
+        self._progress.clear()
         looked = gradients is self.no_gradients and not measures
         if not looked:
             for place, engine in zip(places, engines):
@@ -325,8 +334,7 @@ class StepPlan:
             if marked:
                 run_marked(calls, engines)
             else:
-                for call in calls:
-                    call()
+                deque(map(CALL, chain.from_iterable(calls)), 0)
             for place, engine in zip(places, engines):
                 if not looked:
                     engine.finish(counts_versions=counts_versions)
@@ -337,17 +345,31 @@ class StepPlan:
                         engine.note_written()
                 if self._home_finishes:
                     self.home.finish(engine)
+        except BaseException as error:
+            if len(self._progress) not in (0, _WHOLE) and not any(engine.captured for engine in engines):
+                self.broken_by, self.state_changes = type(error).__name__, -1
+            raise
         finally:
             for place in places:
                 if place in self.scans:
                     self.scans[place].release()
 
-    def calls_of(self, places: Sequence[int]) -> list[Callable[[], object]]:
+    def require_unbroken(self) -> None:
+        """Raise if an update was interrupted between two of its passes; such a plan fits no more."""
+        if self.broken_by:
+            raise StateError(
+                f"{self.broken_by} has interrupted a step between two of its passes: some numbers are those of after "
+                "it, others of before. Load a checkpoint of model and optimizer; "
+                "optimizer.load_state_dict(optimizer.state_dict()) goes on with what is there"
+            )
+
+    def calls_of(self, places: Sequence[int]) -> Calls:
         """The calls of the passes of some engines, in order; made once."""
         calls = self._calls.get(tuple(places))
         if calls is None:
             shared = [self.shared_sums[place] for place in places] if self.shared_sums else ()
-            calls = self._calls[tuple(places)] = pass_calls([self.engines[place] for place in places], shared)
+            engines = [self.engines[place] for place in places]
+            calls = self._calls[tuple(places)] = pass_calls(engines, shared, self._progress)
         return calls
 
     def release(self) -> None:
@@ -376,6 +398,7 @@ def _power_sum(home: StateMemory, sources: Sequence[DeviceEngine | JointNorm]) -
     return combined(home.power_sums(sources))
 
 
+_WHOLE = 2  # numbers of progress after the passes of an update
 _MOVED, _CHANGED = 1, 2  # answers of a look in C++: gradients are elsewhere; Python must say what has changed
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 

@@ -391,7 +391,7 @@ class SharedSums:
             [_parts_of(group, sharded, index, adds=adds) for adds in (True, False)] for index in range(depth)
         ]
 
-    def calls(self, index: int) -> list[Callable[[], None]]:
+    def calls(self, index: int) -> list[partial[None]]:
         """What lets every segment know the reductions over whole tensors that tile pass `index` has begun."""
         if index >= len(self._parts):
             return []

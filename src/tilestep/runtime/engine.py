@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,30 +29,38 @@ if TYPE_CHECKING:
     from ..placement import SharedSums
 
 
-def run_marked(calls: Sequence[Callable[[], object]], engines: Sequence[DeviceEngine]) -> None:
+Calls = list[Sequence["partial[Any]"]]
+"""The calls of a step, in order; a segment replaces those in its lists when its kernels are others."""
+
+CALL: Callable[..., object] = partial.__call__
+"""Makes a call. In `deque(map(CALL, chain.from_iterable(calls)), 0)` no Python runs between two functions in C, so no
+handler of a signal does: Ctrl-C comes before both or after both."""
+
+
+def run_marked(calls: Calls, engines: Sequence[DeviceEngine]) -> None:
     """Make the calls of `pass_calls` under the name that profilers show, without autocast."""
     on_host = all(is_host(engine.device) for engine in engines)
     with marked(HOST_UPDATE if on_host else UPDATE), without_autocast({engine.device.type for engine in engines}):
-        for call in calls:
-            call()
+        deque(map(CALL, chain.from_iterable(calls)), 0)
 
 
-def pass_calls(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums]) -> list[Callable[[], object]]:
-    """The calls of a step: for each k scalar pass k, its reductions over all tensors, tile pass k and matrix pass k."""
+def pass_calls(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums], progress: list[int]) -> Calls:
+    """The calls of a step: for each k scalar pass k, its reductions over all tensors, tile pass k and matrix pass k.
+
+    They put a number into `progress` before the first pass, and another one after the last.
+    """
     segments = [segment for engine in engines for segment in engine.segments]
-    calls: list[Callable[[], object]] = []
+    note = [partial(progress.append, 1)]
+    calls: Calls = [*(segment.first_calls for segment in segments), note]
     for index in range(max((len(segment.spec.program.scalars) for segment in segments), default=0)):
         running = [segment for segment in segments if index < len(segment.spec.program.scalars)]
-        calls += [segment.scalar_call(index) for segment in running]
+        calls += [segment.scalar_calls(index) for segment in running]
         if any(segment.spec.program.scalars[index].global_reductions for segment in running):
-            calls.append(partial(_meet, running, index))
-        calls += [
-            partial(segment.run_tiles if segment.streamer or segment.run_in_parts else segment.tile_pass, index)
-            for segment in running
-        ]
-        calls += [call for sums in shared for call in sums.calls(index)]
-        calls += [partial(segment.matrix_pass, index) for segment in running if segment.matrices]
-    return calls
+            calls.append([partial(_meet, running, index)])
+        calls += [segment.tile_calls(index) for segment in running]
+        calls += [sums.calls(index) for sums in shared]
+        calls += [[partial(segment.matrix_pass, index)] for segment in running if segment.matrices]
+    return [*calls, note]
 
 
 def without_autocast(kinds: Iterable[str]) -> AbstractContextManager[object]:

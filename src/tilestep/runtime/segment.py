@@ -427,9 +427,18 @@ class Segment:
         """Run scalar pass `index`."""
         raise NotImplementedError
 
-    def scalar_call(self, index: int) -> Callable[[], object]:
-        """The call of scalar pass `index`, the same at every step."""
-        return partial(self.scalar_pass, index)
+    @property
+    def first_calls(self) -> list[partial[Any]]:
+        """Calls before the passes of a step."""
+        return []
+
+    def scalar_calls(self, index: int) -> list[partial[Any]]:
+        """The calls of scalar pass `index`, the same at every step."""
+        return [partial(self.scalar_pass, index)]
+
+    def tile_calls(self, index: int) -> list[partial[Any]]:
+        """The calls of tile pass `index`; the list stays, and what is in it may change."""
+        return [partial(self.run_tiles if self.streamer or self.run_in_parts else self.tile_pass, index)]
 
     def tile_pass(self, index: int) -> None:
         """Run tile pass `index`, if there is one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -135,6 +135,7 @@ class CpuSegment(Segment):
         self._launch = Launch()
         self._argument = ctypes.byref(self._launch)
         self._tile = self._all_functions(library)
+        self._calls: list[list[partial[Any]]] = [[] for _ in self._tile]
         self._measuring: list[list[tuple[Any, tuple[Any, ...]]]] = []
         self.tap_partials = self.zeros(1, 1)
         self.upload()
@@ -197,6 +198,8 @@ class CpuSegment(Segment):
     def upload(self) -> None:
         """Point the launch record at the tables as they are now."""
         self._take_gaps()
+        for calls, functions in zip(self._calls, self._tile):
+            calls[:] = [partial(function, *arguments) for function, arguments in functions]
         launch = self._launch
         launch.tensors, launch.tiles, launch.tile_size = len(self.entries), self.tiles.count, self.tiles.size
         launch.hyper_count = self.hyper.shape[1]
@@ -268,11 +271,21 @@ class CpuSegment(Segment):
     def scalar_pass(self, index: int) -> None:
         self._scalar[index](self._argument)
 
-    def scalar_call(self, index: int) -> Callable[[], object]:
-        return partial(self._scalar[index], self._argument)
+    def take_threads(self) -> None:
+        """Let passes have the threads that torch has now."""
+        self._launch.threads = 1 if devices.is_forked else torch.get_num_threads()
+
+    @property
+    def first_calls(self) -> list[partial[Any]]:
+        return [partial(self.take_threads)]
+
+    def scalar_calls(self, index: int) -> list[partial[Any]]:
+        return [partial(self._scalar[index], self._argument)]
+
+    def tile_calls(self, index: int) -> list[partial[Any]]:
+        in_python = self.streamer or self.run_in_parts or self.taps
+        return super().tile_calls(index) if in_python else self._calls[index]
 
     def tile_pass(self, index: int) -> None:
-        if self._tile[index]:
-            self._launch.threads = 1 if devices.is_forked else torch.get_num_threads()
         for function, arguments in self._tile[index] if self.taps is None else self._passes[index]:
             function(*arguments)
