@@ -206,6 +206,13 @@ def test_flags_of_the_environment_come_last(tmp_path: Path, monkeypatch: pytest.
     assert len(plain) == 2 and given == [line.replace(" -x c++", " -O0 -DNAME=a b -x c++") for line in plain]
 
 
+@pytest.mark.parametrize(("name", "words"), [("TILESTEP_BUILD_TIMEOUT", "soon"), ("TILESTEP_CXXFLAGS", "-DA='b")])
+def test_a_variable_that_cannot_be_read_is_named(name: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, words)
+    with pytest.raises(ValueError, match=f"Invalid {name}: "):
+        adamw()
+
+
 @pytest.mark.parametrize("work", [SLEEPS, "echo no such header >&2; exit 1", "kill -SEGV $$"])
 def test_without_a_kernel_a_rule_runs_eagerly_and_is_tried_again_later(
     work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -141,6 +141,11 @@ def run(*arguments: object) -> int:
     return int(stopped.value.code or 0)
 
 
+def test_the_command_does_not_leave_out_an_overlap(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("trace", "--device", "cpu", "--optimizer", "torch", "--during", "backward", "--out", tmp_path) == 2
+    assert "--during" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("optimizer", ["Lion", "lion", "torch"])
 def test_the_command_traces_the_demo_s_model(optimizer: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     small = ["--layers", 1, "--width", 16, "--context", 16, "--batch", 2, "--iterations", 2]

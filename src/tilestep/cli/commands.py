@@ -439,6 +439,8 @@ def trace(
         size = Size(layers, width, 1 if width % 64 else width // 64, context)
         recipe = Recipe(chosen_device(device), steps=iterations, batch=batch, max_grad_norm=clip, size=size)
         rule = None if optimizer.lower() == "torch" else load_rule(optimizer, "--optimizer")
+        if rule is None and during != "neither":
+            raise typer.BadParameter("torch's optimizer updates in step(): leave it out", param_hint="--during")
         reports = [train_traced(recipe, out, rule, bf16, during)]
     else:
         reports = _script(script, arguments or [], out)

@@ -103,7 +103,11 @@ def wide_vectors() -> tuple[str, ...]:
 
 def user_flags() -> tuple[str, ...]:
     """The user's flags of `TILESTEP_CXXFLAGS`: they come after tilestep's own."""
-    return tuple(shlex.split(os.environ.get("TILESTEP_CXXFLAGS", "")))
+    words = os.environ.get("TILESTEP_CXXFLAGS", "")
+    try:
+        return tuple(shlex.split(words))
+    except ValueError as error:
+        raise ValueError(f"Invalid TILESTEP_CXXFLAGS: {words!r}; a shell could not read it: {error}") from None
 
 
 def load_library(title: str, source: str, extra_flags: Sequence[str] = ()) -> ctypes.CDLL:
@@ -180,7 +184,11 @@ def _open(file: CachedFile) -> ctypes.CDLL:
 
 def build_seconds() -> float:
     """How long a compiler may run, or another process's build is waited for: `TILESTEP_BUILD_TIMEOUT`, or 90."""
-    return float(os.environ.get("TILESTEP_BUILD_TIMEOUT") or 90)
+    seconds = os.environ.get("TILESTEP_BUILD_TIMEOUT") or "90"
+    try:
+        return float(seconds)
+    except ValueError:
+        raise ValueError(f"Invalid TILESTEP_BUILD_TIMEOUT: {seconds!r}; it must be a number of seconds") from None
 
 
 _SUPERVISOR = """
