@@ -6,7 +6,7 @@ import copy
 import io
 import pickle
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,8 @@ class Guarded:
             tensor: the values.
             order: the dimensions, from the one with the largest stride to that with the smallest.
         """
-        memory = torch.full((tensor.numel() + 2 * GUARD,), 1234.0, dtype=torch.float64).to(tensor.dtype)
+        memory = torch.full((tensor.numel() + 2 * GUARD,), 1234.0, dtype=torch.float64, device=tensor.device)
+        memory = memory.to(tensor.dtype)
         inside = memory[GUARD : GUARD + tensor.numel()]
         order = list(range(tensor.dim())) if order is None else order
         turned = inside.view([tensor.shape[dim] for dim in order])
@@ -69,9 +70,11 @@ class Session:
 
     Args:
         seed: decides everything.
+        device: of parameters; on a GPU steps are also captured.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, device: str = "cpu") -> None:
+        self.device = device
         self.random = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.guards = Guarded()
@@ -82,11 +85,14 @@ class Session:
         shapes = self.random.choices(SHAPES, k=self.random.randint(1, 7))
         self.mine = [self.param(shape) for shape in shapes]
         self.theirs = [torch.nn.Parameter(param.detach().clone()) for param in self.mine]
-        self.ours: Any = tilestep.Optimizer(self.mine, self.rule, **self.given)
+        self.clip = self.random.choice([None, 0.5])
+        self.skips = self.random.random() < 0.3
+        policy = {"max_grad_norm": self.clip, "skip_nonfinite": self.skips}
+        self.ours: Any = tilestep.Optimizer(self.mine, self.rule, **policy, **self.given)
         self.torchs: Any = kind(self.theirs, foreach=False, **self.given)
 
     def drawn(self, shape: Any) -> torch.Tensor:
-        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.device, self.dtype)
 
     def order(self, dims: int) -> list[int]:
         order = list(range(dims))
@@ -110,7 +116,16 @@ class Session:
             for param in self.theirs:
                 if not self.torchs.state[param] and made.get(param):
                     self.torchs.state[param] = made[param]
+        if self.clip is None:
+            return self.torchs.step()
+        # Ours clips inside the step, and leaves the gradients.
+        gradients = [param.grad for param in self.theirs]
+        for param in self.theirs:
+            param.grad = None if param.grad is None else param.grad.clone()
+        torch.nn.utils.clip_grad_norm_(self.theirs, self.clip)
         self.torchs.step()
+        for param, gradient in zip(self.theirs, gradients):
+            param.grad = gradient
 
     def step(self) -> None:
         for _ in range(self.random.choice([1, 1, 2, 4])):
@@ -125,10 +140,41 @@ class Session:
         self.step_torch()
         self.compare()
 
-    def draw_gradients(self) -> None:
+    def overflow(self) -> None:
+        """Neither side moves."""
+        if not self.skips:
+            return
+        self.draw_gradients()
+        filled = [param for param in self.mine if param.grad is not None and param.numel()]
+        if filled:
+            gradient = self.random.choice(filled).grad
+            assert gradient is not None
+            gradient.view(-1)[-1:].fill_(float("nan")) if gradient.is_contiguous() else gradient.fill_(float("inf"))
+            self.ours.step()
+            self.compare()
+        self.ours.zero_grad()
+        self.torchs.zero_grad()
+
+    def replays(self) -> None:
+        """A captured step; gradients are there and keep their memory, as anything else is refused."""
+        if self.device == "cpu":
+            return
+        self.draw_gradients(missing=0.0)
+        captured = tilestep.capture(self.ours)
+        for _ in range(3):
+            for mine, theirs in zip(self.mine, self.theirs):
+                assert mine.grad is not None and theirs.grad is not None
+                theirs.grad.copy_(self.drawn(mine.shape))
+                mine.grad.copy_(theirs.grad)
+            captured.replay()
+            self.step_torch()
+            self.compare()
+            self.set_hyperparameters(["lr", "weight_decay"])
+
+    def draw_gradients(self, missing: float = 0.1) -> None:
         kept = self.random.random() < 0.4
         for mine, theirs in zip(self.mine, self.theirs):
-            if self.random.random() < 0.1:
+            if self.random.random() < missing:
                 mine.grad = theirs.grad = None
                 continue
             values = self.drawn(mine.shape)
@@ -138,7 +184,7 @@ class Session:
                 continue
             mine.grad = self.guards.copy(values, self.order(values.dim()))
             if values.dim() and self.random.random() < 0.1:
-                spread = torch.zeros(*values.shape[:-1], 2 * values.shape[-1], dtype=self.dtype)
+                spread = values.new_zeros(*values.shape[:-1], 2 * values.shape[-1])
                 mine.grad = spread[..., ::2].copy_(values)
 
     def drop_gradients(self) -> None:
@@ -166,7 +212,7 @@ class Session:
             self.mine[place].grad = torch._neg_view(-values)
         else:
             values = torch.zeros_like(values)
-            self.mine[place].grad = torch._efficientzerotensor(values.shape, dtype=self.dtype)
+            self.mine[place].grad = torch._efficientzerotensor(values.shape, dtype=self.dtype, device=self.device)
         self.theirs[place].grad = values
         self.step_again()
         self.mine[place].grad = self.theirs[place].grad = None
@@ -233,7 +279,7 @@ class Session:
         place = self.place
         for optimizer, params, made in (
             (self.ours, self.mine, self.param),
-            (self.torchs, self.theirs, lambda shape: torch.nn.Parameter(torch.zeros(shape, dtype=self.dtype))),
+            (self.torchs, self.theirs, lambda shape: torch.nn.Parameter(self.drawn(shape))),
         ):
             old = params[place]
             new = made(old.shape)
@@ -255,10 +301,10 @@ class Session:
         self.mine += new
         self.theirs += twins
 
-    def set_hyperparameters(self) -> None:
+    def set_hyperparameters(self, names: Sequence[str] = ("lr", "weight_decay", "maximize")) -> None:
         place = self.random.randrange(len(self.ours.param_groups))
         groups = self.ours.param_groups[place], self.torchs.param_groups[place]
-        name = self.random.choice(["lr", "weight_decay", "maximize"])
+        name = self.random.choice(names)
         value = {"lr": self.random.choice([0.001, 0.004]), "weight_decay": 0.01, "maximize": not groups[0]["maximize"]}
         for group in groups:
             group[name] = value[name]
@@ -312,6 +358,8 @@ ACTIONS: list[Callable[[Session], None]] = [
     Session.step,
     Session.step,
     Session.step_again,
+    Session.overflow,
+    Session.replays,
     Session.drop_gradients,
     Session.other_gradient_dtype,
     Session.lazy_gradient,
@@ -330,18 +378,19 @@ ACTIONS: list[Callable[[Session], None]] = [
 ]
 
 
-def fuzz(seed: int, actions: int = 14) -> None:
+def fuzz(seed: int, actions: int = 14, device: str = "cpu") -> None:
     """Train with both, doing what the seed says between steps.
 
     Args:
         seed: of the session.
         actions: how many things are done.
+        device: of the parameters.
 
     Raises:
         AssertionError: naming the seed and what was done, where results differ or memory beside a tensor was written.
     """
-    session = Session(seed)
-    done = [session.rule, str(session.dtype)]
+    session = Session(seed, device)
+    done = [session.rule, str(session.dtype), f"clip {session.clip}", f"skips {session.skips}"]
     try:
         for _ in range(actions):
             action = session.random.choice(ACTIONS)

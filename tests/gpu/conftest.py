@@ -15,7 +15,17 @@ import pytest
 import torch
 
 TESTS = Path(__file__).parents[1]
-FOLDERS = ("amp", "combinations", "memory", "placement", "schedules/overlap", "schedules/zero", "storage", "taps")
+FOLDERS = (
+    "amp",
+    "combinations",
+    "fuzz",
+    "memory",
+    "placement",
+    "schedules/overlap",
+    "schedules/zero",
+    "storage",
+    "taps",
+)
 sys.path.extend(str(TESTS / folder) for folder in FOLDERS)
 
 GPUS = {"two_gpus": 2, "four_gpus": 4}

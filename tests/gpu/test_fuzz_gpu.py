@@ -1,0 +1,19 @@
+"""Random trainings beside torch's on a GPU, with captured steps among what is drawn.
+
+TILESTEP_FUZZ_SEEDS=200 python -m pytest tests/gpu/test_fuzz_gpu.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import stateful
+import torch
+from test_stateful import FIRST, SEEDS
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("tenth", range(10))
+def test_random_trainings(tenth: int) -> None:
+    for seed in range(FIRST + tenth, FIRST + SEEDS, 10):
+        stateful.fuzz(seed, device="cuda")
