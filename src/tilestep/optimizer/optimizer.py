@@ -29,7 +29,7 @@ from ..placement import LOCAL, Placement, ReductionGroup, distribute, local_stat
 from ..placement.local import as_real, copy_into, local_part
 from ..rules import Rule, registry
 from ..rules.adaptive_clip import AdaGC
-from ..runtime import Stale
+from ..runtime import Stale, grad_dtype
 from ..runtime.limits import Sigma, ZClip
 from ..schedules.accumulation import refuse_taken_by_another
 from ..schedules.schedule import AT_STEP, Schedule
@@ -226,7 +226,8 @@ class Optimizer(torch.optim.Optimizer):
         """Drop gradients, as torch's; also those that `shard`, `overlap` or `offload` hold.
 
         Args:
-            set_to_none: as torch's.
+            set_to_none: as torch's; with False, what had a gradient in the last step gets zeros where `shard` or
+                `overlap` has taken it.
 
         Raises:
             RuntimeError: after a backward that has updated parameters; call `step()` first.
@@ -243,6 +244,9 @@ class Optimizer(torch.optim.Optimizer):
         if self.attached:
             self.schedule.before_zero_grad()
             self.memory.drop_gradients()
+            # Of what keeps its gradients, as torch's optimizers do, other code may have taken them.
+            for param in () if set_to_none or self.schedule is AT_STEP else self.schedule.stepped(self):
+                param.grad = torch.zeros_like(param, dtype=grad_dtype(param)) if param.grad is None else param.grad
         if set_to_none and step_is_ordinary():
             # torch's own loops over the parameters in Python.
             for group in self.param_groups:

@@ -61,7 +61,7 @@ class Gradients:
         self.strided: dict[int, torch.Tensor] = {}
         self.active: list[torch.Tensor] = []
         """The parameters that have a gradient, their local parts and the DTensors that these belong to."""
-        self._active: list[int] = []  # places of the entries that have one
+        self.places: list[int] = []  # of the entries that have one, as of the last look
         self._inactive: list[int] = []
         self._layout_known = True
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -99,6 +99,11 @@ class Gradients:
         self.invalidate()
         self._layout_known = False
 
+    def have_none(self) -> None:
+        """Note that no entry has a gradient in this step, which has not looked at them."""
+        self.places = []
+        self.forget()
+
     def _present(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
         """The gradients of the entries that had one at the last step, if they are the same entries now."""
         if not self.settled:
@@ -107,13 +112,13 @@ class Gradients:
             return gradients  # type: ignore[return-value]
         if any(gradients[index] is not None for index in self._inactive):
             return None
-        return [gradients[index] for index in self._active]  # type: ignore[misc]
+        return [gradients[index] for index in self.places]  # type: ignore[misc]
 
     def inspect(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Check every gradient and write the address table anew."""
         seen = self.look(gradients)
         changed = not self.same_layout(seen)
-        self.strided, self._copies, self._active = seen.strided, seen.copies, seen.active
+        self.strided, self._copies, self.places = seen.strided, seen.copies, seen.active
         self._layout_known, self.settled = True, not seen.copies
         self.active = self._written(seen.active)
         chosen = set(seen.active)
@@ -188,7 +193,7 @@ class Gradients:
             addresses[self._empty] = 1
         if self._inactive:
             self._host[:] = 0
-            self._host[self._active] = addresses
+            self._host[self.places] = addresses
         else:
             self._host[:] = addresses
         self.scanned = False

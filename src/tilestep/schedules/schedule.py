@@ -69,6 +69,12 @@ class Schedule:
     def before_zero_grad(self) -> None:
         """Let go of gradients that are kept elsewhere."""
 
+    def stepped(self, optimizer: Any) -> list[torch.Tensor]:
+        """The parameters that had a gradient in the last step."""
+        plan = optimizer.plan
+        engines = () if plan is None else zip(plan.engines, plan.members)
+        return [members[place] for engine, members in engines for place in engine.gradients.places]
+
     def part_of(self, param: torch.Tensor) -> Any:
         """Which part of the optimizer a parameter belongs to; parts can be stepped one by one."""
         return None

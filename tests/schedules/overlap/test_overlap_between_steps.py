@@ -142,6 +142,22 @@ def test_a_parameter_that_is_removed_between_steps(during: str) -> None:
     compare_models(twins.serial, twins.overlapped)
 
 
+@pytest.mark.parametrize("make", [adamw, clipped], ids=lambda f: f.__name__)
+@both
+def test_zero_gradients_are_those_of_what_the_last_step_has_updated(during: str, make: Any) -> None:
+    """As torch's: they decay weights and go on with a momentum in steps that use a parameter no more."""
+    serial, overlapped = (nn.ModuleList(nn.Linear(3, 3) for _ in range(3)) for _ in range(2))
+    overlapped.load_state_dict(serial.state_dict())
+    optimizers = [make(model.parameters()) for model in (serial, overlapped)]
+    tilestep.overlap(optimizers[1], overlapped, during, bucket_cap_mb=TINY)
+    for used, to_none in (([0], False), ([0, 1], False), ([0], False), ([0], True), ([0], False), ([2], False)):
+        for model, optimizer in zip((serial, overlapped), optimizers):
+            sum(model[place](torch.ones(3)).square().sum() for place in used).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+        compare_models(serial, overlapped)
+
+
 @pytest.mark.parametrize("changes", [False, True])
 def test_norms_are_summed_in_backward(changes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     twins = Twins(clipped, "backward")

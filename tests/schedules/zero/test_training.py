@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rank_processes import each_passes
-from sharded_twins import TINY, Convolutions, Elementwise, Pair, inputs, train, two_groups
+from sharded_twins import TINY, Branches, Convolutions, Elementwise, Pair, inputs, train, two_groups
 from torch import nn
 
 import tilestep
@@ -319,6 +320,20 @@ def gradients_that_are_dropped() -> None:
     pair.compare()
 
 
+def zero_gradients() -> None:
+    """As torch's: of what the last step has updated, on any rank."""
+    pair = Pair(Branches(), adamw, bucket_cap_mb=TINY)
+    for used, to_none in (([0], False), ([0, 1 + dist.get_rank()], False), ([0], False), ([0], True), ([0], False)):
+        data = inputs(3, 4)
+        pair.backward(lambda model, data=data, used=used: model(data, used))
+        pair.optimizer.step()
+        pair.sum_twin()
+        pair.twin_optimizer.step()
+        for optimizer in (pair.optimizer, pair.twin_optimizer):
+            optimizer.zero_grad(set_to_none=to_none)
+        pair.compare()
+
+
 def every_step_of_a_scheduler_and_a_closure() -> None:
     pair = Pair(Elementwise(), adamw, two_groups, bucket_cap_mb=TINY)
     schedulers = [
@@ -388,6 +403,7 @@ CHECKS = [
     transposed_and_gapped_parameters,
     gradients_set_by_hand_and_taken_away,
     gradients_that_are_dropped,
+    zero_gradients,
     every_step_of_a_scheduler_and_a_closure,
     an_optimizer_that_has_stepped_before,
 ]

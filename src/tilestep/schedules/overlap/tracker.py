@@ -420,6 +420,9 @@ class BackwardTracker(TakesGradients):
         for group in self._grouping.groups:
             if any(param.grad is not None for param in group.params):
                 self._update(group)
+            elif group not in self.applied:
+                for place in plan.places.get(group.index, ()):
+                    plan.engines[place].gradients.have_none()
         if optimizer.taps is not None:
             with self._lane.after():
                 optimizer.taps.finish()

@@ -312,6 +312,10 @@ class ShardedSchedule(Schedule):
         """Drop gradients that are summed up already too."""
         self.gradients.reset()
 
+    def stepped(self, optimizer: Any) -> list[torch.Tensor]:
+        has_gradient = () if self._ready is None else self._ready.has_gradient
+        return [param for param, has_one in zip(self.gradients.params, has_gradient) if has_one]
+
     def grad_norm_of(self, params: Iterable[torch.Tensor], process_group: Any = None) -> torch.Tensor:
         """The 2-norm of some parameters' gradients over all ranks, between backward and step.
 
