@@ -290,6 +290,20 @@ def test_a_mode_of_torch_changes_no_number(rule: str, mode: str) -> None:
         assert torch.equal(left, right)
 
 
+@pytest.mark.parametrize("mode", ["device", "default device", "default dtype"])
+def test_statistics_and_changes_inside_of_a_mode(mode: str) -> None:
+    results = []
+    for inside in (True, False):
+        params = make_params([(4, 6), (3, 5)])
+        set_gradients(params)
+        with MODES[mode]() if inside else default_dtype(torch.float32):
+            optimizer = tilestep.AdamW(params, stats=tilestep.Stats(), track_changes=True)
+            optimizer.step()
+            assert optimizer.first_nonfinite() is None
+            results.append([optimizer.stats.table, *(part for change in optimizer.changes() for part in change[1:])])
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.parametrize("rate", [tilestep.schedule.warmup_cosine(0.1, 3, 10), lambda step: torch.tensor(0.1) / step])
 @pytest.mark.parametrize("mode", ["device", "default device"])
 def test_functions_of_the_step_inside_of_a_mode(rate: Any, mode: str) -> None:

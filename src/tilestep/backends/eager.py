@@ -109,7 +109,9 @@ class EagerSegment(Segment):
         if name in REDUCTIONS:
             reduce: Any = {"reduce_sum": torch.sum, "reduce_amax": torch.amax, "reduce_amin": torch.amin}[name]
             if not args[0].numel() and name != "reduce_sum":
-                return torch.tensor(-torch.inf if name == "reduce_amax" else torch.inf, dtype=torch.float64)
+                return torch.tensor(
+                    -torch.inf if name == "reduce_amax" else torch.inf, dtype=torch.float64, device="cpu"
+                )
             return reduce(args[0]) if value.over is None else reduce(args[0], dim=[*range(*value.over)], keepdim=True)
         if name in MATRIX_OPERATIONS:
             return self._matrix(value, args)

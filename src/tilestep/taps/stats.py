@@ -97,7 +97,7 @@ class StepStats(Mapping[str, Mapping[str, torch.Tensor]]):
         self._host: torch.Tensor | None = None
         self._copied: torch.cuda.Event | None = None
         if table.is_cuda and not is_capturing():
-            self._host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+            self._host = torch.empty(table.shape, dtype=table.dtype, device="cpu", pin_memory=True)
             self._host.copy_(table, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
@@ -238,12 +238,12 @@ class Measurer:
             raw.update(dict.fromkeys(f"{name}_{what}" for name in small for what in ("squares", "max")))
         self._raw = list(raw)
         segments = [segment for engine in engines for segment in engine.segments]
-        share = torch.ones(len(names), dtype=torch.float64)
+        share = torch.ones(len(names), dtype=torch.float64, device="cpu")
         for segment in segments:
             for entry in segment.entries:
                 if id(entry) in places:
                     share[places[id(entry)]] = entry.share
-        self._numel = torch.tensor(numels, dtype=torch.float64).to(self.device)
+        self._numel = torch.tensor(numels, dtype=torch.float64, device=self.device)
         self._share = share.to(self.device)[:, None]
         self._parts = [_Part(segment, places, self._raw, sharers, self.device) for segment in segments]
         self._states = [state for state in states if f"{state}_max" in raw or f"{state}_number_max" in raw]
