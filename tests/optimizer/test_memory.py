@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -190,6 +190,64 @@ def test_a_step_that_was_interrupted_leaves_no_address_of_memory_that_is_gone(mo
         assert all(map(torch.equal, gone, kept)), calls
         assert_close(mine, theirs)
     assert calls > 20
+
+
+def overlapping(kind: str, optimizer: Any, params: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A gradient for the first parameter in memory that the step writes."""
+    own, other = params[0].data, params[1]
+    state = optimizer.state[other].get("momentum_buffer", other)
+    return {
+        "itself": own,
+        "turned": own.t(),
+        "shifted": own.new_empty(0).set_(own.untyped_storage(), 7, own.shape),
+    }.get(kind, state if kind == "state" else other.data)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4])
+@pytest.mark.parametrize("kind", ["itself", "turned", "shifted", "other", "state"])
+def test_gradients_in_memory_that_the_step_writes(kind: str, steps: int) -> None:
+    """What lies in its parameter's own memory is read before that is written, in any layout; others are refused."""
+    both = [], []
+    for params in both:
+        params += make_params([(300, 300)] * 3)
+        params[0].data = torch.cat([params[0].data.reshape(-1), torch.ones(7)])[:90000].view(300, 300)
+    ours = tilestep.SGD(both[0], lr=0.1, momentum=0.9)
+    torchs = torch.optim.SGD(both[1], lr=0.1, momentum=0.9, foreach=False)
+    train([(ours, both[0]), (torchs, both[1])], range(steps))
+    set_gradients(*both, step=steps)
+    before = numbers_of(ours)
+    for optimizer, params in ((ours, both[0]), (torchs, both[1])):
+        params[0].grad = overlapping(kind, optimizer, params)
+    if kind in ("other", "state"):
+        named = "state 'momentum_buffer' of parameter 1" if kind == "state" and steps else "parameter 1"
+        for _ in range(2):
+            with pytest.raises(GradientError, match=f"the gradient of parameter 0 .* shares memory with {named}"):
+                ours.step()
+        assert all(map(torch.equal, numbers_of(ours), before))
+        return
+    for _ in range(2):
+        ours.step()
+        torchs.step()
+    assert_close(*both)
+
+
+@pytest.mark.parametrize("kind", ["state", "param", "later"])
+def test_states_and_parameters_that_are_given_the_memory_of_others_are_refused(kind: str) -> None:
+    params = make_params([(6,), (6,)])
+    optimizer = tilestep.AdamW(params)
+    train([(optimizer, params)], range(4))
+    own, memory = optimizer.state[params[1]], torch.zeros(9)
+    if kind == "later":
+        params[0].data, params[1].data = memory[:6], memory[3:]
+        named = "parameter 1 of group 0 shares memory with parameter 0"
+    else:
+        own["exp_avg"] = optimizer.state[params[0]]["exp_avg_sq"] if kind == "state" else params[0].data
+        other = "state 'exp_avg_sq' of parameter 0" if kind == "state" else "parameter 0"
+        named = f"state 'exp_avg' of parameter 1 of group 0 shares memory with {other}"
+    set_gradients(params)
+    for _ in range(2):
+        with pytest.raises(GradientError, match=named):
+            optimizer.step()
 
 
 SHAPES = [(6, 6), (5,), (4, 7)]

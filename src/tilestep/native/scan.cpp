@@ -40,9 +40,20 @@ struct Slots {
   Py_ssize_t local = 0, layout = 0;
 };
 
+// The spans of memory that steps write, by their first addresses; the ends are the largest up to each.
+struct Written {
+  std::vector<int64_t> starts, ends;
+  bool overlaps(int64_t address, size_t bytes) const {
+    const auto stop = address + static_cast<int64_t>(bytes);
+    const auto before = std::lower_bound(starts.begin(), starts.end(), stop) - starts.begin();
+    return before > 0 && ends[before - 1] > address;
+  }
+};
+
 struct Scanner {
   static constexpr char NAME[] = "tilestep.Scanner";
   Slots slots;
+  Written written;
   std::vector<Remembered> tensors;
   // Memory of the gradients that the last look has seen: borrowed by the look, owned until `release`.
   std::vector<c10::StorageImpl*> seen;
@@ -203,12 +214,17 @@ bool remember_param(Slots& slots, PyObject* names, PyObject* object, Remembered&
   return true;
 }
 
-// create(params, names) -> scanner, or None where a parameter or gradient is not a plain strided tensor or a DTensor of
-// such; names are what DTensors call their local part and their layout
+// create(params, names, starts = 0, ends = 0, count = 0) -> scanner, or None where a parameter or gradient is not a plain strided
+// tensor or a DTensor of such; names are what DTensors call their local part and their layout, the rest are the addresses
+// and the length of the arrays of `Written`
 PyObject* create(PyObject*, PyObject* args) {
   PyObject *list, *names;
-  if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &list, &PyTuple_Type, &names)) return nullptr;
+  unsigned long long starts = 0, ends = 0;
+  Py_ssize_t spans = 0;
+  if (!PyArg_ParseTuple(args, "O!O!|KKn", &PyList_Type, &list, &PyTuple_Type, &names, &starts, &ends, &spans)) return nullptr;
+  const auto *first = reinterpret_cast<const int64_t*>(starts), *last = reinterpret_cast<const int64_t*>(ends);
   auto* scanner = new Scanner;
+  scanner->written = {{first, first + spans}, {last, last + spans}};
   const Py_ssize_t count = PyList_GET_SIZE(list);
   scanner->tensors.reserve(count);
   scanner->seen.resize(count);
@@ -232,7 +248,8 @@ bool same_tensor(const Remembered& remembered, const Tensor& param, const Tensor
 }
 
 // What a tensor and its gradient are by now; the gradient's address goes into the table, its memory into `seen`.
-int look_at(Remembered& remembered, const Tensor& param, const Tensor& grad, int64_t& entry, c10::StorageImpl*& seen) {
+int look_at(const Written& written, Remembered& remembered, const Tensor& param, const Tensor& grad, int64_t& entry,
+            c10::StorageImpl*& seen) {
   seen = nullptr;
   if (!same_tensor(remembered, param, grad)) return CHANGED;
   if (!remembered.has_grad) return SAME;
@@ -243,22 +260,26 @@ int look_at(Remembered& remembered, const Tensor& param, const Tensor& grad, int
   const bool moved = address != remembered.grad_address;
   remembered.grad_address = address;
   entry = param.numel() == 0 ? 1 : reinterpret_cast<int64_t>(address);
-  return moved ? MOVED : SAME;
+  if (!moved) return SAME;
+  // One that shares its storage may lie in memory that the step writes.
+  const bool shares = grad.unsafeGetTensorImpl()->unsafe_storage().use_count() > 1;
+  return shares && written.overlaps(entry, grad.nbytes()) ? CHANGED : MOVED;
 }
 
 int look_at_part(Scanner& scanner, int64_t index, int64_t& entry, bool may_ask) {
   const Slots& slots = scanner.slots;
+  const Written& written = scanner.written;
   Remembered& remembered = scanner.tensors[index];
   c10::StorageImpl*& seen = scanner.seen[index];
   const Tensor& whole = tensor_in(remembered.param);
   const Tensor& grad = grad_of(whole);
-  if (remembered.local == nullptr) return look_at(remembered, whole, grad, entry, seen);
+  if (remembered.local == nullptr) return look_at(written, remembered, whole, grad, entry, seen);
   if (in_slot(slots, remembered.param, slots.local) != remembered.local) return CHANGED;
   const Tensor& param = tensor_in(remembered.local);
-  if (!grad.defined()) return look_at(remembered, param, grad, entry, seen);
+  if (!grad.defined()) return look_at(written, remembered, param, grad, entry, seen);
   PyObject* part = nullptr;
   const int answer = local_gradient(slots, remembered, grad, may_ask, part);
-  return answer == SAME ? look_at(remembered, param, tensor_in(part), entry, seen) : answer;
+  return answer == SAME ? look_at(written, remembered, param, tensor_in(part), entry, seen) : answer;
 }
 
 // What a look reads of a tensor is asked for in five stages, each of which needs what the one before has asked for.

@@ -466,7 +466,14 @@ def _engines(
         members[id(entry)] = one.param
         parts.setdefault(entry.param.device, {}).setdefault(id(one.spec), (one.spec, []))[1].append(entry)
     for by_spec in parts.values():
-        check_not_shared([(entry.label, entry.param) for _, entries in by_spec.values() for entry in entries])
+        entries = [entry for _, entries in by_spec.values() for entry in entries]
+        arrays = [
+            (f"state {name!r} of {entry.label}", array)
+            for entry in entries
+            for name, array in entry.written
+            if name != "param"
+        ]
+        check_not_shared([*((entry.label, entry.param) for entry in entries), *arrays])
     keys = [deciding_keys(optimizer.rule_of(group)) for group in optimizer.param_groups]
     by_device = {device: list(by_spec.values()) for device, by_spec in parts.items()}
     engines, controls, places = build_engines(optimizer, by_device, members, keys)
@@ -492,6 +499,7 @@ def _entry(optimizer: Optimizer, one: _Planned) -> Entry:
     full = optimizer.placement.wholes.get(one.param) if part is one.param or is_view else one.param
     entry = Entry(one.label, part, arrays, scalars, one.group_index, full)
     entry.matrices = {name: one.state[name] for name in one.graph.matrix_states}
+    entry.only_read = set(one.graph.states).difference(one.graph.outputs)
     entry.exchange = one.exchange
     entry.in_norm = optimizer.param_groups[one.group_index].get("in_norm", True)
     return entry

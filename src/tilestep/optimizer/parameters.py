@@ -14,15 +14,15 @@ from ..errors import GradientError
 from ..graph import Graph, size_from_end
 from ..placement import ReductionGroup
 from ..rules import Rule
-from ..runtime import check_no_overlap, is_dense
-from ..runtime.taps import extent_of
+from ..runtime import check_no_overlap
+from ..runtime.overlaps import intersect, nbytes_spanned
 
 
 def check_not_shared(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Raise if two tensors have an element in common; tensors that only interleave are fine."""
     filled = [(label, tensor) for label, tensor in tensors if tensor.numel()]
     starts = np.asarray([tensor.data_ptr() for _, tensor in filled], dtype=np.int64)
-    ends = starts + np.asarray([_nbytes_spanned(tensor) for _, tensor in filled], dtype=np.int64)
+    ends = starts + np.asarray([nbytes_spanned(tensor) for _, tensor in filled], dtype=np.int64)
     order = np.argsort(starts, kind="stable")
     if (np.maximum.accumulate(ends[order])[:-1] <= starts[order][1:]).all():
         return
@@ -30,34 +30,12 @@ def check_not_shared(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     for index in order.tolist():
         open_spans = [other for other in open_spans if ends[other] > starts[index]]
         for other in open_spans:
-            if _intersect(filled[other][1], filled[index][1]):
+            if intersect(filled[other][1], filled[index][1]):
                 later, earlier = filled[max(index, other)][0], filled[min(index, other)][0]
-                raise GradientError(f"{later} shares memory with {earlier}; a parameter can be in the optimizer once")
+                is_state = later.startswith("state ")
+                remedy = "give it memory of its own" if is_state else "a parameter can be in the optimizer once"
+                raise GradientError(f"{later} shares memory with {earlier}; {remedy}")
         open_spans.append(index)
-
-
-def _nbytes_spanned(tensor: torch.Tensor) -> int:
-    """Bytes from the first element to the last, gaps included."""
-    return tensor.nbytes if tensor.is_contiguous() else extent_of(tensor) * tensor.element_size()
-
-
-def _intersect(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors whose spans overlap have a byte in common."""
-    if is_dense(left) and is_dense(right):
-        return True
-    first = min(left.data_ptr(), right.data_ptr())
-    taken = np.zeros(max(tensor.data_ptr() + _nbytes_spanned(tensor) for tensor in (left, right)) - first, dtype=bool)
-    _bytes_of(taken, left, first)[...] = True
-    return bool(_bytes_of(taken, right, first).any())
-
-
-def _bytes_of(memory: np.ndarray, tensor: torch.Tensor, first: int) -> np.ndarray:
-    """The view of `memory`, one entry for each byte from address `first` on, that covers a tensor's elements."""
-    width = tensor.element_size()
-    begin = memory[tensor.data_ptr() - first :]
-    shape = (*tensor.shape, width)
-    strides = (*(stride * width for stride in tensor.stride()), 1)
-    return np.lib.stride_tricks.as_strided(begin, shape=shape, strides=strides)
 
 
 LISTED_TWICE = "a param group lists a parameter twice"  # in messages where that is refused

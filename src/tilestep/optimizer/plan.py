@@ -431,7 +431,9 @@ class Scan:
         types: tuple[Any, ...] = _PLAIN
         if plan.mesh_ranks is not None and dtensors_have_parts():
             types = (*_PLAIN, distributed_tensor_type())
-        scanner = module.create(params, DTENSOR_PARTS) if all(type(param) in types for param in params) else None
+        if not all(type(param) in types for param in params):
+            return None
+        scanner = module.create(params, DTENSOR_PARTS, *engine.gradients.written.arguments)
         if scanner is None:
             return None
         plan.same_list = module.same_list

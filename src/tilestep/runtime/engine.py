@@ -23,6 +23,7 @@ from .capturing import PREPARE, WARM_UP, GraphTables, nothing_skipped, require, 
 from .gradients import Gradients, GroupWatch, Seen, Stale
 from .limits import StepInputs
 from .norms import JointNorm, SharedNorm, norm_table
+from .overlaps import WrittenMemory
 from .segment import Entry, Segment
 
 if TYPE_CHECKING:
@@ -245,9 +246,10 @@ class DeviceEngine:
             raise Stale("parameters have changed their shape, strides or dtype")
         if self.captured:
             raise Stale("parameters have moved")
-        filled = [param.data_ptr() for param in self._params if param.numel()]
-        if len(set(filled)) < len(filled):
+        written = WrittenMemory(self.entries)
+        if written.overlaps_itself:
             raise Stale("parameters share memory")
+        self.gradients.written, self._gradients_unchanged = written, None
         for segment in self.segments:
             segment.read_addresses()
             segment.upload()

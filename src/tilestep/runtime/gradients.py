@@ -16,6 +16,7 @@ from ..errors import GradientError
 from ..graph import flat_numbers
 from ..tensor_watch import TensorFingerprint
 from .kernel_cache import statics_of
+from .overlaps import WrittenMemory
 from .segment import Entry, is_dense, same_walk
 
 READABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # the dtypes of gradients that kernels read
@@ -67,6 +68,9 @@ class Gradients:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._watch = TensorFingerprint([])
         self._host = np.zeros(len(self.entries), dtype=np.int64)
+        self._sizes = np.zeros(0, dtype=np.int64)  # bytes of the gradients
+        self._memory: WrittenMemory | None = None
+        self.is_apart = False  # whether gradients were compared with the memory that steps write now
         self.settled = False  # whether what is remembered holds, and all gradients were dense
         self.scanned = False  # whether the table has the addresses of the last look, which was one in C++
 
@@ -76,8 +80,12 @@ class Gradients:
         if present is None or not self._watch.same_metadata(present):
             return False
         try:
-            if self.scanned or not self._watch.same_addresses(present):
+            if self.scanned or not self.is_apart or not self._watch.same_addresses(present):
                 self._watch.remember_addresses(present)
+                if self.overlap(np.asarray(self._watch.addresses, dtype=np.int64)):
+                    self.invalidate()
+                    return False
+                self.is_apart = True
                 # Only low addresses can tell of elements without memory.
                 if min(self._watch.addresses, default=_LOW) < _LOW and not all(map(has_memory, present)):
                     return False
@@ -89,6 +97,21 @@ class Gradients:
             self.invalidate()
             raise
         return True
+
+    @property
+    def written(self) -> WrittenMemory:
+        """The memory that steps write."""
+        if self._memory is None:
+            self._memory = WrittenMemory(self.entries)
+        return self._memory
+
+    @written.setter
+    def written(self, memory: WrittenMemory) -> None:
+        self._memory, self.is_apart = memory, False
+
+    def overlap(self, addresses: np.ndarray) -> bool:
+        """Whether a gradient at these addresses overlaps memory that steps write."""
+        return bool(self.written.overlapped(addresses, self._sizes).any())
 
     def invalidate(self) -> None:
         """Look at every gradient again at the next step: looks in C++ have changed addresses since."""
@@ -125,6 +148,8 @@ class Gradients:
         self._inactive = [index for index in range(len(self.entries)) if index not in chosen]
         self._empty = [position for position, gradient in enumerate(seen.present) if gradient.numel() == 0]
         self._watch = TensorFingerprint(seen.present)
+        self._sizes = _sizes_of(seen.present)
+        self.is_apart = True
         self._upload()
         return changed
 
@@ -147,7 +172,25 @@ class Gradients:
             if not same_walk(gradient, entry.param):
                 # Shape and strides alone, so that the gradient is not kept alive after its step.
                 seen.strided[index] = torch.empty_strided(gradient.shape, gradient.stride(), device="meta")
+        addresses = np.asarray([gradient.data_ptr() for gradient in seen.present], dtype=np.int64)
+        for position in np.nonzero(self.written.overlapped(addresses, _sizes_of(seen.present)))[0].tolist():
+            self._set_apart(seen, position)
         return seen
+
+    def _set_apart(self, seen: Seen, position: int) -> None:
+        """Take a copy of a gradient in the memory of its own parameter; raise for one in other memory of a step's."""
+        index, gradient = seen.active[position], seen.present[position]
+        sharing = self.written.sharing(gradient)
+        for place, name in sharing:
+            if (place, name) != (index, "param"):
+                of = f"state {name!r} of " * (name != "param") + self.entries[place].label
+                raise GradientError(
+                    f"the gradient of {self.entries[index].label} shares memory with {of}, which the step writes: make "
+                    "it a tensor of its own with .clone()"
+                )
+        if sharing:
+            seen.present[position] = gradient.clone()
+            seen.copies.append((gradient, seen.present[position]))
 
     def usable(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """This step's gradients, with the copies of those that were copied."""
@@ -184,7 +227,7 @@ class Gradients:
         for gradient, copy in self._copies:
             # A gradient whose elements share memory cannot be written.
             expanded = any(stride == 0 and size > 1 for stride, size in zip(gradient.stride(), gradient.shape))
-            if not expanded and not is_zero_tensor(gradient):
+            if not expanded and not is_zero_tensor(gradient) and not self.written.sharing(gradient):
                 gradient.copy_(copy)
 
     def _upload(self) -> None:
@@ -198,6 +241,10 @@ class Gradients:
             self._host[:] = addresses
         self.scanned = False
         copy_to(self.grads, self._host)
+
+
+def _sizes_of(gradients: Sequence[torch.Tensor]) -> np.ndarray:
+    return np.asarray([gradient.nbytes for gradient in gradients], dtype=np.int64)
 
 
 def _in_order(gradient: torch.Tensor, entry: Entry) -> torch.Tensor:

@@ -228,10 +228,16 @@ class Entry:
     ordinal: int = 0  # its parameter's place among all of the optimizer
     origin: int = 0  # the first element's index in the whole tensor, which counts along its memory
     strides: tuple[int, ...] | None = None  # of the whole tensor along the dimensions of `param`; None for its own
+    only_read: Collection[str] = ()  # arrays that no step writes
     grad_dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
         self.grad_dtype = self.param.dtype
+
+    @property
+    def written(self) -> list[tuple[str, torch.Tensor]]:
+        """What steps write, by name, but for numbers."""
+        return [one for one in (*self.arrays.items(), *self.matrices.items()) if one[0] not in self.only_read]
 
     @property
     def norm_share(self) -> float:
