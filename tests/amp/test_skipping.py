@@ -220,10 +220,21 @@ def test_without_limits_bad_gradients_are_used_and_nothing_is_skipped() -> None:
     assert params[2].isnan().sum() == 1
 
 
-@pytest.mark.parametrize("limit", [0.0, -1.0, NAN])
-def test_bad_limits(limit: float) -> None:
+@pytest.mark.parametrize("limit", [0.0, -1.0, NAN, "3"])
+def test_bad_limits(limit: Any) -> None:
     with pytest.raises(ValueError, match="Invalid skip_above"):
         make("SGD", parameters(), skip_above=limit)
+
+
+@pytest.mark.parametrize("option", [{"skip_above": 3.0}, {"skip_nonfinite": True}, {"track_grad_norm": True}])
+def test_a_group_does_not_skip_alone(option: dict[str, Any]) -> None:
+    first, *others = parameters()
+    with pytest.raises(ValueError, match=f"{next(iter(option))} is an option of the optimizer"):
+        make("SGD", [{"params": [first]}, {"params": others, **option}])
+    optimizer = make("SGD", [first])
+    with pytest.raises(ValueError, match="is an option of the optimizer"):
+        optimizer.add_param_group({"params": others, **option})
+    assert len(optimizer.param_groups) == 1
 
 
 @pytest.mark.parametrize(

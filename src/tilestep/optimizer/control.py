@@ -109,7 +109,7 @@ class SkipPolicy:
         above = self.above
         if above is None or isinstance(above, (TimesMean, Sigma)):
             return
-        if isinstance(above, StepLimit) or not above > 0:
+        if isinstance(above, (StepLimit, str)) or not above > 0:
             raise ValueError(
                 f"Invalid skip_above: {above}; it must be a positive norm, TimesMean(factor) or Sigma(factor)"
             )

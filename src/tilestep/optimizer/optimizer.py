@@ -34,7 +34,7 @@ from ..runtime.limits import Sigma, ZClip
 from ..schedules.accumulation import refuse_taken_by_another
 from ..schedules.schedule import AT_STEP, Schedule
 from ..storage import entries_of, kept_in_blocks, values_of
-from ..taps import Change, Stats, StepStats, Taps, require_no_taps
+from ..taps import Change, Stats, StepStats, Taps, require_no_options
 from ..tensor_watch import taken_gradients
 from .agreement import compare_ranks
 from .build import (
@@ -292,7 +292,7 @@ class Optimizer(torch.optim.Optimizer):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
         with unchanged_on_error(self):
             group = dict(param_group)
-            require_no_taps(group)
+            require_no_options(group)
             rule = group.get("rule", self._rule)
             if isinstance(group.get("max_grad_norm"), AdaGC):
                 rule = group["max_grad_norm"].on(find_rule(rule, self._rules))

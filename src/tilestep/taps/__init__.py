@@ -22,10 +22,11 @@ from .stats import Measurer, Stats, StatsPlot, StepStats
 
 _NO_STATS = "{}: make the optimizer with stats=tilestep.Stats(every=...)"
 
-_OPTIONS = ("stats", "track_changes")  # options of the optimizer alone, not of param groups
+# Options of the optimizer alone, not of param groups.
+_OPTIONS = ("stats", "track_changes", "skip_nonfinite", "skip_above", "track_grad_norm")
 
 
-def require_no_taps(group: Mapping[str, Any]) -> None:
+def require_no_options(group: Mapping[str, Any]) -> None:
     """Raise for a param group with an option of the optimizer."""
     for key in _OPTIONS:
         if key in group:
