@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from meshes import grid
 from overlapped_models import TINY, small, tokens
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -120,8 +120,7 @@ def fsdp_and_plain() -> nn.Module:
 
 
 def hsdp() -> nn.Module:
-    mesh = init_device_mesh(device(), (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
-    return fsdp(mesh=mesh)
+    return fsdp(mesh=grid(device(), (dist.get_world_size() // 2, 2), ("replicate", "shard")))
 
 
 def one_batch(model: nn.Module, step: int) -> torch.Tensor:

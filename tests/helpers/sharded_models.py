@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from meshes import grid
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -73,7 +74,7 @@ def fsdp() -> Model:
 
 def hsdp() -> Model:
     """Sharded over two ranks, replicated over the others."""
-    mesh = init_device_mesh(device(), (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = grid(device(), (dist.get_world_size() // 2, 2), ("replicate", "shard"))
     made = plain()
     for block in made.blocks:
         fully_shard(block, mesh=mesh)
@@ -82,7 +83,7 @@ def hsdp() -> Model:
 
 def tensor_parallel() -> Model:
     """The blocks' matrices over all ranks; everything else plain tensors."""
-    mesh = init_device_mesh(device(), (dist.get_world_size(),), mesh_dim_names=("tp",))
+    mesh = grid(device(), (dist.get_world_size(),), ("tp",))
     made = plain()
     for block in made.blocks:
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -91,7 +92,7 @@ def tensor_parallel() -> Model:
 
 def mixed() -> Model:
     """Tensor-parallel over two ranks, the rest over FSDP: two meshes."""
-    mesh = init_device_mesh(device(), (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = grid(device(), (dist.get_world_size() // 2, 2), ("dp", "tp"))
     made = plain()
     for block in made.blocks:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from meshes import grid
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -103,7 +104,7 @@ def placed(model: Weights, placement: str) -> Weights:
     if placement == "fsdp2":
         fully_shard(model)
     elif placement == "hsdp":
-        fully_shard(model, mesh=init_device_mesh(device_type(), (2, ranks // 2), mesh_dim_names=("copy", "part")))
+        fully_shard(model, mesh=grid(device_type(), (2, ranks // 2), ("copy", "part")))
     elif placement == "columns":
         from torch.distributed.tensor import Shard
 
@@ -129,8 +130,7 @@ def attached(
     if placement.startswith("shard"):
         mesh = None
         if placement == "shard and copy":
-            sizes = (2, dist.get_world_size() // 2)
-            mesh = init_device_mesh(device_type(), sizes, mesh_dim_names=("replicate", "shard"))
+            mesh = grid(device_type(), (2, dist.get_world_size() // 2), ("replicate", "shard"))
         tilestep.shard(optimizer, model, mesh, bucket_cap_mb=bucket_cap_mb)
     device, chunk_bytes, keeps = next(model.parameters()).device, round(bucket_cap_mb * 2**20 / 10), "grad" in schedule
     if schedule.startswith("streamed"):
