@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -13,13 +14,18 @@ EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "small_gpt")
 
 
+IMPORTS = ["matplotlib.pyplot", "matplotlib.backends.backend_agg", "rich.console"]
+"""What all examples import."""
+
+
 def run(folder: Path, *words: str) -> str:
     """The output of a Python command that must succeed, in a folder of its own."""
-    done = run_python(*words, cwd=folder, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT / "src"))
+    run = functools.partial(run_python, *words, cwd=folder, imports=IMPORTS)
+    done = run(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT / "src"))
     if "terminate called without an active exception" in done.stderr:
         # Under FSDP2 torch's meshes keep gloo's threads after `destroy_process_group`. One of them may let go of a
         # tensor while the interpreter ends, once in twelve to forty runs, which aborts the process.
-        done = run_python(*words, cwd=folder, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT / "src"))
+        done = run(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT / "src"))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -51,6 +51,9 @@ PRELOADED = [
 ]
 """What the server imports."""
 
+TRACED: list[tuple[str, dict[str, Any]]] = [("AdamW", {}), ("SGD", {"lr": 1.0, "momentum": 0.9}), ("SGD", {"lr": 1.0})]
+"""Optimizers whose rules the server traces."""
+
 _forked = False
 
 
@@ -60,7 +63,11 @@ def is_forked() -> bool:
 
 
 def run_python(
-    *words: str, cwd: str | Path | None = None, timeout: float = 580, **variables: str | None
+    *words: str,
+    cwd: str | Path | None = None,
+    timeout: float = 580,
+    imports: Sequence[str] = (),
+    **variables: str | None,
 ) -> subprocess.CompletedProcess[str]:
     """What `python *words` does with this process's module path and some environment variables more.
 
@@ -68,6 +75,7 @@ def run_python(
         words: `-c CODE`, `-m MODULE` or a path, and arguments.
         cwd: where it runs; here if it is None.
         timeout: seconds after which it is killed.
+        imports: modules that the server imports first, for this process and all that come after it.
         variables: of the environment; None takes one away.
     """
     path = os.pathsep.join(filter(None, sys.path))
@@ -76,6 +84,7 @@ def run_python(
     with tempfile.TemporaryDirectory() as folder:
         outputs = [str(Path(folder, name)) for name in ("out", "err")]
         request = {"words": words, "cwd": str(cwd or os.getcwd()), "environment": environment, "outputs": outputs}
+        request["imports"] = imports
         code = _asked(_server(environment.get("TRITON_INTERPRET", "0") == "1"), request, timeout)
         said = [Path(path).read_text(encoding="utf-8", errors="replace") for path in outputs]
     return subprocess.CompletedProcess([*words], code, *said)
@@ -156,10 +165,8 @@ _started: list[subprocess.Popen[bytes]] = []
 
 def _serve(address: str, owner: int) -> None:
     """Fork for each request, until the process ends that the test run belongs to."""
-    gc.disable()  # collections are a fifth of the time of these imports
-    for name in PRELOADED:
-        importlib.import_module(name)
-    gc.enable()
+    _import(PRELOADED)
+    _trace_common_rules()
     if os.environ.get("TRITON_INTERPRET") == "1":
         _hasten_the_interpreter()
     gc.collect()
@@ -190,12 +197,34 @@ def _serve(address: str, owner: int) -> None:
             else:
                 connection = listener.accept()[0]
                 request = json.loads(connection.makefile().readline())
+                _import(request["imports"])
                 pid = os.fork()
                 if pid == 0:
                     for held in (listener, connection, *(other for _, other in scripts.values())):
                         held.close()
                     os._exit(_exit_code(request))
                 scripts[os.pidfd_open(pid)] = pid, connection
+
+
+def _import(names: Sequence[str]) -> None:
+    if not all(name in sys.modules for name in names):
+        gc.disable()  # collections are a fifth of the time of imports
+        for name in names:
+            importlib.import_module(name)
+        gc.enable()
+        gc.freeze()  # forks do not look through it, which would copy its pages
+
+
+def _trace_common_rules() -> None:
+    """Forks have the graphs of the rules that most of them use, and what the first trace of a process prepares."""
+    import tilestep
+    from tilestep.optimizer.build import spec_of
+
+    for name, options in TRACED:
+        optimizer = getattr(tilestep, name)([torch.nn.Parameter(torch.empty(0, device="meta"))], **options)
+        (group,) = optimizer.param_groups
+        for shape in ((2,), (2, 2)):
+            spec_of(optimizer.rule_of(group), group, torch.empty(shape))
 
 
 def _hasten_the_interpreter() -> None:
