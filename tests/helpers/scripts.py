@@ -240,6 +240,10 @@ def _hasten_the_interpreter() -> None:
         _patch_once_a_launch(interpreter, core)
     if hasattr(interpreter, "_get_np_dtype"):
         _remember_types(interpreter, core)
+    semantic = getattr(importlib.import_module("triton.language.semantic"), "TritonSemantic", None)
+    if all(hasattr(semantic, name) for name in ("broadcast_impl_value", "cast", "binary_op_sanitize_overflow_impl")):
+        _remember_conversions(semantic)
+        _skip_overflows(semantic)
 
 
 def _remember_builtins(interpreter: Any, core: Any) -> None:
@@ -323,6 +327,44 @@ def _remember_types(interpreter: Any, core: Any) -> None:
         begin_block,
         get_np_dtype,
     )
+
+
+def _remember_conversions(semantic: Any) -> None:
+    """Types that operands keep: each operation compares shapes, and asks a dozen times of what kinds they are."""
+    broadcast, cast = semantic.broadcast_impl_value, semantic.cast
+    alike: set[tuple[str, str]] = set()
+    kept: set[tuple[str, str, str | None]] = set()
+
+    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
+        types = lhs.type.name, rhs.type.name
+        if types in alike:
+            return lhs, rhs
+        left, right = broadcast(self, lhs, rhs)
+        if left is lhs and right is rhs:
+            alike.add(types)
+        return left, right
+
+    def cast_impl(self: Any, input: Any, dst_ty: Any, fp_downcast_rounding: str | None = None) -> Any:
+        types = input.type.name, dst_ty.name, fp_downcast_rounding
+        if types in kept:
+            return input
+        result = cast(self, input, dst_ty, fp_downcast_rounding)
+        if result is input:
+            kept.add(types)
+        return result
+
+    semantic.broadcast_impl_value, semantic.cast = broadcast_impl_value, cast_impl
+
+
+def _skip_overflows(semantic: Any) -> None:
+    """Triton computes sums and products of integers in 64 bits too, for an assertion that only `debug` makes."""
+    sanitize = semantic.binary_op_sanitize_overflow_impl
+
+    def binary_op_sanitize_overflow_impl(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
+        if self.builder.options.debug:
+            sanitize(self, lhs, rhs, binary_op)
+
+    semantic.binary_op_sanitize_overflow_impl = binary_op_sanitize_overflow_impl
 
 
 def _exit_code(request: Mapping[str, Sequence[str]]) -> int:

@@ -16,7 +16,8 @@ def test_simulated_captures() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     names = ("captures", "captures_refused", "captures_of_matrices")
     files = [str(Path(__file__).parents[2] / "helpers" / f"{name}.py") for name in names]
-    result = run_python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files, TRITON_INTERPRET="1")
+    without = [word for name in ("cacheprovider", "hypothesispytest") for word in ("-p", f"no:{name}")]
+    result = run_python("-m", "pytest", "-q", "-x", *without, *files, TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
 
 
