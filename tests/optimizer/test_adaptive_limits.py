@@ -7,6 +7,7 @@ import io
 import math
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -260,6 +261,35 @@ def test_adagc_of_one_group() -> None:
     assert norm_of([first.detach() - 1]) <= 1.001e-3
     torch.testing.assert_close(second.detach(), 1 - drawn[1])
     assert optimizer.param_groups[0]["clip_limit"] == 1e-3
+
+
+@pytest.mark.parametrize("common", [None, tilestep.AdaGC(limit=1e-3), tilestep.AdaGC(limit=1.0)])
+def test_adagc_of_several_groups(common: Any) -> None:
+    first, second = parameters()
+    clips = [tilestep.AdaGC(limit=1e-3), tilestep.AdaGC(limit=2e-3)]
+    groups = [{"params": [param], "max_grad_norm": clip} for param, clip in zip((first, second), clips)]
+    optimizer = copy.deepcopy(tilestep.SGD(groups, lr=1.0, max_grad_norm=common))
+    drawn = gradients(0, SHAPES)
+    stepped(optimizer, drawn)
+    total = norm_of(drawn)
+    for group, gradient, limit in zip(optimizer.param_groups, drawn, (1e-3, 2e-3)):
+        torch.testing.assert_close(group["params"][0].detach(), 1 - gradient * limit / total)
+
+
+@pytest.mark.parametrize("own", [{"max_grad_norm": None}, {"in_norm": False}, {"max_grad_norm": 0.5}])
+def test_adagc_leaves_out_a_group_with_another_clip(own: dict[str, Any]) -> None:
+    first, second = parameters()
+    optimizer = tilestep.SGD([first], lr=1.0, max_grad_norm=tilestep.AdaGC(limit=1e-3))
+    optimizer = copy.deepcopy(optimizer)
+    optimizer.add_param_group({"params": [second], **own})
+    drawn = gradients(0, SHAPES)
+    stepped(optimizer, drawn)
+    clipped = optimizer.param_groups[0]["params"][0].detach()
+    torch.testing.assert_close(clipped, 1 - drawn[0] * 1e-3 / norm_of(drawn[:1]))
+    scale = 0.5 / norm_of(drawn) if own.get("max_grad_norm") else 1.0
+    torch.testing.assert_close(second.detach(), 1 - drawn[1] * scale)
+    with pytest.raises(ValueError, match="in_norm=False is not clipped"):
+        optimizer.add_param_group({"params": parameters(), "in_norm": False, "max_grad_norm": tilestep.AdaGC()})
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,7 @@ class Optimizer(torch.optim.Optimizer):
     memory: StateMemory  # where state is; `offload` attaches others
     attached: tuple[str, ...] = ()  # the names in `combinations.REFUSED` of what is attached
     taps: Taps | None = None  # outputs besides updates
+    _unclipped: Rule | None = None  # the rule of groups that have another clip than the optimizer's `AdaGC`, or none
     workspace_limit: int | None = None
     """The memory limit of matrix operations at the time the optimizer was made; None for the limit at the step."""
 
@@ -159,10 +160,12 @@ class Optimizer(torch.optim.Optimizer):
         **hyperparameters: Any,
     ) -> None:
         self._rules: dict[str, Rule] = {}
-        if isinstance(max_grad_norm, AdaGC):
-            rule, max_grad_norm = max_grad_norm.on(find_rule(rule, self._rules)), None
-        self._rule = self._adopt(rule)
         self._given = frozenset(hyperparameters)
+        if isinstance(max_grad_norm, AdaGC):
+            self._unclipped = find_rule(rule, self._rules)
+            hyperparameters = {**max_grad_norm.numbers, **hyperparameters}
+            rule, max_grad_norm = max_grad_norm.on(self._unclipped), None
+        self._rule = self._adopt(rule)
         arguments = {
             **hyperparameters,
             "max_grad_norm": max_grad_norm,
@@ -294,11 +297,13 @@ class Optimizer(torch.optim.Optimizer):
             group = dict(param_group)
             require_no_options(group)
             rule = group.get("rule", self._rule)
-            if isinstance(group.get("max_grad_norm"), AdaGC):
-                rule = group["max_grad_norm"].on(find_rule(rule, self._rules))
-                group["rule"], group["max_grad_norm"] = rule, None
             if group.get("in_norm") is False and group.setdefault("max_grad_norm", None) is not None:
                 raise ValueError("a param group with in_norm=False is not clipped: it takes no max_grad_norm")
+            if isinstance(clip := group.get("max_grad_norm"), AdaGC):
+                rule = clip.on(find_rule(rule, self._rules))
+                group = {**clip.numbers, **group, "rule": rule, "max_grad_norm": None}
+            elif self._unclipped is not None and "max_grad_norm" in group and "rule" not in group:
+                group["rule"] = rule = self._unclipped
             rule = self._adopt(rule)
             if "rule" in group:
                 group["rule"] = rule.name
@@ -927,6 +932,7 @@ class Optimizer(torch.optim.Optimizer):
             "_rule": self._rule,
             "_rules": self._rules,
             "_given": self._given,
+            "_unclipped": self._unclipped,
             "control": self.control,
             "taps": Taps(self.taps.asked, self.taps.tracks) if self.taps is not None else None,
         }

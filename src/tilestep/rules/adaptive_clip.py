@@ -20,7 +20,8 @@ class AdaGC:
 
     The optimizer's rule becomes `adaptive_clip(rule)`, which has the equations: so the limit is part of the kernel, its
     numbers are hyperparameters of the param groups (`clip_rel`, `clip_limit`, `clip_decay`, `clip_warmup`), and the
-    mean norm is a state of each parameter (`clip_norm`).
+    mean norm is a state of each parameter (`clip_norm`). A param group may have its own, or another `max_grad_norm`
+    instead. A group with None there or `in_norm=False` is not clipped, and the global norm is that of the others.
 
     Args:
         rel: a gradient's norm may be this many times the mean of the clipped norms; at least 1.
@@ -55,14 +56,19 @@ class AdaGC:
         if not self.warmup >= 2:
             raise ValueError(f"Invalid warmup: {self.warmup}; the mean begins with the norm of step 1")
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The hyperparameters that this clip is, for the param groups of a clipped rule."""
+        return {f"clip_{name}": value for name, value in vars(self).items()}
+
     def on(self, rule: Rule) -> Rule:
-        """The rule with this clip before it; the same one for equal arguments."""
-        return _clipped(rule, self)
+        """The rule with such a clip before it, the same one whatever the numbers; a clipped rule itself."""
+        return rule if self.numbers.keys() <= rule.hyperparameters.keys() else _clipped(rule)
 
 
 @functools.lru_cache(maxsize=64)
-def _clipped(rule: Rule, clip: AdaGC) -> Rule:
-    return adaptive_clip(rule, clip.rel, clip.limit, clip.decay, clip.warmup)
+def _clipped(rule: Rule) -> Rule:
+    return adaptive_clip(rule)
 
 
 def adaptive_clip(rule: Rule, rel: float = 1.05, limit: float = 1.0, decay: float = 0.98, warmup: int = 100) -> Rule:
