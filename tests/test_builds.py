@@ -23,7 +23,8 @@ from tilestep.backends.cpp import compile, run
 from tilestep.backends.cpp.compile import compile_source, load_library
 from tilestep.errors import BuildError
 from tilestep.native import build as native_build
-from tilestep.norm import cpu_backend
+from tilestep.norm import cpu_backend, sharded
+from tilestep.runtime import kernel_cache
 
 ANSWER = 'extern "C" int answer() { return 42; }\n'
 MODULES = Path(compile.__file__).parents[3]
@@ -328,6 +329,33 @@ def test_a_fork_during_a_build_neither_waits_for_it_nor_ends_it(tmp_path: Path, 
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     thread.join(60)
     assert not errors and (folder / "made").read_text() == "made\n"
+
+
+def test_a_fork_while_another_thread_traces_a_rule() -> None:
+    """The child has no thread that would let go of the locks."""
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with kernel_cache._lock, sharded._lock:
+            held.set()
+            over.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(60)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if not child:
+        signal.alarm(20)  # ends it
+        weight = torch.nn.Parameter(torch.ones(2))
+        weight.grad = torch.ones(2)
+        tilestep.SGD([weight], lr=0.5).step()
+        with sharded._lock:
+            os._exit(0 if weight.tolist() == [0.5, 0.5] else 1)
+    over.set()
+    thread.join(60)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_the_scanner_s_build_waits_until_a_process_has_lived_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

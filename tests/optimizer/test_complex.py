@@ -106,6 +106,21 @@ def test_a_parameter_that_moves_and_a_state_that_is_replaced() -> None:
     assert_alike(params, others, 2e-6)
 
 
+def test_a_parameter_that_is_conjugated_later() -> None:
+    """Lazily, by `.data`: its memory has other values from then on."""
+    params = complex_params()
+    others = twins(params)
+    pairs = (tilestep.SGD, params), (torch.optim.SGD, others)
+    for kind, model in pairs:
+        optimizer = kind(model, lr=0.1, momentum=0.9)
+        for step in range(6):
+            for param in model:
+                param.data = param.data.conj() if step == 4 else param.data
+            draw(model, step=step)
+            optimizer.step()
+    assert_alike([param.resolve_conj() for param in params], [param.resolve_conj() for param in others], 2e-6)
+
+
 def test_clip_scaler_and_skip_take_pairs_of_reals() -> None:
     params = complex_params()
     others = twins(params)

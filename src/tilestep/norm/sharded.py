@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -133,6 +134,16 @@ def _recipe(tensors: list[torch.Tensor], positions: Positions | None) -> Recipe:
 
 _shares: list[tuple[list[Any], Shares]] = []
 _lock = threading.Lock()
+
+
+def _after_fork() -> None:
+    """Drop the lock: another thread of the parent may have held it."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def sharded_norm(tensors: Sequence[torch.Tensor], positions: Positions | None = None) -> ShardedNorm | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import types
 import weakref
@@ -23,6 +24,17 @@ KNOWN_NUMBERS = frozenset({"step", "numel", "gradient_scale", "machine_epsilon"}
 """Numbers that the scalar pass has without a column of the hyperparameter table, as it has the parameter's sizes."""
 
 _lock = threading.RLock()
+
+
+def _after_fork() -> None:
+    """Drop the lock: another thread of the parent may have held it."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
 _graphs: weakref.WeakKeyDictionary[Rule, dict[Any, list[Graph]]] = weakref.WeakKeyDictionary()
 """By rule and static description. Rules and functions are held weakly: they may hold a model."""
 
