@@ -241,8 +241,8 @@ class GradientSync(TakesGradients):
 
     @property
     def is_idle(self) -> bool:
-        """Whether there are no gradients: after a step, or when they were dropped."""
-        return not self.rounds.is_open and 1 not in self._used_here and not self._was_given()
+        """Whether there are no gradients but those set by hand: after a step, or when they were dropped."""
+        return not self.rounds.is_open and 1 not in self._used_here
 
     def is_awaited_again(self, bucket: int, param: torch.Tensor) -> bool:
         """Not in the same round: `complete` begins another one if it must."""
