@@ -117,13 +117,20 @@ def _fsdp1() -> Any | None:
     return getattr(sys.modules.get("torch.distributed.fsdp"), FSDP1, None)
 
 
-def refuse_replaced(model: nn.Module, params: Iterable[torch.Tensor]) -> None:
-    """Raise if a model has none of an optimizer's parameters any more, as after `fully_shard`."""
+def count_sharded(model: nn.Module) -> int:
+    """How many modules FSDP2 shards."""
+    return sum(kind_of(module) == FSDP2 for module in model.modules())
+
+
+def refuse_replaced(model: nn.Module, params: Iterable[torch.Tensor], sharded: int = 0) -> None:
+    """Raise if a model has none of some parameters any more, or not all as FSDP2 shards more modules than before."""
     own = set(map(id, params))
-    if own and not any(id(param) in own for param in model.parameters()):
+    present = own.intersection(map(id, model.parameters()))
+    if own and (not present or (len(present) < len(own) and count_sharded(model) > sharded)):
         raise RuntimeError(
-            "none of the optimizer's parameters is one of the model's any more, so no step would change it: "
-            "fully_shard, for one, replaces parameters; make the optimizer after that, and then shard() or overlap() it"
+            f"{'not all' if present else 'none'} of the optimizer's parameters {'are' if present else 'is one'} of the "
+            "model's any more, so no step would change it: fully_shard, for one, replaces parameters; make the "
+            "optimizer after that, and then shard() or overlap() it"
         )
 
 

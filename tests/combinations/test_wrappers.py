@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from rank_processes import each_passes
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tilestep
@@ -254,3 +254,21 @@ def test_a_clip_without_updates_in_backward_is_as_it_was() -> None:
     assert torch.nn.utils.clip_grad_norm_(other.parameters(), 2.0) <= 1
     refuses_clips(list(model.parameters()))
     optimizer.step()
+
+
+@pytest.mark.parametrize("way", ["shard", "auto", "backward", "forward", "backward with a clip"])
+def test_a_part_of_the_model_that_is_sharded_later_is_refused(way: str, one_rank: None) -> None:
+    """`fully_shard` gives it other parameters: no step changed these, and nothing said so."""
+    model = network()
+    optimizer = adamw(model, max_grad_norm=1.0 if "clip" in way else None)
+    tilestep.shard(optimizer, model) if way == "shard" else tilestep.overlap(optimizer, model, way.split()[0])
+    loss(model, 0).backward()
+    optimizer.step()
+    # Parts that are taken out of a model are its trainer's choice.
+    model[2].bias = None
+    loss(model, 1).backward()
+    optimizer.step()
+    fully_shard(model[2])
+    loss(model, 2).backward()
+    with pytest.raises(RuntimeError, match="not all of the optimizer's parameters are of the model's any more"):
+        optimizer.step()

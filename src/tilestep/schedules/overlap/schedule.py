@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...combinations import kind_of, refusal, refuse, refuse_replaced, split_kind
+from ...combinations import kind_of, refusal, refuse, split_kind
 from ...compat import is_capturing, uncompiled
 from ...devices import has_streams
 from ...errors import CaptureError
@@ -144,6 +144,7 @@ class OverlapSchedule(Schedule):
         # The optimizer has this: a circle would keep both until the garbage collector comes.
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
         self.model, self.grouping = model, grouping
+        self._missing: list[bool] = []  # which parameters had no gradient in the last step
         clock = device_clock(device) if during == "auto" else None
         self._trial = None if clock is None else Trial(clock)
         self.during = "serial" if during == "auto" else during
@@ -297,9 +298,11 @@ class OverlapSchedule(Schedule):
         """The optimizer's own step; gradients are used up as by any other schedule."""
         self.synchronize()
         params = self.params
-        self._had_gradients = any(param.grad is not None for param in params)
-        if not self._had_gradients:
-            refuse_replaced(self.model, params)
+        missing = [param.grad is None for param in params]
+        self._had_gradients = not all(missing)
+        if any(missing) and missing != self._missing:
+            self.tracker.refuse_replaced()
+        self._missing = missing
         plain()
         for param in params:
             param.grad = None
@@ -327,7 +330,9 @@ class OverlapSchedule(Schedule):
         with self.lane.after():
             plan, gradients = optimizer.prepared()
             if plan.are_others or not plan.engines:
-                refuse_taken_by_another([param for param in plan.params if param.grad is None], self.tracker)
+                if missing := [param for param in plan.params if param.grad is None]:
+                    refuse_taken_by_another(missing, self.tracker)
+                    self.tracker.refuse_replaced()
                 plan.are_others = False
             plan.begin_states(optimizer, all_of_them=True)
             plan.sync_masters()
@@ -345,7 +350,7 @@ class OverlapSchedule(Schedule):
             plan.release()
             self._had_gradients = any(held.values())
             if not self._had_gradients:
-                refuse_replaced(self.model, self.params)
+                self.tracker.refuse_replaced()
             works = [(group, self._work(plan, gradients, group, held[group])) for group in groups if held[group]]
             # Who scales losses, changes hyperparameters or reads the norm next comes after the decision.
             decided = self.lane.mark()

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...amp import GradScaler
-from ...combinations import wrappers_around
+from ...combinations import count_sharded, refuse_replaced, wrappers_around
 from ...compat import backward_pass, count_scaled_losses, local_parts, opaque, ready, step_is_ordinary, version_of
 from ...devices import is_host
 from ...errors import GradientError
@@ -116,6 +116,8 @@ class BackwardTracker(TakesGradients):
         self._updates, self._scaler, self._comm_hook, self._early_norm = updates, scaler, comm_hook, early_norm
         self.deferred = DeferredUpdates(model, grouping, lane)
         self.norms = EarlyNorms()
+        self._count_of_sharded = count_sharded(model)
+        self._missing: dict[Group, list[bool]] = {}  # which gradients of a group the last step without all had not
         self.rounds = GradientRounds(self, lane, self.arrived)
         self._held: deque[tuple[list[torch.Tensor], torch.cuda.Event | None, list[torch.cuda.Stream]]] = deque()
         """Gradients that are used up, until the streams whose memory they are have waited for their update."""
@@ -418,9 +420,15 @@ class BackwardTracker(TakesGradients):
         ]
         self._reduced.clear()
         for group in self._grouping.groups:
+            is_applied = group in self.applied
+            if not is_applied and (missing := [param.grad is None for param in group.params]) != self._missing.get(
+                group
+            ):
+                self._missing[group] = missing
+                self.refuse_replaced()
             if any(param.grad is not None for param in group.params):
                 self._update(group)
-            elif group not in self.applied:
+            elif not is_applied:
                 for place in plan.places.get(group.index, ()):
                     plan.engines[place].gradients.have_none()
         if optimizer.taps is not None:
@@ -452,6 +460,11 @@ class BackwardTracker(TakesGradients):
         scaled_losses = self._scaled_losses
         self.forget()
         self._scaled_losses = scaled_losses
+
+    def refuse_replaced(self) -> None:
+        """Raise if parameters are not the model's any more since FSDP2 has sharded it: they get no gradients."""
+        params = [param for group in self._grouping.groups for param in group.params]
+        refuse_replaced(self._model, params, self._count_of_sharded)
 
     def require_whole(self) -> None:
         """Raise if a backward pass was broken off."""

@@ -150,7 +150,7 @@ class ShardedSchedule(Schedule):
             require(able, "its ranks communicate by a backend that graphs cannot hold; NCCL can")
             require(not self.parameters.is_pending, f"parameters are still on their way; {PREPARE}")
         self._make_ready(captures)
-        if self._ready is None or 1 not in self._ready.has_gradient:
+        if self._ready is None or (self._ready is not self._stepped and 0 in self._ready.has_gradient):
             refuse_replaced(sharding.model, sharding.member_of)
         if captures:
             require(
