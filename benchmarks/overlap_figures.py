@@ -102,7 +102,7 @@ class Bench:
         """Whether the time is up, for all ranks alike."""
         return agreed(time.time() - self._begin > self.settings.limit, self.device)
 
-    def _drawn(self, size: int, length: int, count: int = BACK_TO_BACK) -> list[torch.Tensor]:
+    def _drawn(self, size: int, length: int, count: int) -> list[torch.Tensor]:
         sizes, most = (size, length + 1), self.shape.vocabulary
         return [torch.randint(most, sizes, generator=self._generator, device=self.device) for _ in range(count)]
 
@@ -115,7 +115,7 @@ class Bench:
             if kept >= LEAST_ROUNDS and self.is_late():
                 break
             shift = max(kept, 0) % len(contenders)
-            batches = self._drawn(size, self.shape.length)
+            batches = self._drawn(size, self.shape.length, 2 if self.settings.small else BACK_TO_BACK)
             for each in contenders[shift:] + contenders[:shift]:
                 each.measure(batches, self.device, keep=kept >= 0)
         self._report(contenders, f"batch {size}, {clip}", {"batch": str(size), "clip": clip})
@@ -171,7 +171,7 @@ class Bench:
             each.forget()
         rounds = 1 if self.settings.small else 2
         for turn in range(2 * rounds):
-            batches = self._drawn(1, length, 2)
+            batches = self._drawn(1, length, 1 if self.settings.small else 2)
             for each in contenders:
                 each.measure(batches, self.device, keep=turn >= rounds)
         self._report(contenders, f"{length} tokens, {clip}", {"tokens": str(length), "clip": clip})
@@ -184,10 +184,10 @@ class Bench:
 
     def auto(self) -> None:
         """What during="auto" chooses, left to itself as in training."""
-        size = self.settings.batches[0]
+        size, steps = self.settings.batches[0], TRIED_STEPS if self.gpu else 3  # a CPU's choice needs no trial
         for clip in CLIPS:
             (training,) = trainings(self.settings.wrap, self.shape, self.device, clips=clip == "clip", names=["auto"])
-            training.measure(self._drawn(size, self.shape.length, TRIED_STEPS), self.device, keep=True)
+            training.measure(self._drawn(size, self.shape.length, steps), self.device, keep=True)
             if training.failure is not None or training.optimizer is None:
                 raise RuntimeError(f"auto: {training.failure}")
             report = training.optimizer.overlap_report()  # type: ignore[attr-defined]

@@ -61,7 +61,7 @@ class Run:
 
     def measure(self, bench: Bench, batch: int, components: bool) -> None:
         """A figure of the iteration, and if asked for of its components."""
-        text, count = bench.text(batch), PERIODS.get(batch, 2)
+        text, count = bench.text(batch), 1 if bench.quick else PERIODS.get(batch, 2)
         self.whole[batch].append(bench.period(lambda: self.iteration(text), count))
         if components and self.trained.has_parts:
             self.beside[batch].append(self.whole[batch][-1])
@@ -119,7 +119,8 @@ def iterations(bench: Bench, names: Sequence[str] = ()) -> dict[str, Any]:
     for turn in range(2 if bench.quick else ROUNDS):
         shift = turn % max(len(runs), 1)
         for batch in bench.batches:
-            for again in range(TURNS.get(batch, 1)):
+            turns = TURNS.get(batch, 1)
+            for again in range(min(turns, 2) if bench.quick else turns):
                 for run in runs[shift:] + runs[:shift]:
                     # Rounds in the beginning measure everybody's components, all of them those of ours.
                     run.measure(bench, batch, components=not again and (turn < 4 or run is runs[0]))
