@@ -51,7 +51,10 @@ PRELOADED = [
 ]
 """What the server imports."""
 
-TRACED: list[tuple[str, dict[str, Any]]] = [("AdamW", {}), ("SGD", {"lr": 1.0, "momentum": 0.9}), ("SGD", {"lr": 1.0})]
+TRACED: list[tuple[str, dict[str, Any]]] = [
+    *[(name, {}) for name in ("AdamW", "LAMB", "Adafactor", "Prodigy", "Muon", "SOAP")],
+    *[("SGD", {"lr": 1.0, "momentum": momentum}) for momentum in (0.0, 0.9)],
+]
 """Optimizers whose rules the server traces."""
 
 _forked = False
@@ -223,8 +226,9 @@ def _trace_common_rules() -> None:
     for name, options in TRACED:
         optimizer = getattr(tilestep, name)([torch.nn.Parameter(torch.empty(0, device="meta"))], **options)
         (group,) = optimizer.param_groups
-        for shape in ((2,), (2, 2)):
-            spec_of(optimizer.rule_of(group), group, torch.empty(shape))
+        for shape in ((2, 2), (2,)):
+            with contextlib.suppress(tilestep.MatrixError):  # those of matrices have no graph of a vector
+                spec_of(optimizer.rule_of(group), group, torch.empty(shape))
 
 
 def _hasten_the_interpreter() -> None:

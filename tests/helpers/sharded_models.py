@@ -148,7 +148,16 @@ def here(tensor: Any, whole: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return tensor.to_local(), whole.to_local()
     if any(type(placement) not in (Shard, Replicate) for placement in tensor.placements):
         return tensor.full_tensor(), whole  # what is cut in strides
-    return tensor.to_local(), placed(whole, tensor.device_mesh, tensor.placements).to_local()
+    return tensor.to_local(), _part(whole, tensor.device_mesh, tensor.placements)
+
+
+def _part(whole: torch.Tensor, mesh: DeviceMesh, placements: Any) -> torch.Tensor:
+    """This rank's part of a tensor that each rank has; a DTensor made for it would cost ten times as much."""
+    for place, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            parts, rank = whole.chunk(mesh.size(place), placement.dim), mesh.get_local_rank(place)
+            whole = parts[rank] if rank < len(parts) else whole.narrow(placement.dim, 0, 0)
+    return whole
 
 
 def assert_same(net: nn.Module, reference: nn.Module, **tolerance: Any) -> None:

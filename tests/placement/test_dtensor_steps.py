@@ -193,7 +193,7 @@ def is_looked_at_in_cpp() -> None:
     def make(params: Any) -> Any:
         return tilestep.AdamW(params, lr=1e-2, max_grad_norm=0.05)
 
-    expected = _in_one_process(make, 8)
+    expected = _in_one_process(make, 7)
     for layout in LAYOUTS:
         net = LAYOUTS[layout][0]()
         optimizer = make(net.parameters())
