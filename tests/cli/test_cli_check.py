@@ -12,7 +12,7 @@ import torch
 from scripts import run_python
 
 import tilestep
-from tilestep import cli
+from tilestep import checking, cli
 from tilestep.backends.cpp import text as cpp_text
 from tilestep.checking import Verdict, check_interpreted, check_rule
 from tilestep.checking.items import ITEMS, Subject, run_item, trace_all
@@ -42,6 +42,12 @@ def test_good_rules_pass_every_item(name: str) -> None:
     result = verdicts(load_rule(name))
     assert failures(result) == []
     assert result.keys() >= {f"C++, {item}" for item in ITEMS} | {"translation"}
+
+
+def test_without_a_compiler_it_says_what_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "compiler", lambda: None)
+    _, said = itertools.islice(check_rule(tilestep.registry["Lion"], interpret=False), 2)
+    assert (said.item, said.passed) == ("C++", None) and "no compiler" in said.text
 
 
 def test_a_function_without_a_decorator_is_a_rule() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..backends.cpp.compile import compiler
 from ..backends.registry import interpret_on_cpu
 from ..devices import is_host
 from ..graph import Graph
@@ -55,6 +56,8 @@ def check_rule(
     devices = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
     for device in devices:
         subject = Subject(rule, overrides, device, graphs)
+        if is_host(device) and compiler() is None:
+            yield Verdict(DEVICE_NAMES["cpu"], None, "no compiler: what is not built yet is tested as eager PyTorch")
         for name, item in ITEMS.items():
             if name == "threads" and subject.has_matrices:
                 text = "left out: torch's own matrix products are not the same for every number of threads"
