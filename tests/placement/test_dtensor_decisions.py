@@ -382,6 +382,14 @@ def refuses_other_parameters() -> None:
             # What all ranks have a part of is compared.
             assert bool(refused) is (len(left_out) == 2), (left_out, refused)
             assert not refused or rank == last or f"rank {rank} has {sorted(left_out)[0]} (8, 12)" in refused
+        # Under DistributedDataParallel each rank may update a part, and send it to the others.
+        net = plain()
+        matrices = [param for param in net.parameters() if param.dim() == 2]
+        own = [param for param in net.parameters() if param.dim() != 2 or param is matrices[rank]]
+        copies, optimizer = DDP(net), tilestep.SGD(own, lr=0.1)
+        for step in range(4):
+            backward(copies, batch(step))
+            optimizer.step()
     finally:
         agreement.PATIENCE = before
 

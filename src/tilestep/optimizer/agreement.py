@@ -192,7 +192,7 @@ def _lines(optimizer: Optimizer, has_loss: bool) -> Iterator[str]:
 
 
 def _shared(optimizer: Optimizer) -> Shared:
-    """For the ranks of each mesh, and of DistributedDataParallel, the parameters that they share."""
+    """For the ranks of each mesh the parameters that they share; for those of DistributedDataParallel the first."""
     # Not only of parameters that have a gradient, which on another rank others may have.
     own = {id(param): param for group in optimizer.param_groups for param in group["params"]}
     sharded = fsdp_module_type()
@@ -222,11 +222,14 @@ def _shared(optimizer: Optimizer) -> Shared:
                         ranks_of[mesh] = tuple(sorted(mesh.mesh.flatten().tolist()))
             if ranks_of[mesh] and _is_everywhere(param):
                 add(ranks_of[mesh], key)
+    split = {ranks: sorted(params) for ranks, params in shared.items()}
+    shared.clear()
     for wrapper in wrappers:
         ranks = tuple(sorted(dist.get_process_group_ranks(wrapper.process_group)))
         for key in set(map(id, wrapper.parameters())).intersection(own):
             add(ranks, key)
-    return {ranks: sorted(params) for ranks, params in shared.items()}
+    # Ranks that have all of the others' parameters may update other ones each, and send them to each other.
+    return {ranks: [min(params)] for ranks, params in shared.items()} | split
 
 
 def _is_everywhere(param: Any) -> bool:
