@@ -73,7 +73,7 @@ class StepPlan:
 
     def __post_init__(self) -> None:
         self._calls: dict[tuple[int, ...], Calls] = {}
-        self._progress: list[int] = []  # of the last update: nothing, one number while passes run, two after them
+        self.progress: list[int] = []  # of the last update: nothing, one number while passes run, two after them
         self.broken_by = ""  # what has interrupted an update between two of its passes
         self._every = tuple(range(len(self.engines)))
         self.places = {part: tuple(places) for part, places in self.places.items()}
@@ -287,7 +287,7 @@ class StepPlan:
         """Take a step of all engines: decide it, then run its passes."""
         if self.further_rounds and inputs is not None and inputs.grad_scale is not None:
             raise GradientError(f"{LISTED_TWICE}, and a step unscales a gradient once: list it once")
-        self._progress.clear()
+        self.progress.clear()
         try:
             if self.follows and counts_versions:
                 self.sync_masters()
@@ -309,7 +309,7 @@ class StepPlan:
                 taps.finish()
         except BaseException:
             self.release()
-            if self.follows and len(self._progress) == _WHOLE:
+            if self.follows and len(self.progress) == _WHOLE:
                 self.record_versions()
             raise
 
@@ -325,7 +325,7 @@ class StepPlan:
         """Run the passes of some engines, whose step is prepared and decided."""
         engines = self.engines if places is self._every else [self.engines[place] for place in places]
         calls = self._calls.get(places) or self.calls_of(places)
-        self._progress.clear()
+        self.progress.clear()
         looked = gradients is self.no_gradients and not measures
         if not looked:
             for place, engine in zip(places, engines):
@@ -346,7 +346,7 @@ class StepPlan:
                 if self._home_finishes:
                     self.home.finish(engine)
         except BaseException as error:
-            if len(self._progress) not in (0, _WHOLE) and not any(engine.captured for engine in engines):
+            if len(self.progress) not in (0, _WHOLE) and not any(engine.captured for engine in engines):
                 self.broken_by, self.state_changes = type(error).__name__, -1
             raise
         finally:
@@ -369,7 +369,7 @@ class StepPlan:
         if calls is None:
             shared = [self.shared_sums[place] for place in places] if self.shared_sums else ()
             engines = [self.engines[place] for place in places]
-            calls = self._calls[tuple(places)] = pass_calls(engines, shared, self._progress)
+            calls = self._calls[tuple(places)] = pass_calls(engines, shared, self.progress)
         return calls
 
     def release(self) -> None:

@@ -14,11 +14,27 @@ from overlapped_models import TINY, Twins, adamw, clipped, compare_models, loss_
 from torch import nn
 
 import tilestep
-from tilestep.runtime import JointNorm
+from tilestep.runtime import DeviceEngine, JointNorm
 
 DURING = ["backward", "forward"]
 
 both = pytest.mark.parametrize("during", DURING)
+
+
+def test_an_update_that_ctrl_c_keeps_from_beginning_runs_at_the_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = Twins(adamw, "forward")
+    for step in range(3):
+        twins.step(step)
+    follow = DeviceEngine.follow_memory
+
+    def interrupted(engine: DeviceEngine) -> None:
+        monkeypatch.setattr(DeviceEngine, "follow_memory", follow)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(DeviceEngine, "follow_memory", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        loss_of(twins.overlapped, 3)
+    compare_models(twins.serial, twins.overlapped)
 
 
 @pytest.mark.parametrize("make", [adamw, clipped], ids=lambda f: f.__name__)

@@ -21,8 +21,8 @@ from .groups import Group, Grouping
 class _Update:
     """One group's update."""
 
-    def __init__(self, group: Group, work: Callable[[], None]) -> None:
-        self.group = group
+    def __init__(self, group: Group, work: Callable[[], None], progress: list[int]) -> None:
+        self.group, self._progress = group, progress
         self._work: Callable[[], None] | None = work
         self._event: torch.cuda.Event | None = None
         self._waited: set[int] = set()
@@ -30,8 +30,14 @@ class _Update:
     def launch(self, lane: SideStream) -> None:
         """Run it, or on a GPU have it run in the lane; only the first call does anything."""
         if self._work is not None:
+            self._progress.clear()
             work, self._work = self._work, None
-            _run(work)
+            try:
+                _run(work)
+            except BaseException as error:
+                if not isinstance(error, Exception) and not self._progress:
+                    self._work = work  # Ctrl-C before its first pass: the next look-up runs it
+                raise
             self._event = lane.mark()
 
     def wait(self, streams: Sequence[torch.cuda.Stream]) -> bool:
@@ -112,9 +118,11 @@ class DeferredUpdates:
         unknown = len(places)
         return sorted(reversed(groups), key=lambda group: places.get(group.index, unknown))
 
-    def put(self, works: Sequence[tuple[Group, Callable[[], None]]], *, at_once: bool = False) -> None:
-        """Begin the updates of a step; those of the step before are complete."""
-        self.updates = {group.index: _Update(group, work) for group, work in works}
+    def put(
+        self, works: Sequence[tuple[Group, Callable[[], None]]], *, progress: list[int], at_once: bool = False
+    ) -> None:
+        """Begin the updates of a step; those of the step before are complete. `progress` is their plan's."""
+        self.updates = {group.index: _Update(group, work, progress) for group, work in works}
         self._needed = []
         if self._lane.stream is not None or at_once:
             for update in self.updates.values():

@@ -358,7 +358,7 @@ class OverlapSchedule(Schedule):
                 self.lane.keep(*memory_of([gradient for listed in held.values() for gradient in listed]))
             # Ranks send one another what they have measured: at the step, not where one of them asks for it.
             with torch.no_grad():
-                self.deferred.put(works, at_once=measures)
+                self.deferred.put(works, progress=plan.progress, at_once=measures)
             if optimizer.taps is not None:
                 optimizer.taps.finish()
         current = self.lane.current()
