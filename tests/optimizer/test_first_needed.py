@@ -353,3 +353,24 @@ def test_an_optimizer_of_a_rule_that_is_not_registered_is_unpickled_with_a_remed
     monkeypatch.delitem(tilestep.registry, "Lion")
     with pytest.raises(tilestep.RuleError, match=r"no rule is registered as 'Lion'.*@tilestep.rule\(name='Lion'\)"):
         pickle.loads(saved)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_checkpoint_from_before_the_first_step_takes_the_weights_that_come_later(is_ahead: bool) -> None:
+    """An average that was saved with its first weights stayed at these, though no step had been taken."""
+    models = [torch.nn.Linear(3, 2) for _ in range(3)]
+    optimizers = [tilestep.ScheduleFreeAdamW(model.parameters(), lr=0.1) for model in models]
+    tilestep.overlap(optimizers[0], models[0], during="forward")
+    if is_ahead:
+        tilestep.overlap(optimizers[1], models[1], during="forward")
+    saved = optimizers[0].state_dict()
+    assert saved["state"][0]["step"] == 0
+    optimizers[1].load_state_dict(saved)
+    models[1].load_state_dict(models[2].state_dict())
+    for _ in range(2):
+        for model, optimizer in zip(models[1:], optimizers[1:]):
+            model(torch.ones(3)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, wanted in zip(models[1].parameters(), models[2].parameters()):
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=0)

@@ -299,6 +299,23 @@ def unchanged_on_error(optimizer: Optimizer) -> Iterator[None]:
         raise
 
 
+def _before_first_steps(optimizer: Optimizer, saved: Mapping[Any, Mapping[str, Any]]) -> set[Any]:
+    """The parameters of which a state that begins as the parameter was saved before its first step."""
+    # Their weights may come later, and from elsewhere.
+    begin = [
+        (param, saved[param])
+        for _, _, group, param in iter_params(optimizer)
+        if param in saved and any(state.init == "param" for state in optimizer.rule_of(group).states.values())
+    ]
+    return {
+        param
+        for param, values in begin
+        if isinstance(step := values.get("step"), torch.Tensor)
+        and TRAINING not in values
+        and not local_part(step).any()
+    }
+
+
 def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Load a checkpoint's groups and states as torch does, but without casts, and completely or not at all."""
     # Values are copied into new buffers, so that tensors which users have are not written to. The optimizer's own
@@ -319,7 +336,8 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
                     copy_into(state[TRAINING], values[TRAINING].detach())
             numbers = {number for group in state_dict["param_groups"] for number in group["params"]}
             others = {key: value for key, value in state_dict["state"].items() if key not in numbers}
-            optimizer.take_states({**states, **others}, set(states).difference(saved), state_dict["param_groups"])
+            ahead = set(states).difference(saved) | _before_first_steps(optimizer, saved)
+            optimizer.take_states({**states, **others}, ahead, state_dict["param_groups"])
             for hook in load_hooks(optimizer)[1]:
                 hook(optimizer)
     except BaseException:
