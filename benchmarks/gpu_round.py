@@ -82,7 +82,7 @@ PARTS = [
     _tests("torch", 1, 145, "tests/gpu/test_torch_gpu.py"),
     _tests("taps", 1, 90, "tests/gpu/test_taps_gpu.py"),
     _tests("blocks", 1, 90, "tests/gpu/test_blocks_gpu.py"),
-    _tests("random", 1, 60, "tests/gpu/test_random_gpu.py"),
+    _tests("random", 1, 90, "tests/gpu/test_random_gpu.py tests/gpu/test_fuzz_gpu.py"),
     _tests(
         "later",
         1,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from scripts import run_script
-from triton_assembler import require_assembler
+from triton_assembler import require_launchers
 
 from tilestep import compat
 from tilestep.backends.triton import launch
@@ -33,7 +33,7 @@ def kernels(files: dict[str, str]) -> list[tuple[str, str]]:
 
 def test_kernels_and_their_count_are_those_of_serial_builds(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    require_assembler()
+    require_launchers()
     serial, together, failing = [said("LAMB", mode, tmp_path) for mode in ("serial", "together", "failing")]
     assert any(name.endswith(".cubin") for name in serial["files"])
     assert any(name.endswith(".so") for name in serial["files"]), "launchers are built too"

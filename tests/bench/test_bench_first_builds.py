@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from scripts import run_script
-from triton_assembler import require_assembler
+from triton_assembler import require_launchers
 
 import tilestep
 
@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "first_builds.py"
 
 def test_every_kernel_of_a_first_step_is_built_with_its_stages() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    require_assembler()
+    require_launchers()
     before = tilestep.compile_count()
     done = run_script(SCRIPT, "--rules", "SGD", "--shapes", "5x3,7", "--json")
     assert done.returncode == 0, done.stderr
@@ -31,6 +31,6 @@ def test_every_kernel_of_a_first_step_is_built_with_its_stages() -> None:
 
 def test_a_process_that_fails_is_reported() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    require_assembler()
+    require_launchers()
     done = run_script(SCRIPT, "--rules", "SOAP", "--shapes", "2x3x4")
     assert done.returncode != 0 and "SOAP" in done.stderr and "is not a matrix" in done.stderr

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-__all__ = ["require_assembler"]
+__all__ = ["require_assembler", "require_launchers"]
 
 
 def require_assembler() -> None:
@@ -15,3 +15,12 @@ def require_assembler() -> None:
         get_ptxas(90)
     except Exception as error:
         pytest.skip(f"Triton has no ptxas here: {error}")
+
+
+def require_launchers() -> None:
+    """Skip the test where Triton has one launcher for all kernels, which only NVIDIA's driver can load: from 3.8 on."""
+    require_assembler()
+    from triton.backends.nvidia import driver
+
+    if hasattr(driver, "annotate_arguments"):
+        pytest.skip("this Triton builds no launchers")

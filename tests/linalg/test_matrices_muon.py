@@ -68,6 +68,17 @@ def test_it_is_torch_s_muon(kwargs: dict[str, Any], dtype: torch.dtype) -> None:
         torch.testing.assert_close(ours.state[left]["momentum_buffer"], torchs.state[right]["momentum_buffer"])
 
 
+def test_the_ratio_of_wide_matrices_may_be_below_one() -> None:
+    """Of torch 2.14, whose Muon has it; here beside torch's "original" with the rates that follow."""
+    shapes = [(4, 16), (16, 4), (8, 8)]
+    mine = params_of(shapes)
+    theirs = copies(mine)
+    ours = tilestep.Muon(mine, lr=0.02, weight_decay=0.0, adjust_lr_fn="spectral_unclamped")
+    groups = [{"params": [param], "lr": rate} for param, rate in zip(theirs, (0.01, 0.02, 0.02))]
+    train([(ours, mine), (torch.optim.Muon(groups, weight_decay=0.0), theirs)], range(5))
+    assert_near(mine, theirs, 0.1)
+
+
 def test_bfloat16_parameters_come_as_near_to_float32_as_torch_s() -> None:
     mine = params_of(dtype=torch.bfloat16)
     theirs, exact = copies(mine), [torch.nn.Parameter(param.detach().float()) for param in mine]

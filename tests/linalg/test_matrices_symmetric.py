@@ -35,7 +35,7 @@ def test_the_compiled_kernel_loads_ahead_and_multiplies_in_warp_groups(tall: boo
     from tilestep.linalg.symmetric_triton import POINTERS, symmetric_tiles
 
     constants = {"TALL": tall, "HAS_BASE": extras, "HAS_SHIFTED": extras}
-    constants |= {"BLOCK_M": BLOCKS.rows, "BLOCK_N": BLOCKS.columns, "BLOCK_K": BLOCKS.inner}
+    constants |= {"BLOCK_M": BLOCKS.rows, "BLOCK_N": BLOCKS.columns, "BLOCK_K": BLOCKS.inner, "EVEN": False}
     signature = {**dict.fromkeys(POINTERS, "*fp16"), "scale": "*fp32", "sizes": "*i64"}
     signature |= {**dict.fromkeys(("alpha", "beta", "shift"), "fp32"), **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(fn=symmetric_tiles, signature=signature, constexprs=constants)

@@ -12,8 +12,11 @@ POINTERS = ["left", "right", "base", "scale", "out", "shifted", "sizes"]
 
 @triton.jit
 def aligned(pointer):
-    """The pointer with the promise that it lies at a multiple of 16 bytes; a promise about an argument is not kept."""
-    return tl.multiple_of(pointer.to(tl.int64, bitcast=True).to(pointer.dtype, bitcast=True), 16)
+    """The pointer with the promise that it lies at a multiple of 16 bytes.
+
+    Triton keeps no promise about an argument, and from 3.8 on none about one that casts alone have left as it was.
+    """
+    return tl.multiple_of((pointer.to(tl.int64, bitcast=True) & -16).to(pointer.dtype, bitcast=True), 16)
 
 
 @triton.jit

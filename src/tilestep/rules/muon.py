@@ -8,7 +8,7 @@ from typing import Any
 from ..linalg.orthogonal import COEFFICIENTS, orthogonalize
 from .protocol import at_least, between, rule
 
-_ADJUSTMENTS = (None, "original", "match_rms_adamw")
+_ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")
 
 
 @rule(
@@ -42,13 +42,15 @@ def muon(
         b <- b + (1 - momentum) * (g - b)
         u = g + momentum * (b - g) with nesterov, else b
         p <- p - lr * weight_decay * p - lr * ratio * orthogonalize(u)
-    with ratio = sqrt(max(1, rows / columns)), or 0.2 * sqrt(max(rows, columns)) for `adjust_lr_fn="match_rms_adamw"`.
+    with ratio = sqrt(max(1, rows / columns)), or 0.2 * sqrt(max(rows, columns)) for `adjust_lr_fn="match_rms_adamw"`,
+    or sqrt(rows / columns) for "spectral_unclamped".
     The orthogonalization is `tilestep.orthogonalize`, `ns_steps` Newton-Schulz steps in bfloat16.
 
     Parameters must be matrices; `tilestep.muon_groups` gives the others to another rule in the same optimizer.
 
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); Liu et al., "Muon is
-    Scalable for LLM Training" (2025) for match_rms_adamw; torch.optim.Muon.
+    Scalable for LLM Training" (2025) for match_rms_adamw; Bernstein, "Deriving Muon" (2025) for spectral_unclamped;
+    torch.optim.Muon.
     """
     if adjust_lr_fn not in _ADJUSTMENTS:
         raise ValueError(f"Invalid adjust_lr_fn: {adjust_lr_fn}; it must be one of {_ADJUSTMENTS}")
@@ -59,6 +61,6 @@ def muon(
     if adjust_lr_fn == "match_rms_adamw":
         ratio = 0.2 * math.sqrt(max(rows, columns))
     else:
-        ratio = math.sqrt(max(1, rows / columns))
+        ratio = math.sqrt(rows / columns if adjust_lr_fn == "spectral_unclamped" else max(1, rows / columns))
     param = param * (1 - lr * weight_decay) - lr * ratio * orthogonal
     return param, momentum_buffer
