@@ -26,6 +26,7 @@ from .errors import (
     StateError,
     TilestepError,
 )
+from .integrations import checkpoints as _checkpoints  # noqa: F401  # load_state_dict reads those of other libraries
 from .linalg import limit_workspace, orthogonalize
 from .memory.offload import offload
 from .memory.offloaded import OffloadedOptimizer

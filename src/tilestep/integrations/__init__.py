@@ -1,6 +1,7 @@
-"""One module for each training framework: `accelerate`, `lightning`, `torchtitan`, `transformers`.
+"""Other projects: training frameworks, and the checkpoints of other optimizers.
 
-Each can be imported where its framework is installed; none is imported by tilestep itself.
+`accelerate`, `lightning`, `torchtitan` and `transformers` need their framework, and tilestep imports none of them.
+`checkpoints` needs no other library; `import tilestep` registers its readers.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from ..compat import load_hooks
 from ..errors import StateError
 from ..placement.local import copy_into, distribute, gathered, is_distributed, local_part
-from ..rules import Rule, State, registry
+from ..rules import Rule, State
 from ..rules.protocol import at_step, changes
 from ..rules.scalars import PYTHON_TYPES
 from ..storage import Storage, dtype_name, kept_in_blocks, scale_names, shape_of_entries, values_of
@@ -60,7 +61,7 @@ def full_precision(state_dict: Mapping[str, Any], rule: str = "") -> dict[str, A
     groups_of = {key: group for group in state_dict["param_groups"] for key in group["params"]}
     named = find_rule(rule, {}) if rule else None
     state = {
-        key: _widened(read_by_value(f"parameter {key}", values, groups_of.get(key, {}), named))
+        key: _widened(read_by_value(Saved(f"parameter {key}", values, groups_of.get(key, {}), named)))
         if isinstance(values, Mapping)
         else values
         for key, values in state_dict["state"].items()
@@ -100,10 +101,10 @@ def _values(blocks: Storage, name: str, values: Mapping[str, Any]) -> Any:
         # Formats that pack neighbours are for even rows alone.
         return torch.Size((*tensor.shape[:-1], tensor.shape[-1] * elements)) if elements > 1 else tensor.shape
 
-    return _placed(values_of(blocks, local, name, shape=shape_of(local[name])), codes, shape_of(codes))
+    return placed_like(values_of(blocks, local, name, shape=shape_of(local[name])), codes, shape_of(codes))
 
 
-def _placed(numbers: torch.Tensor, like: Any, shape: torch.Size) -> Any:
+def placed_like(numbers: torch.Tensor, like: Any, shape: torch.Size) -> Any:
     """The local part of a state of this shape, as a DTensor if the array that it was read from is one."""
     if not is_distributed(like):
         return numbers
@@ -113,158 +114,46 @@ def _placed(numbers: torch.Tensor, like: Any, shape: torch.Size) -> Any:
     )
 
 
-_NESTED = "__bnb_optimizer_quant_state__"  # bitsandbytes' key for the tensors of a state
-_CODES, _SCALES = "::quantized", "::scales"  # FlashOptim's suffixes of names of states
-_CORRECTION = "error_bits"  # FlashOptim's correction of a parameter of 16 bits
-_MARKS = {_NESTED, "state1", _CORRECTION, *(f"{name}{_CODES}" for name in ("exp_avg", "exp_avg_sq", "momentum_buffer"))}
+@dataclass(frozen=True)
+class Saved:
+    """One parameter's entry of a checkpoint, as readers of other libraries' formats get it.
 
-_PLAIN_STATES = {torch.Tensor, torch.nn.Parameter, int, float, type(None)}
+    Args:
+        label: the parameter in messages.
+        values: the entry, by the names that the library gives its states.
+        group: the checkpoint's param group of the parameter.
+        rule: of the optimizer that loads, or that the user has named; None if unknown.
+        param: that loads the state; None where a checkpoint is only converted.
+    """
+
+    label: str
+    values: Mapping[str, Any]
+    group: Mapping[str, Any]
+    rule: Rule | None = None
+    param: torch.Tensor | None = None
 
 
-def read_by_value(
-    label: str,
-    values: Mapping[str, Any],
-    group: Mapping[str, Any],
-    rule: Rule | None = None,
-    param: torch.Tensor | None = None,
-) -> Mapping[str, Any]:
-    """A parameter's saved state, in which states that other libraries have quantized are float32 under our names."""
-    # As bitsandbytes 0.50, torchao 0.18 (`torchao.optim`) and FlashOptim 0.1.4 write it. States of `scaled_states` are
-    # multiplied by their scales, unless the rule itself has these.
-    own = () if rule is None else rule.state_names
-    scales = [name for name in values if name.endswith("_scale") and name not in own]
-    if not scales and _MARKS.isdisjoint(values) and _PLAIN_STATES.issuperset(map(type, values.values())):
-        return values
-    read = {**values, **values.get(_NESTED, {})}
-    read.pop(_NESTED, None)
-    for scale in scales:
+READERS: list[Callable[[Saved], Mapping[str, Any]]] = []
+"""Each gives the values with its library's states in float32 under our names, or as they are if it finds none.
+
+`integrations.checkpoints` adds its own.
+"""
+
+
+def read_by_value(saved: Saved) -> Mapping[str, Any]:
+    """A parameter's saved state, with the states that other libraries or `scaled_states` have scaled as numbers."""
+    values = saved.values
+    # A rule may have a state of such a name itself.
+    own = () if saved.rule is None else saved.rule.state_names
+    for scale in [name for name in values if name.endswith("_scale") and name not in own]:
         base = scale.removesuffix("_scale")
-        if isinstance(read.get(base), torch.Tensor) and read[base].dtype is torch.float16:
-            read[base] = read[base].float() * read.pop(scale).to(local_part(read[base]).device)
-    for name, value in list(read.items()):
-        if name.endswith(_CODES):
-            base = name.removesuffix(_CODES)
-            del read[name]
-            read[base] = _of_groups(label, base, value, read.pop(base + _SCALES, None))
-        elif isinstance(value, torch.Tensor) and hasattr(local_part(value), "codes"):
-            read[name] = _of_subclass(label, name, value)
-    if "state1" in read:
-        read = _named(label, _of_maps(label, read), rule)
-    correction = read.pop(_CORRECTION, None)
-    if correction is not None and param is not None and param.dtype in (torch.bfloat16, torch.float16):
-        read["master_param"] = _corrected(label, param, correction, group)
-    return read
-
-
-def _of_subclass(label: str, name: str, value: Any) -> Any:
-    """The numbers of a state that is a tensor of a library's own class, as torchao's `OptimState8bit`."""
-    local = local_part(value)
-    try:
-        numbers = local.dequantize().to(torch.float32)
-    except Exception as error:
-        raise StateError(
-            f"state {name!r} of {label} is of the class {type(local).__name__}, which does not give its numbers by "
-            f"dequantize(); give them as a plain tensor ({error})"
-        ) from error
-    return _placed(numbers.reshape(local.shape), value, value.shape)
-
-
-def _of_groups(label: str, name: str, codes: Any, scales: Any) -> Any:
-    """FlashOptim's states: 32 neighbours of the flattened local tensor have a scale of 16 bits."""
-    # Second moments are stored as roots, in 255 steps; other states as 2x / (1 + |x|), in 127 steps.
-    own = local_part(codes)
-    scale = None if scales is None else local_part(scales)
-    if scale is not None and scale.dtype is torch.bfloat16:
-        # These are the bits of a float16, which FlashOptim hides from the casts of torch's loader.
-        scale = scale.view(torch.float16)
-    rows, most = _rows(label, name, own, scale, 32)
-    if name.endswith("_sq"):
-        numbers = (rows / 255).square() * most.square()
-    else:
-        share = rows / 127
-        numbers = share / (2 - share.abs()) * most
-    return _placed(numbers.flatten()[: own.numel()].reshape(own.shape), codes, codes.shape)
-
-
-def _of_maps(label: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """bitsandbytes' states: codes of 8 bits index a map, and 256 neighbours are scaled by their largest magnitude."""
-    others = {name: value for name, value in values.items() if not name.startswith(("absmax", "qmap", "state"))}
-    for number in "12":
-        codes, scale = values.get(f"state{number}"), values.get(f"absmax{number}")
-        if codes is None or codes.is_floating_point():
-            others[f"state{number}"] = codes
-            continue
-        if scale is None and f"max{number}" in values:
-            raise StateError(
-                f"state{number} of {label} is of bitsandbytes' optimizers without block-wise scales, which are not "
-                "read: let a version of bitsandbytes that has them save float32 states (optim_bits=32)"
-            )
-        # AdEMAMix has two states in one.
-        is_double = scale is not None and scale.dim() == 2
-        parts: Any = zip(codes, scale) if scale is not None and is_double else [(codes, scale)]
-        read = []
-        for part, largest in parts:
-            rows, most = _rows(label, f"state{number}", part, largest, 256)
-            numbers = values[f"qmap{number}"][rows.long()] * most
-            read.append(numbers.flatten()[: part.numel()].reshape(part.shape))
-        others[f"state{number}"] = torch.stack(read) if is_double else read[0]
-    return others
-
-
-def _named(label: str, values: dict[str, Any], rule: Rule | None) -> dict[str, Any]:
-    """bitsandbytes' states under the names of the rule's states."""
-    first, second = values.pop("state1"), values.pop("state2", None)
-    states = [first, second] if second is not None else [first]
-    if second is not None and first.dim() == second.dim() + 1:
-        states = [*first, second]
-    fitting = [one for one in registry.values() if one.numbered == len(states)]
-    spellings = {one.state_names[: len(states)] for one in (fitting if rule is None else [rule])}
-    if len(spellings) != 1 or (rule is not None and rule.numbered != len(states)):
-        raise StateError(
-            f"{label} has {len(states)} of bitsandbytes' states, which have no names: they can be those of "
-            + " or ".join(one.name for one in fitting)
-            + (f", not of {rule.name}" if rule is not None else ": give one as `rule`")
-        )
-    return {**values, **dict(zip(spellings.pop(), states))}
-
-
-def _rows(
-    label: str, name: str, codes: torch.Tensor, scale: torch.Tensor | None, block: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes as numbers, a row for each scale, and a column of the scales."""
-    count = -(-codes.numel() // block)
-    if scale is None or scale.dim() != 1 or len(scale) != count:
-        shape = "no scales" if scale is None else f"scales of shape {tuple(scale.shape)}"
-        raise StateError(
-            f"state {name!r} of {label} has {codes.numel()} codes and {shape}: it needs {count}, one for {block} "
-            "codes; gather the whole state where it was sharded"
-        )
-    flat = codes.reshape(-1).float()
-    rows = torch.nn.functional.pad(flat, (0, count * block - flat.numel())).reshape(count, block)
-    return rows, scale.float()[:, None]
-
-
-def _corrected(label: str, param: torch.Tensor, correction: Any, group: Mapping[str, Any]) -> Any:
-    """The float32 value of a parameter with FlashOptim's correction: so many 127ths, or 32767ths, of half a unit."""
-    bits, local = local_part(correction), local_part(param.detach())
-    if bits.is_floating_point():
-        if "master_bytewidth" not in group:
-            raise StateError(
-                f"{_CORRECTION!r} of {label} has 8 or 16 bits, and the checkpoint's param group does not say which: it "
-                "needs FlashOptim's 'master_bytewidth', 3 or 4"
-            )
-        bits = bits.to(torch.int8) if int(group["master_bytewidth"]) == 3 else bits.view(torch.int16)
-    if bits.shape != local.shape:
-        raise StateError(f"{_CORRECTION!r} of {label} has shape {tuple(bits.shape)}, it needs {tuple(local.shape)}")
-    exact = local.double()
-    mantissa, least = (7, -126) if param.dtype is torch.bfloat16 else (10, -14)
-    _, exponent = torch.frexp(exact)
-    exponent = torch.where(exact == 0, least, exponent - 1).clamp(min=least)
-    steps = bits.to(exact.device).double() / torch.iinfo(bits.dtype).max
-    value = (exact + torch.ldexp(steps, exponent - mantissa - 1)).float()
-    # Half a unit is a tie, which may round to the neighbour; a master must round to its parameter.
-    value = torch.where(value.to(param.dtype) == local, value, torch.nextafter(value, local.float()))
-    return _placed(value, param, param.shape)
+        state = values.get(base)
+        if isinstance(state, torch.Tensor) and state.dtype is torch.float16:
+            rest = {name: value for name, value in values.items() if name != scale}
+            values = {**rest, base: state.float() * values[scale].to(local_part(state).device)}
+    for read in READERS:
+        values = read(replace(saved, values=values))
+    return values
 
 
 _LIKE_PARAM = State("param")
@@ -476,7 +365,7 @@ def _saved_states(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[t
         if reader is None:
             reader = readers[index, param.dtype] = _StateReader(optimizer.rule_of(group), param.dtype, group)
         if not reader.names.issuperset(values) or not _PLAIN.issuperset(map(type, values.values())):
-            values = read_by_value(label, values, saved, reader.rule, param)
+            values = read_by_value(Saved(label, values, saved, reader.rule, param))
             reader.check_names(label, values, live.get(param, {}))
         checked[param] = reader.read(label, param, values)
     return checked

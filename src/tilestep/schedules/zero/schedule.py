@@ -20,7 +20,7 @@ from ...errors import GradientError
 from ...norm import NormTable
 from ...norm.tiles import combine
 from ...optimizer import Optimizer
-from ...optimizer.checkpoint import after_hooks, loaded_groups, read_by_value, unchanged_on_error
+from ...optimizer.checkpoint import Saved, after_hooks, loaded_groups, read_by_value, unchanged_on_error
 from ...optimizer.control import MEAN_KEYS, with_limits
 from ...optimizer.graphs import prepare_capture, push, require_no_waits
 from ...optimizer.groups import GROUP_OPTIONS
@@ -499,7 +499,7 @@ class ShardedSchedule(Schedule):
             member, saved = sharding.member_of[param], state_dict["state"].get(number)
             if saved is not None and member.piece is not None:
                 rule = optimizer.rule_of(optimizer.param_groups[member.group])
-                saved = read_by_value(member.name, saved, group, rule, param)
+                saved = read_by_value(Saved(member.name, saved, group, rule, param))
                 states[place_of[member.piece]] = local_state(member, rule, saved)
         own_keys = [{key: group[key] for key in STRUCTURE if key in group} for group in inner_groups]
         merged = [{**own, **hyperparameters(new)} for own, new in zip(own_keys, groups)]

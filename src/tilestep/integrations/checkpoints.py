@@ -1,0 +1,163 @@
+"""Checkpoints of the low-bit optimizers of bitsandbytes 0.50, torchao 0.18 and FlashOptim 0.1.4, read by value.
+
+None of the libraries is needed: this reads what they write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..errors import StateError
+from ..optimizer.checkpoint import READERS, Saved, placed_like
+from ..placement.local import local_part
+from ..rules import Rule, registry
+
+_NESTED = "__bnb_optimizer_quant_state__"  # bitsandbytes' key for the tensors of a state
+_CODES, _SCALES = "::quantized", "::scales"  # FlashOptim's suffixes of names of states
+_CORRECTION = "error_bits"  # FlashOptim's correction of a 16-bit parameter
+
+
+def read_bitsandbytes(saved: Saved) -> Mapping[str, Any]:
+    """bitsandbytes' states, which have numbers and no names, under the names of the rule's states."""
+    values = {**saved.values, **saved.values.get(_NESTED, {})}
+    values.pop(_NESTED, None)
+    return _named(saved.label, _of_maps(saved.label, values), saved.rule) if "state1" in values else values
+
+
+def read_torchao(saved: Saved) -> Mapping[str, Any]:
+    """States that are tensors of a library's own class with codes, as torchao's `OptimState8bit`."""
+    has_codes = [
+        name
+        for name, value in saved.values.items()
+        if isinstance(value, torch.Tensor) and hasattr(local_part(value), "codes")
+    ]
+    return {**saved.values, **{name: _of_subclass(saved.label, name, saved.values[name]) for name in has_codes}}
+
+
+def read_flashoptim(saved: Saved) -> Mapping[str, Any]:
+    """FlashOptim's states, and its corrections of parameters as float32 masters."""
+    values, param = dict(saved.values), saved.param
+    for name in [name for name in values if name.endswith(_CODES)]:
+        base = name.removesuffix(_CODES)
+        values[base] = _of_groups(saved.label, base, values.pop(name), values.pop(base + _SCALES, None))
+    correction = values.pop(_CORRECTION, None)
+    if correction is not None and param is not None and param.dtype in (torch.bfloat16, torch.float16):
+        values["master_param"] = _corrected(saved.label, param, correction, saved.group)
+    return values
+
+
+READERS.extend((read_bitsandbytes, read_torchao, read_flashoptim))
+
+
+def _of_subclass(label: str, name: str, value: Any) -> Any:
+    """The numbers of a state that is a tensor of a library's own class, as torchao's `OptimState8bit`."""
+    local = local_part(value)
+    try:
+        numbers = local.dequantize().to(torch.float32)
+    except Exception as error:
+        raise StateError(
+            f"state {name!r} of {label} is of the class {type(local).__name__}, which does not give its numbers by "
+            f"dequantize(); give them as a plain tensor ({error})"
+        ) from error
+    return placed_like(numbers.reshape(local.shape), value, value.shape)
+
+
+def _of_groups(label: str, name: str, codes: Any, scales: Any) -> Any:
+    """FlashOptim's states: 32 neighbours of the flattened local tensor have a scale of 16 bits."""
+    # Second moments are stored as roots, in 255 steps; other states as 2x / (1 + |x|), in 127 steps.
+    own = local_part(codes)
+    scale = None if scales is None else local_part(scales)
+    if scale is not None and scale.dtype is torch.bfloat16:
+        # These are the bits of a float16, which FlashOptim hides from the casts of torch's loader.
+        scale = scale.view(torch.float16)
+    rows, most = _rows(label, name, own, scale, 32)
+    if name.endswith("_sq"):
+        numbers = (rows / 255).square() * most.square()
+    else:
+        share = rows / 127
+        numbers = share / (2 - share.abs()) * most
+    return placed_like(numbers.flatten()[: own.numel()].reshape(own.shape), codes, codes.shape)
+
+
+def _of_maps(label: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """bitsandbytes' states: codes of 8 bits index a map, and 256 neighbours are scaled by their largest magnitude."""
+    others = {name: value for name, value in values.items() if not name.startswith(("absmax", "qmap", "state"))}
+    for number in "12":
+        codes, scale = values.get(f"state{number}"), values.get(f"absmax{number}")
+        if codes is None or codes.is_floating_point():
+            others[f"state{number}"] = codes
+            continue
+        if scale is None and f"max{number}" in values:
+            raise StateError(
+                f"state{number} of {label} is of bitsandbytes' optimizers without block-wise scales, which are not "
+                "read: let a version of bitsandbytes that has them save float32 states (optim_bits=32)"
+            )
+        # AdEMAMix has two states in one.
+        is_double = scale is not None and scale.dim() == 2
+        parts: Any = zip(codes, scale) if scale is not None and is_double else [(codes, scale)]
+        read = []
+        for part, largest in parts:
+            rows, most = _rows(label, f"state{number}", part, largest, 256)
+            numbers = values[f"qmap{number}"][rows.long()] * most
+            read.append(numbers.flatten()[: part.numel()].reshape(part.shape))
+        others[f"state{number}"] = torch.stack(read) if is_double else read[0]
+    return others
+
+
+def _named(label: str, values: dict[str, Any], rule: Rule | None) -> dict[str, Any]:
+    """bitsandbytes' states under the names of the rule's states."""
+    first, second = values.pop("state1"), values.pop("state2", None)
+    states = [first, second] if second is not None else [first]
+    if second is not None and first.dim() == second.dim() + 1:
+        states = [*first, second]
+    fitting = [one for one in registry.values() if one.numbered == len(states)]
+    spellings = {one.state_names[: len(states)] for one in (fitting if rule is None else [rule])}
+    if len(spellings) != 1 or (rule is not None and rule.numbered != len(states)):
+        raise StateError(
+            f"{label} has {len(states)} of bitsandbytes' states, which have no names: they can be those of "
+            + " or ".join(one.name for one in fitting)
+            + (f", not of {rule.name}" if rule is not None else ": give one as `rule`")
+        )
+    return {**values, **dict(zip(spellings.pop(), states))}
+
+
+def _rows(
+    label: str, name: str, codes: torch.Tensor, scale: torch.Tensor | None, block: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes as numbers, a row for each scale, and a column of the scales."""
+    count = -(-codes.numel() // block)
+    if scale is None or scale.dim() != 1 or len(scale) != count:
+        shape = "no scales" if scale is None else f"scales of shape {tuple(scale.shape)}"
+        raise StateError(
+            f"state {name!r} of {label} has {codes.numel()} codes and {shape}: it needs {count}, one for {block} "
+            "codes; gather the whole state where it was sharded"
+        )
+    flat = codes.reshape(-1).float()
+    rows = torch.nn.functional.pad(flat, (0, count * block - flat.numel())).reshape(count, block)
+    return rows, scale.float()[:, None]
+
+
+def _corrected(label: str, param: torch.Tensor, correction: Any, group: Mapping[str, Any]) -> Any:
+    """The float32 value of a parameter with FlashOptim's correction: so many 127ths, or 32767ths, of half a unit."""
+    bits, local = local_part(correction), local_part(param.detach())
+    if bits.is_floating_point():
+        if "master_bytewidth" not in group:
+            raise StateError(
+                f"{_CORRECTION!r} of {label} has 8 or 16 bits, and the checkpoint's param group does not say which: it "
+                "needs FlashOptim's 'master_bytewidth', 3 or 4"
+            )
+        bits = bits.to(torch.int8) if int(group["master_bytewidth"]) == 3 else bits.view(torch.int16)
+    if bits.shape != local.shape:
+        raise StateError(f"{_CORRECTION!r} of {label} has shape {tuple(bits.shape)}, it needs {tuple(local.shape)}")
+    exact = local.double()
+    mantissa, least = (7, -126) if param.dtype is torch.bfloat16 else (10, -14)
+    _, exponent = torch.frexp(exact)
+    exponent = torch.where(exact == 0, least, exponent - 1).clamp(min=least)
+    steps = bits.to(exact.device).double() / torch.iinfo(bits.dtype).max
+    value = (exact + torch.ldexp(steps, exponent - mantissa - 1)).float()
+    # Half a unit is a tie, which may round to the neighbour; a master must round to its parameter.
+    value = torch.where(value.to(param.dtype) == local, value, torch.nextafter(value, local.float()))
+    return placed_like(value, param, param.shape)
