@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from overlapped_models import TINY, adamw, clipped, iteration, small
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from ways import SCHEDULES, attached
 
 import tilestep
 from tilestep.schedules.schedule import AT_STEP
@@ -115,3 +119,27 @@ def test_a_failed_attaching_leaves_the_optimizer_as_it_was(monkeypatch: pytest.M
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     assert optimizer.state[model.weight]["step"].item() == 1
+
+
+@pytest.mark.parametrize("make", [adamw, clipped], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("way", ["shard", *SCHEDULES])
+def test_states_are_free_when_the_optimizer_is_gone(way: str, make: Any) -> None:
+    """They are most of what a device holds, and do not wait until garbage is collected."""
+    model = small()
+    optimizer: Any = make(model.parameters())
+    if way == "shard":
+        tilestep.shard(optimizer, model, bucket_cap_mb=TINY)
+    else:
+        attached(optimizer, model, "plain", way, TINY)
+    for step in range(3):
+        iteration(model, optimizer, step)
+    held = [StorageWeakRef(value.untyped_storage()) for state in optimizer.state.values() for value in state.values()]
+    assert len(held) >= 36 and not any(storage.expired() for storage in held)
+    gc.collect()
+    gc.disable()
+    try:
+        del optimizer
+        assert all(storage.expired() for storage in held)
+    finally:
+        gc.enable()
+    assert all(param.isfinite().all() for param in model.parameters())

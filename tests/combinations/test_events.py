@@ -372,6 +372,29 @@ def groups_are_added(way: str) -> None:
 
 
 @event
+def a_group_leaves_and_comes_back(way: str) -> None:
+    """Its state waits for it, step counts and all."""
+
+    def make(params: Any) -> tilestep.Optimizer:
+        listed = list(params)
+        return tilestep.AdamW([{"params": listed[:6]}, {"params": listed[6:], "lr": 0.05}], lr=0.01, max_grad_norm=0.5)
+
+    twins = trained(Twins(make, way))
+    left = [optimizer.param_groups.pop() for _, optimizer in twins.pairs]
+    for step in range(3, 6):
+        twins.step(step)
+        for group in left:
+            for param in group["params"]:
+                param.grad = None  # `zero_grad` does not know of them
+    for (_, optimizer), group in zip(twins.pairs, left):
+        optimizer.param_groups.append(group)
+    trained(twins, 3, first=6).compare()
+    for _, optimizer in twins.pairs:
+        counts = [[int(optimizer.state[p].get("step", 0)) for p in one["params"]] for one in optimizer.param_groups]
+        assert set(counts[0]) == {9} and max(counts[1]) == 6
+
+
+@event
 def gradients_are_dropped_clipped_and_set_by_hand(way: str) -> None:
     twins = Twins(clipped, way)
     for step in range(5):

@@ -89,8 +89,8 @@ def test_any_layout_follows_float64(layout: str, home: Homes) -> None:
 
 def test_tiny_chunks_cut_tensors() -> None:
     pair = Pair(tilestep.AdamW, streamed())
-    [update] = pair.optimizer.memory.updates
     [segment] = pair.optimizer.plan.engines[0].segments
+    update = segment.streamer
     assert len(update.chunks) == segment.tiles.count > len(SHAPES)
     assert sum(len(chunk.tiles) for chunk in update.chunks) == segment.tiles.count
 
@@ -99,7 +99,8 @@ def test_chunks_keep_to_their_size_and_copy_long_runs() -> None:
     """What a chunk has of an array is one copy: buffers of one name lie one behind the other."""
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in [(64, 300)] * 40]
     optimizer = streamed(1 << 20)(tilestep.AdamW(params))
-    [update] = optimizer.memory.updates
+    [segment] = optimizer.plan.engines[0].segments
+    update = segment.streamer
     assert len(update.chunks) > 3
     for chunk in update.chunks:
         assert chunk.size <= (1 << 20) + 2 * 256
@@ -111,7 +112,8 @@ def test_chunks_keep_to_their_size_and_copy_long_runs() -> None:
 def test_only_what_a_pass_touches_is_moved() -> None:
     """LAMB's second pass reads the moments and writes none of them."""
     pair = Pair(tilestep.LAMB, streamed())
-    [update] = pair.optimizer.memory.updates
+    [segment] = pair.optimizer.plan.engines[0].segments
+    update = segment.streamer
     moments = ("exp_avg", "exp_avg_sq")
     assert update._traffic == [(moments, moments), (moments, ())]
 

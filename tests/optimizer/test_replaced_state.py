@@ -26,14 +26,20 @@ CHANGES: dict[str, Change] = {
 }
 
 
+@pytest.mark.parametrize("keeps_gradients", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_new_tensors_in_a_parameters_state_are_taken_up(change: str) -> None:
+def test_new_tensors_in_a_parameters_state_are_taken_up(change: str, keeps_gradients: bool) -> None:
+    """Also where nothing else has changed since the last step: the gradients are the same tensors."""
     mine, theirs = make_params(), make_params()
     ours, torchs = tilestep.AdamW(mine, lr=0.1), torch.optim.AdamW(theirs, lr=0.1)
     train([(ours, mine), (torchs, theirs)], range(3))
     for optimizer, params in ((ours, mine), (torchs, theirs)):
+        for _ in range(2 * keeps_gradients):
+            optimizer.step()
         for param in params[1:3]:
             CHANGES[change](optimizer.state[param])
+        for _ in range(2 * keeps_gradients):
+            optimizer.step()
     train([(ours, mine), (torchs, theirs)], range(3, 6))
     assert_close(mine, theirs)
 

@@ -33,7 +33,6 @@ class StreamedState(StateOnHost):
         super().__init__(device, chunk_bytes, keeps_gradients, HostMemory(device), mirrors)
         self.looks_at_gradients = keeps_gradients
         self.buffers = [Buffer() for _ in range(buffers)]
-        self.updates: list[StreamedUpdate] = []
         self.buffer_size = 0  # bytes that the largest chunk takes
         self._chunks = 0
         self._returning: set[int] = set()  # parts whose gradients come back: matrix operations take the device's
@@ -42,11 +41,11 @@ class StreamedState(StateOnHost):
         return is_host(buffer.device) and self.memory.holds(buffer)
 
     def begin(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Drop the updates of earlier tables."""
+        """Forget the chunks of earlier tables."""
         for label, param in params:
             self.check(label, param)
         self.wait()
-        self.updates, self._chunks = [], 0
+        self._chunks = 0
         if self.kept is not None:
             self.mirrors.follow([param for _, param in params])
             self.kept.follow([param for _, param in params])
@@ -118,7 +117,7 @@ class StreamedState(StateOnHost):
         update = StreamedUpdate(self, segment, names, self._chunks)
         self._chunks += len(update.chunks)
         self.buffer_size = max(self.buffer_size, *(chunk.size for chunk in update.chunks))
-        self.updates.append(update)
+        # Only there: a circle would keep the state until garbage is collected.
         segment.streamer = update
 
     @property

@@ -23,7 +23,8 @@ class JointNorm:
     """The norm pass over the gradients of several engines on one device, bitwise as that of one engine."""
 
     def __init__(self, entries: Sequence[Entry], engines: Sequence[NormedEngine]) -> None:
-        self._engines = list(engines)
+        # Not the engines, which hold this: a circle would keep their states until garbage is collected.
+        self._grads = [engine.grads for engine in engines]
         device = engines[0].device
         own = [id(entry) for engine in engines for entry in engine.entries]
         place_of = {entry: place for place, entry in enumerate(own)}
@@ -41,10 +42,9 @@ class JointNorm:
 
     def put(self, engine: NormedEngine) -> None:
         """Sum the gradients of one engine, whose address table is up to date."""
-        place = self._engines.index(engine)
-        if place not in self._pieces:
-            self._pieces[place] = self._piece(engine)
-        for own, whole, places in self._pieces[place]:
+        if id(engine) not in self._pieces:
+            self._pieces[id(engine)] = self._piece(engine)
+        for own, whole, places in self._pieces[id(engine)]:
             own.put_tiles(engine.grads, whole, places)
 
     def _piece(self, engine: NormedEngine) -> list[tuple[NormTable, NormTable, torch.Tensor]]:
@@ -60,7 +60,7 @@ class JointNorm:
         return pieces
 
     def _addresses(self) -> torch.Tensor:
-        return torch.cat([engine.grads for engine in self._engines])[self._order]
+        return torch.cat(self._grads)[self._order]
 
     def norm(self) -> torch.Tensor:
         """As `DeviceEngine.norm`."""

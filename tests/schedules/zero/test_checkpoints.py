@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -263,6 +264,35 @@ def checkpoints_of_torch_s_optimizer_are_loaded_strictly() -> None:
             dcp.load(loaded, checkpoint_id=f"{folder}/part", planner=tilestep.LoadPlanner())
 
 
+def momentum_of_torch_s_optimizer_is_loaded_in_place() -> None:
+    """Its checkpoints have no step count: nothing else says that the momentum has begun."""
+    model = Mixed()
+    theirs = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trained("sgd", range(3), theirs, model)
+    for by_name in (False, True):
+        folder = shared_folder()
+        dcp.save(
+            {"optimizer": get_optimizer_state_dict(model, theirs) if by_name else theirs.state_dict()},
+            checkpoint_id=folder,
+        )
+        fresh, reference = copy.deepcopy(model), copy.deepcopy(model)
+        mine = tilestep.SGD(fresh.parameters(), lr=0.1, momentum=0.9)  # type: ignore[attr-defined]
+        mine = tilestep.shard(mine, fresh, bucket_cap_mb=TINY)
+        loaded = {"optimizer": get_optimizer_state_dict(fresh, mine) if by_name else mine.state_dict()}
+        dcp.load(loaded, checkpoint_id=folder, planner=tilestep.LoadPlanner())
+        if by_name:
+            set_optimizer_state_dict(fresh, mine, loaded["optimizer"])
+        else:
+            mine.load_state_dict(loaded["optimizer"])
+        other = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+        other.load_state_dict(copy.deepcopy(theirs.state_dict()))
+        for net, optimizer in ((fresh, mine), (reference, other)):
+            trained("sgd", range(3, 5), optimizer, net)
+        mine.wait()
+        for param, wanted in zip(fresh.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(param, wanted)
+
+
 def states_go_to_fully_sharded_data_parallelism_and_back() -> None:
     from torch.distributed.fsdp import fully_shard
 
@@ -369,6 +399,7 @@ CHECKS = [
     full_states_go_to_torch_and_back,
     state_by_name_as_torch_gives_it,
     checkpoints_of_torch_s_optimizer_are_loaded_strictly,
+    momentum_of_torch_s_optimizer_is_loaded_in_place,
     states_go_to_fully_sharded_data_parallelism_and_back,
     what_does_not_fit_is_refused_and_changes_nothing,
     pieces_are_not_computed_with,

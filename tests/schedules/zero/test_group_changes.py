@@ -20,10 +20,10 @@ def made(sharded: bool) -> tuple[Any, Any]:
     return model, tilestep.shard(optimizer, model) if sharded else optimizer
 
 
-def train(model: nn.Module, optimizer: Any) -> None:
+def train(model: nn.Module, optimizer: Any, keeps_gradients: bool = False) -> None:
     model(torch.arange(12.0).view(3, 4) / 8).square().mean().backward()
     optimizer.step()
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=not keeps_gradients)
 
 
 def move(optimizer: Any) -> None:
@@ -68,6 +68,24 @@ def test_other_parameters_in_the_groups_are_refused(change: str, one_rank: None)
             call()
 
 
+def test_a_group_that_was_refused_comes_back_with_its_state(one_rank: None) -> None:
+    pairs = [made(True), made(False)]
+    for model, optimizer in pairs:
+        for step in range(5):
+            if step == 3 and optimizer is pairs[0][1]:
+                left = optimizer.param_groups.pop()
+                with pytest.raises(RuntimeError, match="other parameters than shard"):
+                    train(model, optimizer)
+                optimizer.param_groups.append(left)
+                optimizer.step()  # the gradients are there still
+                optimizer.zero_grad()
+            else:
+                train(model, optimizer)
+    for (mine, ours), (theirs, reference) in zip(*(zip(m.parameters(), [o] * 4) for m, o in pairs)):
+        torch.testing.assert_close(mine, theirs)
+        assert ours.state[mine]["step"] == reference.state[theirs]["step"] == 5
+
+
 def test_another_rule_of_a_group_is_refused(one_rank: None) -> None:
     """Its parameters were updated by the rule before."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
@@ -95,21 +113,26 @@ STATES: dict[str, Callable[[Any, Any], Any]] = {
     "one removed": lambda optimizer, param: optimizer.state.pop(param),
     "all removed": lambda optimizer, param: optimizer.state.clear(),
     "all replaced": lambda optimizer, param: setattr(optimizer, "state", {}),
+    "a tensor replaced": lambda optimizer, param: optimizer.state[param].update(
+        momentum_buffer=torch.full_like(optimizer.state[param]["momentum_buffer"], 0.5)
+    ),
+    "a tensor removed": lambda optimizer, param: optimizer.state[param].pop("momentum_buffer"),
     "one set": lambda optimizer, param: optimizer.state.update(
         {param: {"momentum_buffer": torch.ones_like(optimizer.state[param]["momentum_buffer"])}}
     ),
 }
 
 
+@pytest.mark.parametrize("keeps_gradients", [False, True])
 @pytest.mark.parametrize("change", STATES)
-def test_states_that_are_removed_or_set_are_taken_over(change: str, one_rank: None) -> None:
-    """Steps went on with the states that they had."""
+def test_states_that_are_removed_or_set_are_taken_over(change: str, keeps_gradients: bool, one_rank: None) -> None:
+    """Steps went on with the states that they had; also where gradients stay where they were."""
     pairs = [made(True), made(False)]
     for model, optimizer in pairs:
-        for step in range(4):
-            if step == 2:
+        for step in range(6):
+            if step in (2, 4):
                 STATES[change](optimizer, model[0].weight)
-            train(model, optimizer)
+            train(model, optimizer, keeps_gradients)
     for param, expected in zip(*(model.parameters() for model, _ in pairs)):
         torch.testing.assert_close(param, expected)
 
