@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import math
 import random
 import re
 import sys
-import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -91,12 +89,18 @@ def makes(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
     return param - torch.tensor([1.0, 2.0, 3.0]) * grad
 
 
+def splits(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    first, *_ = grad.unbind()
+    return param - lr * first
+
+
 NO_TRANSLATION = [
     (multiplies, "torch.cumsum", 1, "aten.cumsum"),
     (sorts, "grad.sort", 1, "aten.sort"),
     (draws, "rand_like", 1, "aten.rand_like"),
     (views, "view(-1)", 2, "aten.view"),
     (slices, "sub_", 1, "aten.slice"),
+    (splits, "unbind", 1, "aten.unbind"),
     (assigns, "= 0.0", 1, "assigning to elements"),
     (transposes, "sub_", 2, "writes through a view"),
     (into, "out=param", 1, "out= argument"),
@@ -124,6 +128,52 @@ def test_an_operation_without_translation_is_named_with_its_line_and_what_works(
     operation = said.removeprefix("aten.")
     assert message.endswith(f"; {nearest(operation)}")
     assert (nearest(operation) == ALTERNATIVE) == (operation == said)
+
+
+def reshapes(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    return param - lr * grad.reshape(param.shape)
+
+
+def reshapes_to_rows(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    return param - lr * grad.reshape(param.size(0), -1)
+
+
+def makes_zeros(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    return param - lr * torch.zeros(param.shape)
+
+
+def narrows(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    return param - lr * grad.narrow(0, 0, param.size(0))
+
+
+def sums_along_a_size(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    return param - lr * grad.sum(dim=param.size(0))
+
+
+def counts_in_python(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    return param - lr * grad / int(param.numel())
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (reshapes, f"reshape has no translation to a kernel; {nearest('reshape')}"),
+        (reshapes_to_rows, f"reshape has no translation to a kernel; {nearest('view')}"),
+        (makes_zeros, "zeros has no translation to a kernel; use torch.zeros_like(param)"),
+        (narrows, f"narrow has no translation to a kernel; {nearest('slice')}"),
+        (
+            sums_along_a_size,
+            "sum() takes a Python number, and sizes, hyperparameters and the step are tensors in a rule",
+        ),
+        (counts_in_python, "reads numel as a Python number, which differs between parameters; use torch.where"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_size_is_not_a_python_number(function: Callable[..., Any], said: str) -> None:
+    with pytest.raises(RuleError) as caught:
+        traced(function, 2)
+    place = f"{line_of(function, 'return')}: in rule {function.__name__}: "
+    assert str(caught.value).startswith(place + said) and "FakeTensor" not in str(caught.value)
 
 
 def of_vectors(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
@@ -219,10 +269,17 @@ def by_numpy(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
     return param - lr * torch.from_numpy(grad.numpy())
 
 
-@pytest.mark.parametrize("function", [on_gradient, on_norm, by_numpy])
-def test_a_branch_on_data_is_refused(function: Callable[..., Any]) -> None:
-    with pytest.raises(RuleError, match=r"reads\) data: .* is only known on the device; use torch.where instead of if"):
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [(on_gradient, "if"), (on_norm, "if"), (by_numpy, "from_numpy")],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_branch_on_data_is_refused(function: Callable[..., Any], text: str) -> None:
+    with pytest.raises(RuleError) as caught:
         traced(function)
+    place = f"{line_of(function, text)}: in rule {function.__name__}: branches on (or reads) data: "
+    assert str(caught.value).startswith(place)
+    assert str(caught.value).endswith(" is only known on the device; use torch.where instead of if")
 
 
 @pytest.mark.parametrize("function", [on_step, by_item])
@@ -570,61 +627,6 @@ def test_a_tensor_kept_for_the_next_call_is_refused_by_name() -> None:
     with pytest.raises(RuleError, match=r"uses a tensor of shape .* neither a state buffer nor computed from one"):
         traced(caches)
     CACHED.clear()
-
-
-def halves(param: Any, grad: Any, *, lr: Any = 0.1, step: Any) -> Any:
-    if step > 1:
-        lr = lr / 2
-    return param - lr * grad
-
-
-def normalizes(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
-    norm = grad.norm()
-    if norm > 1 and norm < 5:
-        grad.div_(norm)
-    return param - lr * grad
-
-
-def alternates(param: Any, grad: Any, m: Any, n: Any, *, lr: Any = 0.1, step: Any) -> Any:
-    if step % 2 == 1:
-        m, n = n, m
-    return param - lr * m, m, n
-
-
-def starts(param: Any, grad: Any, v: Any, *, lr: Any = 0.1, step: Any) -> Any:
-    v = grad * grad if step == 1 else 0.9 * v + grad * grad
-    return param - lr * grad / v, v
-
-
-def stays(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
-    if grad.norm() > 0:
-        return param - lr * grad
-    return param
-
-
-@pytest.mark.parametrize(
-    ("function", "lines"),
-    [
-        (halves, "lr = tilestep.where(step > 1, lr / 2, lr)"),
-        (normalizes, "grad = tilestep.where((norm > 1) & (norm < 5), grad.div(norm), grad)"),
-        (alternates, "m, n = (tilestep.where(step % 2 == 1, n, m), tilestep.where(step % 2 == 1, m, n))"),
-        (starts, "v = tilestep.where(step == 1, grad * grad, 0.9 * v + grad * grad)"),
-        (stays, "return tilestep.where(grad.norm() > 0, param - lr * grad, param)"),
-    ],
-)
-def test_a_refused_branch_is_offered_with_where(function: Callable[..., Any], lines: str) -> None:
-    with pytest.raises(RuleError) as caught:
-        traced(function)
-    assert str(caught.value).endswith(f"; use torch.where instead of if: {lines}")
-    # The lines in the place of the branch are a rule that is taken.
-    source = textwrap.dedent(inspect.getsource(function))
-    [branch] = [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.If, ast.IfExp))]
-    listed = source.splitlines()
-    end = branch.end_lineno if isinstance(branch, ast.If) else branch.lineno
-    listed[branch.lineno - 1 : end] = ["    " + lines]
-    names: dict[str, Any] = {"tilestep": tilestep, "Any": Any}
-    exec("\n".join(listed), names)
-    assert traced(names[function.__name__]).outputs
 
 
 def test_a_rule_whose_file_has_been_edited_since_is_traced(tmp_path: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import linecache
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,153 +13,16 @@ from ..linalg import MATRIX_OPERATIONS
 from ..linalg.operations import PARAMETER, Space
 from .ir import OPERATIONS, SCALAR_LEVELS, Builder, Level, Operation, Over, Value
 
-Branch = tuple["ast.If | ast.IfExp", ast.stmt, "ast.stmt | None"]
-"""A branch, its statement, and the statement that follows."""
-
-
-def rewritten(place: str) -> str:
-    """The lines that could stand for a branch, joined by "; "; empty where it is not simple enough."""
-    file, _, line = place.rpartition(":")
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return ""
-    branches = list(_branches(tree, int(line))) if line.isdigit() else []
-    if not branches:
-        return ""
-    branch, statement, following = branches[-1]
-    lines = [_Replaced(branch).visit(statement)] if isinstance(branch, ast.IfExp) else _statements(branch, following)
-    return "; ".join(ast.unparse(ast.fix_missing_locations(line)) for line in lines)
-
-
-def _branches(node: ast.AST, line: int) -> Iterator[Branch]:
-    """Branches whose condition stands at a line, outer ones first."""
-    for field in ("body", "orelse", "finalbody"):
-        body = getattr(node, field, None)
-        listed: list[ast.stmt] = body if isinstance(body, list) else []
-        for index, statement in enumerate(listed):
-            if not statement.lineno <= line <= (statement.end_lineno or line):
-                continue
-            following = listed[index + 1] if index + 1 < len(listed) else None
-            if isinstance(statement, ast.If) and _is_at(statement.test, line):
-                yield statement, statement, following
-            if not hasattr(statement, "body"):
-                for inner in ast.walk(statement):
-                    if isinstance(inner, ast.IfExp) and _is_at(inner.test, line):
-                        yield inner, statement, following
-            yield from _branches(statement, line)
-
-
-def _is_at(test: ast.expr, line: int) -> bool:
-    return test.lineno <= line <= (test.end_lineno or test.lineno)
-
-
-def _where(test: ast.expr, if_true: ast.expr, if_false: ast.expr) -> ast.expr:
-    function = ast.Attribute(ast.Name("tilestep", ast.Load()), "where", ast.Load())
-    return ast.Call(function, [_Elementwise().visit(test), if_true, if_false], [])
-
-
-class _Elementwise(ast.NodeTransformer):
-    """`and`, `or` and `not` as `&`, `|` and `~`, which tensors have."""
-
-    def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
-        self.generic_visit(node)
-        joined = node.values[0]
-        for value in node.values[1:]:
-            joined = ast.BinOp(joined, ast.BitAnd() if isinstance(node.op, ast.And) else ast.BitOr(), value)
-        return joined
-
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
-        self.generic_visit(node)
-        return ast.UnaryOp(ast.Invert(), node.operand) if isinstance(node.op, ast.Not) else node
-
-
-class _Replaced(ast.NodeTransformer):
-    """A conditional expression as a call."""
-
-    def __init__(self, branch: ast.IfExp) -> None:
-        self.branch = branch
-
-    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
-        return _where(node.test, node.body, node.orelse) if node is self.branch else self.generic_visit(node)
-
-
-def _statements(branch: ast.If, following: ast.stmt | None) -> list[ast.stmt]:
-    first, last = branch.body[-1], branch.orelse[-1] if branch.orelse else following
-    if len(branch.body) == 1 and isinstance(first, ast.Return) and isinstance(last, ast.Return):
-        return [ast.Return(_chosen(branch.test, first.value, last.value))] if first.value and last.value else []
-    if_true, if_false = _assigned(branch.body), _assigned(branch.orelse)
-    if if_true is None or if_false is None:
-        return []
-    names = [*{**if_true, **if_false}]
-    chosen = [
-        _where(branch.test, *(side.get(name, ast.Name(name, ast.Load())) for side in (if_true, if_false)))
-        for name in names
-    ]
-    targets: list[ast.expr] = [ast.Name(name, ast.Store()) for name in names]
-    if len(names) == 1:
-        return [ast.Assign(targets, chosen[0])]
-    return [ast.Assign([ast.Tuple(targets, ast.Store())], ast.Tuple(chosen, ast.Load()))] if names else []
-
-
-def _chosen(test: ast.expr, left: ast.expr, right: ast.expr) -> ast.expr:
-    if isinstance(left, ast.Tuple) and isinstance(right, ast.Tuple) and len(left.elts) == len(right.elts):
-        pairs = zip(left.elts, right.elts)
-        return ast.Tuple([a if ast.dump(a) == ast.dump(b) else _where(test, a, b) for a, b in pairs], ast.Load())
-    return _where(test, left, right)
-
-
-def _assigned(body: Sequence[ast.stmt]) -> dict[str, ast.expr] | None:
-    """The names that statements assign to, each independent of the others; None for statements of other kinds."""
-    assigned: dict[str, ast.expr] = {}
-    for statement in body:
-        if isinstance(statement, ast.Pass):
-            continue
-        new = _new_values(statement)
-        used = {node.id for value in new.values() for node in ast.walk(value) if isinstance(node, ast.Name)}
-        if not new or (used | new.keys()) & assigned.keys():
-            return None
-        assigned.update(new)
-    return assigned
-
-
-def _new_values(statement: ast.stmt) -> dict[str, ast.expr]:
-    """The names that a statement assigns to or changes in place, with their new values; empty for other statements."""
-    if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
-        name = statement.target.id
-        return {name: ast.BinOp(ast.Name(name, ast.Load()), statement.op, statement.value)}
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-        return _changed(statement.value)
-    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
-        return {}
-    target, value = statement.targets[0], statement.value
-    if isinstance(target, ast.Name):
-        return {target.id: value}
-    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-        pairs = [(name.id, new) for name, new in zip(target.elts, value.elts) if isinstance(name, ast.Name)]
-        return dict(pairs) if len(pairs) == len(value.elts) else {}
-    return {}
-
-
-def _changed(call: ast.Call) -> dict[str, ast.expr]:
-    """The tensor that a method changes in place, and its new value."""
-    function = call.func
-    if not isinstance(function, ast.Attribute) or not isinstance(function.value, ast.Name):
-        return {}
-    if not function.attr.endswith("_") or function.attr.endswith("__"):
-        return {}
-    if function.attr == "copy_" and len(call.args) == 1:
-        return {function.value.id: call.args[0]}
-    method = ast.Attribute(function.value, function.attr[:-1], ast.Load())
-    return {function.value.id: ast.Call(method, call.args, call.keywords)}
-
-
 ALTERNATIVE = (
     "write it with elementwise torch operations (arithmetic, sqrt, exp, where, clamp, sign, ...) or reductions"
 )
 """What errors propose where no operation is nearer."""
 
-_IN_PLACES = "an element can depend on those at its own place in other buffers, and on reductions"
+_IN_PLACES = (
+    "an element can depend on those at its own place in other buffers, and on reductions: combine rows or columns by "
+    "one with keepdim=True, and keep what comes from other steps in a state"
+)
+_LIKE = "use torch.zeros_like(param) or torch.full_like(param, number)"
 _SHAPES = (
     "values keep the parameter's shape: reduce whole tensors as they are, rows and columns with keepdim=True, and let "
     "broadcasting do the rest"
@@ -192,11 +53,16 @@ _NEAREST: dict[str, tuple[str, ...]] = {
         *("uniform", "native_dropout", "multinomial", "exponential", "normal_functional"),
     ),
     _PRODUCT: ("dot", "vdot", "mv", "bmm", "baddbmm", "trace", "inner"),
-    _SHAPES: ("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "expand", "unfold"),
+    _SHAPES: (
+        *("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "expand", "unfold"),
+        "broadcast_to",
+    ),
+    _LIKE: ("zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "new_empty"),
     _IN_PLACES: (
         *("cat", "stack", "roll", "flip", "index", "select", "slice", "gather", "scatter", "index_put", "diff"),
         *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "split", "split_with_sizes", "unbind", "narrow"),
         *("diagonal", "diagonal_copy", "diag_embed", "tril", "triu", "convolution", "avg_pool2d", "repeat"),
+        *("arange", "linspace", "eye"),
     ),
 }
 

@@ -8,6 +8,7 @@ import functools
 import inspect
 import linecache
 import random
+import re
 import sys
 import textwrap
 import tokenize
@@ -28,7 +29,7 @@ from ..rules.protocol import at_step, changes, scalar_factory, traced_by
 from ..rules.scalars import ScalarCalls, as_python, global_reduce, precision_of
 from . import lowering
 from .ir import IF_NOT_ZERO, Builder, Graph, Guard, Level, Over, Value, ancestors, outcome
-from .lowering import ALTERNATIVE, LOWERINGS, RANDOM, Unsupported, nearest, rewritten
+from .lowering import ALTERNATIVE, LOWERINGS, RANDOM, Unsupported, nearest
 
 
 def flat_numbers(hyperparameters: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -470,20 +471,18 @@ class Recorder(TensorDispatch):
     def read_error(self, tensor: Any) -> RuleError:
         """The error for a rule that reads a number on the host."""
         value = self.value_of(tensor)
-        if value.level > Level.GROUP:
+        reached = ancestors([value])
+        if any(node.operation == "load" for node in reached):
             what = f"branches on (or reads) data: {value.name or value.operation} is only known on the device"
         else:
-            named = dict.fromkeys(node.attribute for node in ancestors([value]) if node.operation == "hyper")
-            of = " and ".join(named)
+            of = " and ".join(dict.fromkeys(node.attribute for node in reached if node.operation == "hyper"))
             read = of if value.operation == "hyper" else value.name or f"{value.operation} of {of}"
-            what = f"reads {read} as a Python number, which may change every step"
+            changing = "may change every step" if value.level <= Level.GROUP else "differs between parameters"
+            what = f"reads {read} as a Python number, which {changing}"
             functions = [key for key, value in self.hyperparameters.items() if changes(value)]
             if functions:
                 what += f" ({' and '.join(functions)} being given as a function of it)"
-        place = self.location()
-        lines = rewritten(place)
-        instead = f": {lines}" if lines else ""
-        return RuleError(f"{place}: in {self.title}: {what}; use torch.where instead of if{instead}")
+        return RuleError(f"{self.location()}: in {self.title}: {what}; use torch.where instead of if")
 
     def branch(self, tensor: Any) -> bool:
         """Decide an `if` of the rule on its hyperparameters and sizes, and remember the decision as a guard."""
@@ -674,12 +673,26 @@ def _run(recorder: Recorder, rule: Rule, hyperparameters: Mapping[str, Any], sha
             raise  # the rule's own
         lines = [f"{frame.f_code.co_filename}:{line}" for frame, line in frames if not _is_internal(frame)]
         where = lines[-1] if lines else rule.where
-        raise RuleError(f"{where}: in {recorder.title}: {error}; {ALTERNATIVE}") from error
+        raise RuleError(f"{where}: in {recorder.title}: {_refusal(str(error))}") from error
     finally:
         scalar_factory.reset(token)
         global_reduce.reset(reduce_token)
         precision_of.reset(precision_token)
         traced_by.reset(tracer_token)
+
+
+def _refusal(message: str) -> str:
+    """What a RuleError says in place of torch's message about the arguments of a call, and what works instead."""
+    called = _CALLED.match(message)
+    name = called[1] if called else ""
+    if nearest(name) != ALTERNATIVE:
+        return f"{name} has no translation to a kernel; {nearest(name)}"
+    if name and "FakeTensor" in message:
+        message = f"{name}() takes a Python number, and sizes, hyperparameters and the step are tensors in a rule"
+    return f"{message}; {ALTERNATIVE}"
+
+
+_CALLED = re.compile(r"(\w+)\(\)")  # how torch and Python begin messages about a call's arguments
 
 
 def _slice_states(rule: Rule, graph: Graph) -> dict[str, Over]:
