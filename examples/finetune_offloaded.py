@@ -4,8 +4,8 @@
 
 Half of the text pretrains the model in float32. Then it becomes bfloat16 and is fine-tuned on the other half with
 float32 masters: 12 bytes of state a parameter, which `tilestep.offload` keeps on the host. On a GPU state is streamed
-through it chunk by chunk or updated by the CPU, whichever this machine's measured bandwidths make faster; where the
-parameters are on the CPU already, state lies beside them and nothing moves.
+through it chunk by chunk, or updated by the CPU with `--where cpu`. Parameters on the CPU have their state there
+already, and nothing moves.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def train(model: GPT, optimizer: torch.optim.Optimizer, text: Text, steps: int, 
 
 def main() -> None:
     parser = arguments(__doc__, "finetune_offloaded.png", steps=120)
-    parser.add_argument("--where", choices=["auto", "gpu", "cpu"], default="auto", help="where updates run")
+    parser.add_argument("--where", choices=["gpu", "cpu"], help="where updates run; the GPU by default")
     parser.add_argument("--gradients", action="store_true", help="gradients go to the host too, while backward runs")
     options = parser.parse_args()
 

@@ -226,17 +226,13 @@ def test_the_device_holds_buffers_and_no_state() -> None:
     state = optimizer.state[params[0]]
     assert state["master_param"].is_pinned() and state["exp_avg"].device.type == "cpu"
     report = optimizer.offload_report()
-    assert report.where == "gpu" and report.host_bytes >= 12 * 100_000_000 and report.gpu_seconds
-    assert report.bandwidths is not None and report.bandwidths.both > 1e9
+    assert report.where == "gpu" and report.host_bytes >= 12 * 100_000_000
 
 
-def test_auto_decides_by_what_it_measures() -> None:
+def test_updates_run_on_the_gpu_unless_told() -> None:
     params = [torch.nn.Parameter(torch.zeros(100_000, device=CUDA))]
     optimizer = tilestep.offload(tilestep.AdamW(params))
-    report = optimizer.offload_report()
-    assert report.gpu_seconds is not None and report.cpu_seconds is not None
-    assert report.where == ("gpu" if report.gpu_seconds <= report.cpu_seconds else "cpu")
-    assert isinstance(optimizer.memory, StreamedState if report.where == "gpu" else HostState)
+    assert optimizer.offload_report().where == "gpu" and isinstance(optimizer.memory, StreamedState)
     params[0].grad = torch.ones_like(params[0])
     optimizer.step()
     assert float(params[0].detach().abs().sum()) > 0

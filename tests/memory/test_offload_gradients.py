@@ -15,7 +15,6 @@ from torch import nn
 import tilestep
 from tilestep.memory.host import HostState
 from tilestep.memory.offload import move_state
-from tilestep.memory.offloaded import Bandwidths, plan_for
 from tilestep.memory.streaming import StreamedState
 
 Kept = Callable[[Any], Any]
@@ -144,16 +143,6 @@ def test_what_is_refused() -> None:
         tilestep.overlap(optimizer, net)
     optimizer = tilestep.offload(tilestep.AdamW(model().parameters()), gradients=True)
     assert optimizer.offload_report().where == "here"
-
-
-def test_what_is_chosen_counts_gradients() -> None:
-    """They come in for an update on the device, and are there already for one on the host."""
-    plan = plan_for(tilestep.AdamW(model().parameters()))
-    bandwidths = Bandwidths(inward=1e9, outward=1e9, both=1e9, host=1e9)
-    elements = plan.gradients // 4
-    assert plan.on_device(bandwidths) == pytest.approx(8e-9 * elements)
-    assert plan.on_device(bandwidths, kept=True) == pytest.approx(12e-9 * elements)
-    assert plan.on_host(bandwidths) - plan.on_host(bandwidths, kept=True) == pytest.approx(4e-9 * elements)
 
 
 def test_without_it_gradients_stay() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Literal, cast
 
 import torch
 
@@ -19,11 +19,10 @@ from ..optimizer.parameters import iter_params
 from ..placement.local import local_part
 from .copies import check_device
 from .host import HostState
-from .offloaded import InPlace, OffloadedOptimizer, OffloadedState, measure_bandwidths, plan_for
+from .offloaded import InPlace, OffloadedOptimizer, OffloadedState
 from .streaming import StreamedState
 
 _MIB = 1 << 20
-_PLACES = ("auto", "gpu", "cpu")
 
 
 def offload(
@@ -31,7 +30,7 @@ def offload(
     *,
     state: bool = True,
     gradients: bool = False,
-    where: str = "auto",
+    where: Literal["gpu", "cpu"] | None = None,
     chunk_mb: float = 64.0,
     buffers: int = 3,
 ) -> OffloadedOptimizer:
@@ -51,8 +50,8 @@ def offload(
             backwards are accumulated. An update on the GPU reads them from host memory. After backward the parameters'
             `grad` is None, and `step` consumes the gradients: clip with `max_grad_norm`, scale losses with
             `tilestep.GradScaler`.
-        where: where updates run: "gpu", "cpu", or "auto" for the faster, predicted from measured bandwidths. Parameters
-            on the CPU (such as with FSDP2's `CPUOffloadPolicy`) are updated there, beside their state.
+        where: where updates run, "gpu" or "cpu". The default is the GPU if Triton is installed, else the CPU.
+            Parameters on the CPU (such as with FSDP2's `CPUOffloadPolicy`) are updated there, beside their state.
         chunk_mb: MiB of state, or with "cpu" of parameters, in a chunk.
         buffers: chunks of device memory, for "gpu": with three, one is copied in and one out while one is updated.
 
@@ -77,8 +76,8 @@ def offload(
         >>> model.weight.tolist()
         [[0.5, 0.0]]
     """
-    if where not in _PLACES:
-        raise ValueError(f"Invalid where: {where!r}; it is one of {', '.join(map(repr, _PLACES))}")
+    if where not in (None, "gpu", "cpu"):
+        raise ValueError(f"Invalid where: {where!r}; it is 'gpu' or 'cpu', or left out for the default of this machine")
     if not state:
         raise ValueError("Invalid state: False; there would be nothing to offload")
     if not chunk_mb > 0 or buffers < 1:
@@ -89,14 +88,14 @@ def offload(
         refuse("offload of gradients", made.attached, error=OffloadError)
         _refuse_wrappers(made)
     device = _device_of(made)
-    where, reason = _choose(made, device, where, gradients)
+    place, reason = choose(made, device, where)
     size = int(chunk_mb * _MIB)
     memory: OffloadedState = InPlace()
-    if where == "gpu":
+    if place == "gpu":
         memory = StreamedState(device, size, buffers, gradients)
-    elif where == "cpu":
+    elif place == "cpu":
         memory = HostState(device, size, gradients)
-    return move_state(made, memory, where, reason)
+    return move_state(made, memory, place, reason)
 
 
 def _refuse_wrappers(optimizer: Optimizer) -> None:
@@ -120,8 +119,9 @@ def _device_of(optimizer: Optimizer) -> torch.device:
     return device
 
 
-def _choose(optimizer: Optimizer, device: torch.device, where: str, gradients: bool) -> tuple[str, str]:
+def choose(optimizer: Optimizer, device: torch.device, where: str | None) -> tuple[str, str]:
     """Where updates run, and why."""
+    # Nothing is measured: ranks of one job would decide differently.
     if is_host(device):
         if where == "gpu":
             raise OffloadError("where='gpu', but the parameters are on the CPU: move the model to a GPU first")
@@ -131,19 +131,14 @@ def _choose(optimizer: Optimizer, device: torch.device, where: str, gradients: b
             refuse("offload to the CPU", optimizer.attached, error=OffloadError)
         where = "gpu"
     able = {"gpu": triton_is_there(), "cpu": compiler() is not None}
-    needs = {"gpu": "Triton", "cpu": "a C++ compiler"}
-    if where != "auto":
+    if where is not None:
         if not able[where]:
-            raise OffloadError(f"where={where!r} needs {needs[where]}, which is not there")
+            needed = {"gpu": "Triton", "cpu": "a C++ compiler"}[where]
+            raise OffloadError(f"where={where!r} needs {needed}, which is not there")
         return where, "as asked for"
-    if not all(able.values()):
-        chosen = next((place for place, is_able in able.items() if is_able), None)
-        if chosen is None:
-            raise OffloadError("updates on the GPU need Triton, those on the CPU a C++ compiler; neither is there")
-        return chosen, f"there is no {needs['cpu' if chosen == 'gpu' else 'gpu'].removeprefix('a ')}"
-    plan, bandwidths = plan_for(optimizer), measure_bandwidths(device)
-    gpu, cpu = plan.on_device(bandwidths, gradients), plan.on_host(bandwidths, gradients)
-    return ("gpu" if gpu <= cpu else "cpu"), f"predicted {1e3 * gpu:.3g} ms on the GPU, {1e3 * cpu:.3g} ms on the CPU"
+    if not any(able.values()):
+        raise OffloadError("updates on the GPU need Triton, those on the CPU a C++ compiler; neither is there")
+    return ("gpu", "the default") if able["gpu"] else ("cpu", "there is no Triton")
 
 
 @torch.no_grad()

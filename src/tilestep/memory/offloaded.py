@@ -1,9 +1,7 @@
-"""State in host memory: mirrors of parameters, copies of gradients, bandwidths and the report."""
+"""State in host memory: mirrors of parameters, copies of gradients, and the report."""
 
 from __future__ import annotations
 
-import functools
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +14,7 @@ import torch
 
 from ..backends.spec import KernelSpec, pass_traffic, total_traffic
 from ..compat import ready, version_of
-from ..devices import is_host, synchronize
+from ..devices import is_host
 from ..errors import OffloadError
 from ..optimizer import Optimizer
 from ..optimizer.build import spec_of
@@ -31,45 +29,6 @@ from ..schedules.side_stream import Event, SideStream
 from .copies import HostMemory, check_device, gigabytes
 from .memory import StateMemory
 
-_SIZE = 128 << 20
-_ROUNDS = 3
-
-
-@dataclass(frozen=True)
-class Bandwidths:
-    """Bytes a second."""
-
-    inward: float  # from page-locked memory to the device, alone
-    outward: float  # from the device to page-locked memory, alone
-    both: float  # each way while copies run in both
-    host: float  # what the CPU's threads read and write in a copy of host memory
-
-
-@functools.cache
-def measure_bandwidths(device: torch.device) -> Bandwidths:
-    """Measure bandwidths, in about a tenth of a second."""
-    target, source = HostMemory(device, "a measurement of bandwidth").take([_SIZE, _SIZE])
-    buffers = torch.zeros(2, _SIZE, dtype=torch.uint8, device=device)
-    target.zero_()
-    source.zero_()
-    into = functools.partial(SideStream(device).copy, [(buffers[0], source)])
-    out = functools.partial(SideStream(device).copy, [(target, buffers[1])])
-
-    def rate(size: int, *actions: Callable[[], object]) -> float:
-        """Bytes a second in the fastest of some runs, after a warm-up."""
-        seconds = []
-        for _ in range(_ROUNDS + 1):
-            synchronize(device)
-            begin = time.perf_counter()
-            for action in actions:
-                action()
-            synchronize(device)
-            seconds.append(time.perf_counter() - begin)
-        return size / min(seconds[1:])
-
-    on_host = functools.partial(target.copy_, source)
-    return Bandwidths(rate(_SIZE, into), rate(_SIZE, out), rate(_SIZE, into, out), rate(2 * _SIZE, on_host))
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -81,16 +40,6 @@ class Plan:
     gradients: int  # that go to the host if it updates
     parameters: int  # that come back
     kernels: int  # that the host's kernels read and write
-
-    def on_device(self, bandwidths: Bandwidths, kept: bool = False) -> float:
-        """Seconds of an update on the device: both ways at once."""
-        return max(self.inward + (self.gradients if kept else 0), self.outward) / bandwidths.both
-
-    def on_host(self, bandwidths: Bandwidths, kept: bool = False) -> float:
-        """Seconds of an update on the host: copies beside kernels, which share the host's memory with them."""
-        gradients = 0 if kept else self.gradients
-        shared = (self.kernels + gradients + self.parameters) / bandwidths.host
-        return max(gradients / bandwidths.outward, self.parameters / bandwidths.inward, shared)
 
 
 def plan_for(optimizer: Optimizer) -> Plan:
@@ -132,22 +81,19 @@ class OffloadReport:
     plan: Plan  # the bytes of an update
     host_bytes: int = 0  # taken of host memory
     device_bytes: int = 0  # of buffers on the device
-    bandwidths: Bandwidths | None = None  # as measured on this machine; None for parameters on the CPU
-    gpu_seconds: float | None = None  # predicted for an update on the GPU, if its copies are all that counts
-    cpu_seconds: float | None = None  # predicted for an update on the CPU
 
     def __str__(self) -> str:
+        plan = self.plan
         lines = [f"updates run on: {self.where} ({self.reason})"]
         lines.append(
             f"host memory: {gigabytes(self.host_bytes)}; buffers on the device: {gigabytes(self.device_bytes)}"
         )
-        if self.bandwidths is not None and self.gpu_seconds is not None and self.cpu_seconds is not None:
-            bandwidths = self.bandwidths
+        if self.where != "here":
             lines.append(
-                f"measured: {gigabytes(bandwidths.inward)}/s in, {gigabytes(bandwidths.outward)}/s out, "
-                f"{gigabytes(bandwidths.both)}/s each way at once, {gigabytes(bandwidths.host)}/s in host memory"
+                f"an update on the GPU copies {gigabytes(plan.inward)} of state in and {gigabytes(plan.outward)} out; "
+                f"on the CPU {gigabytes(plan.gradients)} of gradients out and {gigabytes(plan.parameters)} of "
+                f"parameters in, and its kernels read and write {gigabytes(plan.kernels)} of host memory"
             )
-            lines.append(f"predicted: gpu {1e3 * self.gpu_seconds:.3g} ms, cpu {1e3 * self.cpu_seconds:.3g} ms")
         return "\n".join(lines)
 
 
@@ -512,9 +458,7 @@ class OffloadedState(StateMemory):
             return flags
 
     def offload_report(self) -> OffloadReport:
-        """Where state and updates are and why, with this machine's measured bandwidths and the predicted times.
-
-        The first report on a machine measures the bandwidths, unless `where="auto"` has done it, and waits for that.
+        """Where state and updates are and why, and the bytes that an update moves in either place.
 
         Example:
             >>> import torch, tilestep
@@ -529,9 +473,7 @@ class OffloadedState(StateMemory):
         plan = plan_for(owner)
         if self.is_beside:
             return OffloadReport(self.where, self.reason, plan, host_bytes=plan.state)
-        bandwidths = measure_bandwidths(self.device)
-        gpu, cpu = plan.on_device(bandwidths, self.keeps_gradients), plan.on_host(bandwidths, self.keeps_gradients)
-        return OffloadReport(self.where, self.reason, plan, self.host_bytes, self.device_bytes, bandwidths, gpu, cpu)
+        return OffloadReport(self.where, self.reason, plan, self.host_bytes, self.device_bytes)
 
 
 class InPlace(OffloadedState):
