@@ -21,7 +21,7 @@ from tilestep.backends.triton.launch import keep_triton_key
 from tilestep.compat import addresses_equal, decomposition, fake_tensors, tensor_guards
 from tilestep.graph import Graph, Value, trace
 from tilestep.rules import registry
-from tilestep.tensor_watch import TensorFingerprint
+from tilestep.tensor_watch import CHANGED, MOVED, SAME, Watch
 
 SOURCES = Path(tilestep.__file__).parent
 OWN = sorted(name for name, rule in registry.items() if rule.__module__.startswith("tilestep."))
@@ -167,13 +167,13 @@ def test_a_watch_sees_moves_and_counts(private: bool, monkeypatch: pytest.Monkey
         without(monkeypatch, "torch._C._dynamo.guards")
         monkeypatch.setattr(compat, "_pointers_equal", None)
     tensors = [torch.zeros(3), torch.zeros(2, 2)]
-    watch = TensorFingerprint(tensors)
+    watch = Watch(tensors)
     moved = [tensors[0], torch.zeros(2, 2)]
-    assert watch.same_addresses(tensors) and not watch.same_addresses(moved)
-    assert watch.same_metadata(moved) and not watch.same_metadata(moved[:1]) and not watch.same_metadata([])
-    watch.remember_addresses(moved)
-    assert watch.same_addresses(moved) and not watch.same_addresses(tensors)
-    assert TensorFingerprint([]).same_metadata([]) and TensorFingerprint([]).same_addresses([])
+    assert watch.look(tensors) == SAME and watch.look(moved) == MOVED
+    assert watch.look(moved[:1]) == CHANGED and watch.look([]) == CHANGED
+    watch.remember(moved)
+    assert watch.look(moved) == SAME and watch.look(tensors) == MOVED
+    assert Watch([]).look([]) == SAME
 
 
 def test_addresses_are_compared_without_the_private_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -778,25 +778,22 @@ def of_taps() -> None:
 def of_tensor_watch() -> None:
     """The module `tensor_watch`.
 
-    >>> from tilestep.tensor_watch import TensorFingerprint
+    >>> from tilestep.tensor_watch import CHANGED, MOVED, SAME, Watch
     >>> import torch
     >>> tensors = [torch.zeros(3), torch.zeros(2, 2)]
-    >>> watch = TensorFingerprint(tensors)
-    >>> watch.same_metadata(tensors), watch.same_addresses(tensors)
+    >>> watch = Watch(tensors)
+    >>> watch.look(tensors) == SAME, watch.look([torch.zeros(3), torch.zeros(2, 2)]) == MOVED
     (True, True)
-    >>> watch.same_metadata([torch.zeros(3), torch.zeros(4)])
-    False
-
-    >>> from tilestep.tensor_watch import FixedTensors
-    >>> import torch
+    >>> watch.look([torch.zeros(3), torch.zeros(4)]) == CHANGED
+    True
     >>> state = torch.zeros(2)
-    >>> fixed = FixedTensors([state])
+    >>> fixed = Watch([state], fixed=True)
     >>> _ = state.add_(1)
-    >>> fixed.are_unmoved()
+    >>> fixed.look() == SAME
     True
     >>> state.data = torch.zeros(2)
-    >>> fixed.are_unmoved()
-    False
+    >>> fixed.look() == CHANGED
+    True
 
     >>> import torch
     >>> from tilestep.tensor_watch import survey

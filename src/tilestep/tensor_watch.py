@@ -8,11 +8,11 @@ device, its memory is freed at once.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,33 +29,73 @@ from .compat import (
     version_of,
 )
 
+SAME, MOVED, CHANGED = 0, 1, 2
+"""Answers of a look: tensors are what they were; some have other addresses; some are otherwise."""
 
-class TensorFingerprint:
-    """Remembers a list of tensors, and tells cheaply whether another list differs from it in values alone."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._guard(tensors)
-        self._descriptions = list(map(description, tensors))
-        self._indices = list(range(len(tensors)))
+class Watch:
+    """Remembers tensors, and says by one look whether they, or others in their place, are still what they were.
+
+    A fixed watch holds its tensors and looks at them; a DTensor is unchanged if its local part is the same object and
+    unchanged. Other watches hold none, and look at lists.
+    """
+
+    # `state["exp_avg"].data = ...`, `set_`, `share_memory_`, `swap_tensors` and a `resize_` of a storage give a tensor
+    # other memory without a change of versions or dictionaries.
+
+    def __init__(self, tensors: Sequence[torch.Tensor], *, fixed: bool = False) -> None:
+        self.tensors = list(tensors) if fixed else []
+        self._is_fixed = fixed
+        self._parts: list[torch.Tensor] = local_parts(self.tensors)
+        self._have_parts = any(map(operator.is_not, self._parts, self.tensors))
+        remembered = self._parts if fixed else tensors
+        self._guard(remembered)
+        self._descriptions = list(map(description, remembered))
+        self._indices = list(range(len(remembered)))
         self._module: Any = None
-        self._remembered: Any = None
+        self.native: Any = None
+        """What the C++ module looks at, once it is built and supports the tensors."""
         self.times_remembered = 0  # how often addresses were remembered
-        self.remember_addresses(tensors)
+        # A bound method would be a circle, which keeps the tensors until garbage is collected.
+        self.look: Callable[..., int] = partial(Watch._look, weakref.proxy(self))
+        """SAME, MOVED or CHANGED, for the tensors of a fixed watch or for a list; MOVED fixed tensors are CHANGED."""
+        self.count_writes: Callable[[list[torch.Tensor]], object] = torch.autograd.graph.increment_version
+        """Counts a version of each of some tensors, as torch does for in-place writes."""
+        self.remember(remembered)
 
     def _guard(self, tensors: Sequence[torch.Tensor]) -> None:
         self._check = tensor_guards(tensors) if tensors else lambda: True
 
-    def remember_addresses(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Remember these tensors' addresses."""
+    def remember(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Remember the addresses of tensors that a look did not call changed."""
         self.addresses = list(map(torch.Tensor.data_ptr, tensors))
         self.times_remembered += 1
-        if self._remembered is not None:
-            self._module.remember(self._remembered, list(tensors))
+        if self.native is not None:
+            self._module.remember(self.native, list(tensors))
 
-    def same_metadata(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether every tensor is unchanged, but for its address."""
-        if self._remembered is not None:
-            return self._module.compare(self._remembered, tensors) != _CHANGED
+    def _look(self, tensors: list[torch.Tensor] | None = None) -> int:
+        looked = self._parts if tensors is None else tensors
+        if tensors is None and self._have_parts:
+            parts = local_parts(self.tensors)
+            if not all(map(operator.is_, parts, self._parts)):
+                return CHANGED
+        if not self._same_metadata(looked):
+            return CHANGED
+        if not addresses_equal(looked, self.addresses, self._indices):
+            return CHANGED if tensors is None else MOVED
+        # In C++ from now on, twice as fast, if it is built.
+        if self._module is None and (self._is_fixed or len(looked) >= _WORTH_NATIVE):
+            self._module = native.module(len(looked))
+            if self._module is not None:
+                own = (self.tensors, DTENSOR_PARTS) if self._is_fixed else (list(looked),)
+                self.native = self._module.watch(*own)
+            if self.native is not None:
+                fixed = (None,) if self._is_fixed else ()
+                self.look = partial(self._module.look, self.native, *fixed)
+                self.count_writes = self._module.bump
+        return SAME
+
+    def _same_metadata(self, tensors: list[torch.Tensor]) -> bool:
         if len(tensors) != len(self._indices):
             return False
         if not self._check(*tensors):
@@ -64,74 +104,6 @@ class TensorFingerprint:
             if not all(isinstance(tensor, torch.Tensor) and description(tensor) == wanted for tensor, wanted in pairs):
                 return False
             self._guard(tensors)
-        if len(tensors) >= _WORTH_NATIVE:
-            # In C++ from now on, twice as fast, if it is built and the tensors have the remembered addresses.
-            self._module = native.module(len(tensors))
-            if self._module is not None and self.same_addresses(list(tensors)):
-                self._remembered = self._module.watch(list(tensors))
-        return True
-
-    def same_metadata_and_addresses(self, tensors: list[torch.Tensor]) -> tuple[bool, bool]:
-        """Both answers by one look in C++; without C++ the second is False, which means unknown."""
-        if self._remembered is not None:
-            answer = self._module.compare(self._remembered, tensors)
-            return answer != _CHANGED, answer == _SAME
-        return self.same_metadata(tensors), False
-
-    def same_addresses(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether every tensor has the remembered address."""
-        if self._remembered is not None:
-            return self._module.compare(self._remembered, tensors) == _SAME
-        return addresses_equal(tensors, self.addresses, self._indices)
-
-    def unchanged(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether every tensor is unchanged."""
-        same, in_place = self.same_metadata_and_addresses(tensors)
-        return same and (in_place or self.same_addresses(tensors))
-
-    def count_writes(self, tensors: list[torch.Tensor]) -> None:
-        """Count a version of each of these tensors, as torch does for in-place writes."""
-        if self._remembered is not None:
-            self._module.bump_list(tensors)
-        else:
-            torch.autograd.graph.increment_version(tensors)
-
-
-class FixedTensors:
-    """A fixed list of tensors, and whether kernels may still use their addresses."""
-
-    # `state["exp_avg"].data = ...`, `set_`, `share_memory_`, `swap_tensors` and a `resize_` of a storage give a tensor
-    # other memory without a change of versions or dictionaries.
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.tensors = list(tensors)
-        self._parts: list[torch.Tensor] = local_parts(self.tensors)
-        self._have_parts = any(map(operator.is_not, self._parts, self.tensors))
-        self._watch = TensorFingerprint(self._parts)
-        self._module: Any = None
-        self._fixed: Any = None
-        # `are_unmoved`, in C++ once the module is built; a bound method would keep this, and the tensors, until garbage
-        # is collected.
-        self.look: Callable[[int], bool] = functools.partial(FixedTensors.are_unmoved, weakref.proxy(self))
-        self.count_writes: Callable[[list[torch.Tensor]], object] = torch.autograd.graph.increment_version
-        """Counts a version of each of some tensors, as torch does for in-place writes."""
-
-    def are_unmoved(self, threads: int = 1) -> bool:
-        """Whether every tensor is unchanged; a DTensor is if its local part is the same object and unchanged."""
-        if self._fixed is not None:
-            return self._module.unmoved(self._fixed, threads)
-        if self._have_parts:
-            parts = local_parts(self.tensors)
-            if not all(map(operator.is_, parts, self._parts)):
-                return False
-        if not self._watch.unchanged(self._parts):
-            return False
-        if self._module is None:
-            self._module = native.module(len(self.tensors))
-            self._fixed = None if self._module is None else self._module.fix(self.tensors, DTENSOR_PARTS)
-            if self._fixed is not None:
-                self.look = functools.partial(self._module.unmoved, self._fixed)
-                self.count_writes = self._module.bump_list
         return True
 
 
@@ -179,5 +151,4 @@ def sum_of_versions(tensors: list[torch.Tensor]) -> int:
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-_SAME, _CHANGED = 0, 2  # answers of the C++ comparison
 _WORTH_NATIVE = 100  # fewer tensors than this are compared in Python as fast

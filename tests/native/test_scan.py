@@ -17,7 +17,7 @@ from tilestep import native
 from tilestep.compat import DTENSOR_PARTS
 from tilestep.garbage import without_collections
 from tilestep.native.build import layout_flags
-from tilestep.tensor_watch import FixedTensors, memory_of, taken_gradients
+from tilestep.tensor_watch import CHANGED, MOVED, SAME, Watch, memory_of, taken_gradients
 
 SHAPES = [(4, 6), (5,), (), (0, 3), (2, 3, 4, 5)]
 
@@ -156,8 +156,8 @@ def test_fixed_tensors_are_let_go_at_once(natively: bool, monkeypatch: pytest.Mo
     """Also where the module is not built yet: states are most of what a GPU holds."""
     if not natively:
         monkeypatch.setattr(native, "module", lambda count: None)
-    fixed = FixedTensors([torch.ones(3), torch.ones(2)])
-    assert fixed.look(1) and fixed.look(1)
+    fixed = Watch([torch.ones(3), torch.ones(2)], fixed=True)
+    assert fixed.look() == SAME and fixed.look() == SAME
     held = [weakref.ref(tensor) for tensor in fixed.tensors]
     with without_collections():
         del fixed
@@ -165,20 +165,18 @@ def test_fixed_tensors_are_let_go_at_once(natively: bool, monkeypatch: pytest.Mo
 
 
 def test_a_watch_sees_what_torch_sees() -> None:
-    from tilestep.tensor_watch import TensorFingerprint
-
     tensors = [torch.zeros(4, 2) for _ in range(200)]
-    watch = TensorFingerprint(tensors)
-    assert watch.same_metadata(tensors) and watch._remembered is not None, "so many are compared in C++"
-    assert watch.same_addresses(tensors)
+    watch = Watch(tensors)
+    assert watch.look(tensors) == SAME and watch.native is not None, "so many are compared in C++"
+    assert watch.look(tensors) == SAME
     moved = [*tensors[:-1], torch.zeros(4, 2)]
-    assert watch.same_metadata(moved) and not watch.same_addresses(moved)
-    watch.remember_addresses(moved)
-    assert watch.same_addresses(moved) and not watch.same_addresses(tensors)
+    assert watch.look(moved) == MOVED
+    watch.remember(moved)
+    assert watch.look(moved) == SAME and watch.look(tensors) == MOVED
     others = [torch.zeros(2, 4).t(), torch.zeros(4, 2).double(), torch.zeros(8), torch.nn.Parameter(torch.zeros(4, 2))]
     for other in (*others, None, torch.zeros(4, 2).to_sparse()):
-        assert not watch.same_metadata([*tensors[:-1], other])  # type: ignore[list-item]
-    assert not watch.same_metadata(tensors[:-1])
+        assert watch.look([*tensors[:-1], other]) == CHANGED  # type: ignore[list-item]
+    assert watch.look(tensors[:-1]) == CHANGED
 
 
 def test_a_number_is_no_vector() -> None:
@@ -187,7 +185,7 @@ def test_a_number_is_no_vector() -> None:
     tensors = [torch.zeros(shape) for shape in shapes]
     for place, one in enumerate(tensors):
         watch = module.watch([one])
-        same = [module.compare(watch, [other]) != 2 for other in tensors]
+        same = [module.look(watch, [other]) != CHANGED for other in tensors]
         assert same == [place == other for other in range(len(tensors))]
 
 
@@ -197,12 +195,12 @@ def test_what_cannot_be_looked_at_is_left_to_python() -> None:
     nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
     with torch.inference_mode():
         unversioned = torch.nn.Parameter(torch.zeros(3))
-        module.bump_list([unversioned])
+        module.bump([unversioned])
     unversioned.grad = torch.ones(3)
     assert module.watch([nested]) is None
     assert module.create([unversioned], DTENSOR_PARTS) is None
     with pytest.raises(RuntimeError, match="inference tensor"):
-        module.bump_list([unversioned])
+        module.bump([unversioned])
 
 
 def test_steps_in_inference_mode() -> None:
@@ -271,7 +269,7 @@ def test_several_threads_see_the_same() -> None:
 
     def looked() -> list[int]:
         looks = zip(scanners, tables, (1, 4))
-        return [module.scan(scanner, table.data_ptr(), threads) for scanner, table, threads in looks]
+        return [module.scan(scanner, table.data_ptr(), threads, None) for scanner, table, threads in looks]
 
     assert looked() == [0, 0]
     params[650].grad = torch.zeros(3, 2)
@@ -307,7 +305,7 @@ def test_distributed_tensors_of_several_threads(tmp_path: Path) -> None:
 
         def looked() -> list[int]:
             looks = zip(scanners, tables, (1, 4))
-            return [module.scan(scanner, table.data_ptr(), threads) for scanner, table, threads in looks]
+            return [module.scan(scanner, table.data_ptr(), threads, None) for scanner, table, threads in looks]
 
         def parts() -> list[int]:
             return [param.grad.to_local().data_ptr() for param in params]  # type: ignore[union-attr]
@@ -368,3 +366,27 @@ def test_memory_of_tensors_is_found_once(natively: bool, one_rank: None, monkeyp
 def test_the_scanner_is_built_without_the_header_of_all_operators() -> None:
     """Four fifths of its compile time; where this fails, torch declares a tensor's Python object otherwise."""
     assert layout_flags(), torch.__version__
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_states_are_looked_at_with_gradients(threads: int) -> None:
+    """One look at parameters, gradients and states; a state that is not what it was does not hide moved gradients."""
+    module, other_state = native.module(500), 8
+    params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(700)]
+    for param in params:
+        param.grad = torch.zeros(3)
+    states = [torch.zeros(3) for _ in range(1400)]
+    scanner, watch = module.create(params, DTENSOR_PARTS), Watch(states, fixed=True)
+    assert watch.look() == SAME and watch.native is not None
+    table = torch.zeros(700, dtype=torch.int64)
+
+    def looked() -> int:
+        return module.scan(scanner, table.data_ptr(), threads, watch.native)
+
+    assert looked() == SAME
+    params[3].grad = torch.zeros(3)
+    assert looked() == MOVED and looked() == SAME
+    states[1399].data = torch.zeros(3)
+    assert looked() == other_state and watch.look() == CHANGED
+    params[3].grad = None
+    assert looked() == CHANGED

@@ -21,7 +21,7 @@ from twins import assert_close, assert_unchanged, everything, make_params, set_g
 import tilestep
 from tilestep import GradientError, StateError, native
 from tilestep.backends.cpp.run import CpuSegment
-from tilestep.tensor_watch import FixedTensors, TensorFingerprint
+from tilestep.tensor_watch import CHANGED, SAME, Watch
 
 Change = Callable[[torch.Tensor], Any]
 
@@ -604,33 +604,31 @@ def test_what_unchanged_means(change: str, look: str) -> None:
     """One definition, for tensors that stay the same objects and for lists of tensors."""
     tensor = torch.ones(4, 4)
     others = [torch.zeros(3), torch.zeros(2, 3, 4).transpose(0, 1), torch.zeros(()), torch.zeros(0, 2)]
-    fixed, watch = FixedTensors([*others, tensor]), TensorFingerprint([*others, tensor])
+    fixed, watch = Watch([*others, tensor], fixed=True), Watch([*others, tensor])
     for _ in range(3):
-        assert fixed.are_unmoved() and fixed.are_unmoved(threads=2)
-        assert watch.unchanged([*others, tensor])
-    assert (fixed._fixed is not None) is (look == "native") and (watch._remembered is not None) is (look == "native")
+        assert fixed.look() == SAME and watch.look([*others, tensor]) == SAME
+    assert (fixed.native is not None) is (look == "native") and (watch.native is not None) is (look == "native")
     act, expected = LOOKS[change]
     act(tensor)
     for _ in range(2):
-        assert fixed.are_unmoved() is expected and fixed.are_unmoved(threads=2) is expected
-        assert watch.unchanged([*others, tensor]) is expected
-    assert watch.unchanged([*others[:3], others[3], tensor][:4]) is False
+        assert (fixed.look() == SAME) is expected and (watch.look([*others, tensor]) == SAME) is expected
+    assert watch.look(others) == CHANGED
 
 
 def test_a_subclass_is_not_what_it_looks_like(one_rank: None) -> None:
     mesh = init_device_mesh("cpu", (1,))
     plain = [torch.zeros(3), torch.zeros(2, 2)]
-    watch = TensorFingerprint(plain)
+    watch = Watch(plain)
     placed = [distribute_tensor(tensor, mesh, [Replicate()]) for tensor in plain]
-    assert not watch.same_metadata(placed) and watch.same_metadata(plain)
-    fixed = FixedTensors(placed)
-    assert fixed.are_unmoved() and fixed.are_unmoved()
+    assert watch.look(placed) == CHANGED and watch.look(plain) == SAME
+    fixed = Watch(placed, fixed=True)
+    assert fixed.look() == SAME and fixed.look() == SAME
     placed[1]._local_tensor.data = torch.zeros(2, 2)  # type: ignore[attr-defined]
-    assert not fixed.are_unmoved()
-    fixed = FixedTensors(placed)
-    assert fixed.are_unmoved() and fixed.are_unmoved()
+    assert fixed.look() == CHANGED
+    fixed = Watch(placed, fixed=True)
+    assert fixed.look() == SAME and fixed.look() == SAME
     placed[0]._local_tensor = torch.zeros(3)  # type: ignore[attr-defined]
-    assert not fixed.are_unmoved()
+    assert fixed.look() == CHANGED
 
 
 def test_copies_look_at_their_own_state() -> None:

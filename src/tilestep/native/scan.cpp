@@ -21,7 +21,7 @@ namespace {
 
 // Bits, so that many answers make one. UNSURE stays in here: the answer needs Python, which only the thread that holds
 // the interpreter may call.
-enum Answer { SAME = 0, MOVED = 1, CHANGED = 2, UNSURE = 4 };
+enum Answer { SAME = 0, MOVED = 1, CHANGED = 2, UNSURE = 4, OTHER_STATE = 8 };
 
 // A DTensor's parameter keeps its local part and the layout that its gradients have; both are null for a plain tensor.
 struct Remembered {
@@ -328,49 +328,35 @@ int look_between(Scanner& scanner, int64_t begin, int64_t end, int64_t* table, b
   return seen;
 }
 
+// Counts lie in the caches of the threads that have looked: each is asked for while others are counted.
+constexpr size_t COUNTS_AHEAD = 16;
+
+// Holds the gradients' memory that a look has seen. By the thread that holds the interpreter: counting a storage that has
+// an object in Python counts that too.
+void hold_seen(Scanner& scanner) {
+  const auto& seen = scanner.seen;
+  for (size_t index = 0; index < seen.size(); ++index) {
+    if (index + COUNTS_AHEAD < seen.size()) __builtin_prefetch(seen[index + COUNTS_AHEAD], 1);
+    if (seen[index] != nullptr)
+      scanner.held[index] = c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(seen[index]));
+  }
+}
+
 void release_all(Scanner& scanner) {
-  // One by one: what is freed may run Python's code, and with it come here again.
-  for (auto& storage : scanner.held) c10::Storage gone(std::move(storage));
-}
-
-// scan(scanner, address of int64[count], threads) -> SAME, MOVED (the addresses are written) or CHANGED; but for CHANGED
-// the gradients' memory stays until `release`, whatever other threads do to the parameters' `grad` meanwhile
-PyObject* scan(PyObject*, PyObject* args) {
-  PyObject* capsule;
-  unsigned long long table_address;
-  int threads;
-  if (!PyArg_ParseTuple(args, "OKi", &capsule, &table_address, &threads)) return nullptr;
-  Scanner* scanner = held_by<Scanner>(capsule);
-  if (scanner == nullptr) return nullptr;
-  auto* table = reinterpret_cast<int64_t*>(table_address);
-  const auto count = static_cast<int64_t>(scanner->tensors.size());
-  release_all(*scanner);
-  int seen = threads > 1 ? SAME : UNSURE;
-  if (threads > 1) {
-    // Nothing of Python is called or counted: other threads may read while this one holds the interpreter.
-#pragma omp parallel for schedule(static) num_threads(threads) reduction(| : seen)
-    for (int part = 0; part < threads; ++part)
-      seen |= look_between(*scanner, count * part / threads, count * (part + 1) / threads, table, false);
+  auto& held = scanner.held;
+  for (size_t index = 0; index < held.size(); ++index) {
+    if (index + COUNTS_AHEAD < held.size()) __builtin_prefetch(held[index + COUNTS_AHEAD].unsafeGetStorageImpl(), 1);
+    // One by one: what is freed may run Python's code, and with it come here again.
+    c10::Storage gone(std::move(held[index]));
   }
-  if (seen & UNSURE) seen = (seen & MOVED) | look_between(*scanner, 0, count, table, true);
-  if (seen & CHANGED) return PyLong_FromLong(CHANGED);
-  // By this thread alone: counting a storage that has an object in Python counts that too.
-  for (int64_t index = 0; index < count; ++index) {
-    c10::StorageImpl* storage = scanner->seen[index];
-    if (storage != nullptr) scanner->held[index] = c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage));
-  }
-  return PyLong_FromLong(seen);
 }
 
-// release(scanner): let go of the gradients' memory that the last look holds
-PyObject* release(PyObject*, PyObject* capsule) {
-  Scanner* scanner = held_by<Scanner>(capsule);
-  if (scanner == nullptr) return nullptr;
-  release_all(*scanner);
-  Py_RETURN_NONE;
-}
-
+// What tensors were. `object` and `part` (a DTensor's local part) are null where they may be other objects at the next
+// look. Otherwise what the object has is asked for anew at each look: a reference to that, even a weak one, would forbid
+// `swap_tensors`.
 struct Watched {
+  PyObject* object;
+  PyObject* part;
   PyTypeObject* type;
   void* address;
   uint64_t description;
@@ -378,67 +364,39 @@ struct Watched {
 
 struct Watch {
   static constexpr char NAME[] = "tilestep.Watch";
-  std::vector<Watched> tensors;
-};
-
-// watch(tensors) -> what is compared with other lists, or None where a tensor is not a plain strided one
-PyObject* watch(PyObject*, PyObject* list) {
-  if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "watch() takes a list");
-  auto* watched = new Watch;
-  watched->tensors.reserve(PyList_GET_SIZE(list));
-  for (Py_ssize_t index = 0; index < PyList_GET_SIZE(list); ++index) {
-    PyObject* object = PyList_GET_ITEM(list, index);
-    if (!is_tensor(object) || !is_plain(tensor_in(object))) {
-      delete watched;
-      Py_RETURN_NONE;
-    }
-    const Tensor& tensor = tensor_in(object);
-    watched->tensors.push_back({Py_TYPE(object), address_of(tensor), description_of(tensor)});
-  }
-  return capsule_of(watched);
-}
-
-// A tensor object that stays the same, a DTensor's local part, and what its memory was. What the object has is asked for
-// anew at each look: a reference to that, even a weak one, would forbid `swap_tensors`.
-struct Fixed {
-  PyObject* object;
-  PyObject* part;
-  void* address;
-  uint64_t description;
-};
-
-struct FixedTensors {
-  static constexpr char NAME[] = "tilestep.FixedTensors";
   Slots slots;
-  std::vector<Fixed> tensors;
-  ~FixedTensors() {
+  std::vector<Watched> tensors;
+  ~Watch() {
     for (auto& tensor : tensors) {
-      Py_DECREF(tensor.object);
+      Py_XDECREF(tensor.object);
       Py_XDECREF(tensor.part);
     }
     Py_XDECREF(slots.type);
   }
 };
 
-// fix(tensors, names) -> what `unmoved` looks at, or None where a tensor is neither a plain strided one nor a DTensor of
-// such; names as for `create`
-PyObject* fix(PyObject*, PyObject* args) {
-  PyObject *list, *names;
-  if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &list, &PyTuple_Type, &names)) return nullptr;
-  auto* fixed = new FixedTensors;
-  PyObject* capsule = capsule_of(fixed);
-  fixed->tensors.reserve(PyList_GET_SIZE(list));
+// watch(tensors, names = None) -> what `look` compares with, or None where a tensor is neither a plain strided one nor,
+// with names (as for `create`), a DTensor of such. With names the tensors themselves are looked at from then on, without
+// them lists of others.
+PyObject* watch(PyObject*, PyObject* args) {
+  PyObject *list, *names = Py_None;
+  if (!PyArg_ParseTuple(args, "O!|O", &PyList_Type, &list, &names)) return nullptr;
+  const bool fixed = PyTuple_Check(names);
+  auto* watched = new Watch;
+  PyObject* capsule = capsule_of(watched);
+  watched->tensors.reserve(PyList_GET_SIZE(list));
   for (Py_ssize_t index = 0; index < PyList_GET_SIZE(list); ++index) {
     PyObject* object = PyList_GET_ITEM(list, index);
     PyObject* part = nullptr;
-    if (is_tensor(object) && !is_exact(object)) {
+    Slots& slots = watched->slots;
+    if (fixed && is_tensor(object) && !is_exact(object)) {
       PyTypeObject* type = Py_TYPE(object);
-      const Py_ssize_t slot = type == fixed->slots.type ? fixed->slots.local : slot_of(type, PyTuple_GET_ITEM(names, 0));
-      if (slot != 0 && fixed->slots.type == nullptr) {
+      const Py_ssize_t slot = type == slots.type ? slots.local : slot_of(type, PyTuple_GET_ITEM(names, 0));
+      if (slot != 0 && slots.type == nullptr) {
         Py_INCREF(type);
-        fixed->slots = {type, slot, 0};
+        slots = {type, slot, 0};
       }
-      if (slot != 0) part = in_slot(fixed->slots, object, slot);
+      if (slot != 0) part = in_slot(slots, object, slot);
     }
     PyObject* own = part == nullptr ? object : part;
     if (!is_tensor(own) || !is_plain(tensor_in(own))) {
@@ -446,26 +404,30 @@ PyObject* fix(PyObject*, PyObject* args) {
       Py_RETURN_NONE;
     }
     const Tensor& tensor = tensor_in(own);
-    Py_INCREF(object);
     Py_XINCREF(part);
-    fixed->tensors.push_back({object, part, address_of(tensor), description_of(tensor)});
+    watched->tensors.push_back({fixed ? Py_NewRef(object) : nullptr, part, Py_TYPE(object), address_of(tensor), description_of(tensor)});
   }
   return capsule;
 }
 
-PyObject* own_object(const Fixed& one) { return one.part == nullptr ? one.object : one.part; }
+int look_at(const Watched& one, const Tensor& tensor) {
+  if (!tensor.has_storage() || description_of(tensor) != one.description) return CHANGED;
+  return address_of(tensor) == one.address ? SAME : MOVED;
+}
 
-bool is_unmoved(const FixedTensors& fixed, const Fixed& one) {
-  if (one.part != nullptr && in_slot(fixed.slots, one.object, fixed.slots.local) != one.part) return false;
-  const Tensor& tensor = tensor_in(own_object(one));
-  return tensor.has_storage() && address_of(tensor) == one.address && description_of(tensor) == one.description;
+PyObject* own_object(const Watched& one) { return one.part == nullptr ? one.object : one.part; }
+
+bool is_unmoved(const Watch& watch, const Watched& one) {
+  if (one.part != nullptr && in_slot(watch.slots, one.object, watch.slots.local) != one.part) return false;
+  return look_at(one, tensor_in(own_object(one))) == SAME;
 }
 
 // Thousands of tensors, none of them in a cache after a model has run: each is asked for while others are looked at.
-bool are_unmoved(const FixedTensors& fixed, size_t begin, size_t end) {
-  constexpr size_t AHEAD = 12;
-  const auto& tensors = fixed.tensors;
-  for (size_t index = begin; index < end + 3 * AHEAD; ++index) {
+bool are_unmoved(const Watch* watch, int64_t begin, int64_t end) {
+  if (begin == end) return true;
+  constexpr int64_t AHEAD = 12;
+  const auto& tensors = watch->tensors;
+  for (int64_t index = begin; index < end + 3 * AHEAD; ++index) {
     if (index < end) {
       prefetch_object(tensors[index].object);
       prefetch_object(tensors[index].part);
@@ -474,48 +436,32 @@ bool are_unmoved(const FixedTensors& fixed, size_t begin, size_t end) {
       prefetch_tensor(tensor_in(own_object(tensors[index - AHEAD])).unsafeGetTensorImpl());
     if (index >= begin + 2 * AHEAD && index - 2 * AHEAD < end)
       prefetch_storage(tensor_in(own_object(tensors[index - 2 * AHEAD])).unsafeGetTensorImpl());
-    if (index >= begin + 3 * AHEAD && !is_unmoved(fixed, tensors[index - 3 * AHEAD])) return false;
+    if (index >= begin + 3 * AHEAD && !is_unmoved(*watch, tensors[index - 3 * AHEAD])) return false;
   }
   return true;
 }
 
-// unmoved(fixed, threads) -> whether every tensor has its memory and description still
-PyObject* unmoved(PyObject*, PyObject* args) {
-  PyObject* capsule;
-  int threads;
-  if (!PyArg_ParseTuple(args, "Oi", &capsule, &threads)) return nullptr;
-  const auto* fixed = held_by<FixedTensors>(capsule);
-  if (fixed == nullptr) return nullptr;
-  const size_t count = fixed->tensors.size();
-  if (threads < 2) return PyBool_FromLong(are_unmoved(*fixed, 0, count));
-  bool same = true;
-#pragma omp parallel for schedule(static) num_threads(threads) reduction(&& : same)
-  for (int part = 0; part < threads; ++part)
-    same = are_unmoved(*fixed, count * part / threads, count * (part + 1) / threads) && same;
-  return PyBool_FromLong(same);
-}
-
-// compare(watch, tensors) -> SAME, MOVED or CHANGED
-PyObject* compare(PyObject*, PyObject* args) {
+// look(watch, tensors) -> SAME, MOVED or CHANGED; without tensors (None), of a watch with names, SAME or CHANGED
+PyObject* look(PyObject*, PyObject* args) {
   PyObject *capsule, *list;
-  if (!PyArg_ParseTuple(args, "OO!", &capsule, &PyList_Type, &list)) return nullptr;
+  if (!PyArg_ParseTuple(args, "OO", &capsule, &list)) return nullptr;
   auto* watched = held_by<Watch>(capsule);
   if (watched == nullptr) return nullptr;
   const auto& tensors = watched->tensors;
-  if (PyList_GET_SIZE(list) != static_cast<Py_ssize_t>(tensors.size())) return PyLong_FromLong(CHANGED);
+  const auto count = static_cast<int64_t>(tensors.size());
+  if (!PyList_Check(list)) return PyLong_FromLong(are_unmoved(watched, 0, count) ? SAME : CHANGED);
+  if (PyList_GET_SIZE(list) != count) return PyLong_FromLong(CHANGED);
   int answer = SAME;
-  for (size_t index = 0; index < tensors.size(); ++index) {
+  for (int64_t index = 0; index < count; ++index) {
     PyObject* object = PyList_GET_ITEM(list, index);
-    const Watched& one = tensors[index];
-    if (Py_TYPE(object) != one.type) return PyLong_FromLong(CHANGED);
-    const Tensor& tensor = tensor_in(object);
-    if (!tensor.has_storage() || description_of(tensor) != one.description) return PyLong_FromLong(CHANGED);
-    if (address_of(tensor) != one.address) answer = MOVED;
+    if (Py_TYPE(object) != tensors[index].type) return PyLong_FromLong(CHANGED);
+    answer |= look_at(tensors[index], tensor_in(object));
+    if (answer & CHANGED) return PyLong_FromLong(CHANGED);
   }
   return PyLong_FromLong(answer);
 }
 
-// remember(watch, tensors): take the addresses of tensors that compare() did not call CHANGED
+// remember(watch, tensors): take the addresses of tensors that look() did not call CHANGED
 PyObject* remember(PyObject*, PyObject* args) {
   PyObject *capsule, *list;
   if (!PyArg_ParseTuple(args, "OO!", &capsule, &PyList_Type, &list)) return nullptr;
@@ -524,6 +470,47 @@ PyObject* remember(PyObject*, PyObject* args) {
   auto& tensors = watched->tensors;
   for (size_t index = 0; index < tensors.size() && static_cast<Py_ssize_t>(index) < PyList_GET_SIZE(list); ++index)
     tensors[index].address = address_of(tensor_in(PyList_GET_ITEM(list, index)));
+  Py_RETURN_NONE;
+}
+
+// scan(scanner, address of int64[count], threads, states) -> SAME or MOVED (the addresses are written), CHANGED, or
+// OTHER_STATE where a tensor of the watch `states` (None: not looked at) is not what it was. But for CHANGED the gradients' memory stays until
+// `release`, whatever other threads do to the parameters' `grad` meanwhile.
+PyObject* scan(PyObject*, PyObject* args) {
+  PyObject *capsule, *states_capsule;
+  unsigned long long table_address;
+  int threads;
+  if (!PyArg_ParseTuple(args, "OKiO", &capsule, &table_address, &threads, &states_capsule)) return nullptr;
+  Scanner* scanner = held_by<Scanner>(capsule);
+  const Watch* states = scanner == nullptr || states_capsule == Py_None ? nullptr : held_by<Watch>(states_capsule);
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  auto* table = reinterpret_cast<int64_t*>(table_address);
+  const auto count = static_cast<int64_t>(scanner->tensors.size());
+  const auto state_count = states == nullptr ? 0 : static_cast<int64_t>(states->tensors.size());
+  release_all(*scanner);
+  int seen = threads > 1 ? SAME : UNSURE;
+  bool same_states = true;
+  if (threads > 1) {
+    // Nothing of Python is called or counted: other threads may read while this one holds the interpreter.
+#pragma omp parallel for schedule(static) num_threads(threads) reduction(| : seen) reduction(&& : same_states)
+    for (int part = 0; part < threads; ++part) {
+      seen |= look_between(*scanner, count * part / threads, count * (part + 1) / threads, table, false);
+      same_states = are_unmoved(states, state_count * part / threads, state_count * (part + 1) / threads) && same_states;
+    }
+  } else {
+    same_states = are_unmoved(states, 0, state_count);
+  }
+  if (seen & UNSURE) seen = (seen & MOVED) | look_between(*scanner, 0, count, table, true);
+  if (seen & CHANGED) return PyLong_FromLong(CHANGED);
+  hold_seen(*scanner);
+  return PyLong_FromLong(same_states ? seen : OTHER_STATE);
+}
+
+// release(scanner): let go of the gradients' memory that the last look holds
+PyObject* release(PyObject*, PyObject* capsule) {
+  Scanner* scanner = held_by<Scanner>(capsule);
+  if (scanner == nullptr) return nullptr;
+  release_all(*scanner);
   Py_RETURN_NONE;
 }
 
@@ -541,35 +528,28 @@ void bump_one(const Remembered& remembered) {
   if (remembered.local != nullptr) tensor_in(remembered.local).unsafeGetTensorImpl()->bump_version();
 }
 
-// bump(scanner, threads): every parameter with a gradient was written to
+// bump(written, threads = 1): every tensor of a list, or every parameter of a scanner that has a gradient, was written to
 PyObject* bump(PyObject*, PyObject* args) {
-  PyObject* capsule;
-  int threads;
-  if (!PyArg_ParseTuple(args, "Oi", &capsule, &threads)) return nullptr;
-  Scanner* scanner = held_by<Scanner>(capsule);
+  PyObject* written;
+  int threads = 1;
+  if (!PyArg_ParseTuple(args, "O|i", &written, &threads)) return nullptr;
+  if (PyList_Check(written)) {
+    for (Py_ssize_t index = 0; index < PyList_GET_SIZE(written); ++index) {
+      PyObject* object = PyList_GET_ITEM(written, index);
+      if (!is_tensor(object)) return PyErr_Format(PyExc_TypeError, "bump() takes tensors");
+      const Tensor& tensor = tensor_in(object);
+      if (!tensor.is_inference())
+        tensor.unsafeGetTensorImpl()->bump_version();
+      else if (!c10::InferenceMode::is_enabled())
+        return PyErr_Format(PyExc_RuntimeError, "Inplace update to inference tensor outside InferenceMode is not allowed");
+    }
+    Py_RETURN_NONE;
+  }
+  Scanner* scanner = held_by<Scanner>(written);
   if (scanner == nullptr) return nullptr;
   const auto count = static_cast<int64_t>(scanner->tensors.size());
-  if (threads > 1) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t index = 0; index < count; ++index) bump_one(scanner->tensors[index]);
-  } else {
-    for (const auto& remembered : scanner->tensors) bump_one(remembered);
-  }
-  Py_RETURN_NONE;
-}
-
-// bump_list(tensors): every one of them was written to
-PyObject* bump_list(PyObject*, PyObject* list) {
-  if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "bump_list() takes a list");
-  for (Py_ssize_t index = 0; index < PyList_GET_SIZE(list); ++index) {
-    PyObject* object = PyList_GET_ITEM(list, index);
-    if (!is_tensor(object)) return PyErr_Format(PyExc_TypeError, "bump_list() takes tensors");
-    const Tensor& tensor = tensor_in(object);
-    if (!tensor.is_inference())
-      tensor.unsafeGetTensorImpl()->bump_version();
-    else if (!c10::InferenceMode::is_enabled())
-      return PyErr_Format(PyExc_RuntimeError, "Inplace update to inference tensor outside InferenceMode is not allowed");
-  }
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t index = 0; index < count; ++index) bump_one(scanner->tensors[index]);
   Py_RETURN_NONE;
 }
 
@@ -664,13 +644,10 @@ PyObject* memory_of(PyObject*, PyObject* args) {
 PyMethodDef methods[] = {{"create", create, METH_VARARGS, nullptr},
                          {"scan", scan, METH_VARARGS, nullptr},
                          {"release", release, METH_O, nullptr},
-                         {"fix", fix, METH_VARARGS, nullptr},
-                         {"unmoved", unmoved, METH_VARARGS, nullptr},
                          {"same_list", same_list, METH_VARARGS, nullptr},
                          {"bump", bump, METH_VARARGS, nullptr},
-                         {"bump_list", bump_list, METH_O, nullptr},
-                         {"watch", watch, METH_O, nullptr},
-                         {"compare", compare, METH_VARARGS, nullptr},
+                         {"watch", watch, METH_VARARGS, nullptr},
+                         {"look", look, METH_VARARGS, nullptr},
                          {"remember", remember, METH_VARARGS, nullptr},
                          {"survey", survey, METH_O, nullptr},
                          {"take", take, METH_VARARGS, nullptr},

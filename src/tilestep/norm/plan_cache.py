@@ -11,7 +11,7 @@ import torch
 
 from ..devices import has_streams
 from ..errors import GradientError
-from ..tensor_watch import TensorFingerprint
+from ..tensor_watch import CHANGED, SAME, Watch
 from .table import NormTable
 from .tiles import DTYPES, combine, upload
 
@@ -25,7 +25,7 @@ class Recipe:
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.lock = threading.Lock()
-        self._watch = TensorFingerprint(tensors)
+        self._watch = Watch(tensors)
         self._loose = [index for index, tensor in enumerate(tensors) if not _is_dense(tensor)]
         self._bytes = np.array([tensor.numel() * tensor.element_size() for tensor in tensors], dtype=np.int64)
         self._uploaded = False
@@ -40,13 +40,13 @@ class Recipe:
         self._parts = [_Part(device, tensors, indices) for device, indices in places.items()]
         self._streams = _streams(places)
         # torch's check refuses a list that holds the same tensor twice, and so would refuse it at every call.
-        self.reusable = self._watch.same_metadata(tensors)
+        self.reusable = self._watch.look(tensors) != CHANGED
 
     def fits(self, tensors: list[torch.Tensor]) -> bool:
         """Whether these tensors have the metadata this was made for, and the current streams are the same."""
-        alike, in_place = self._watch.same_metadata_and_addresses(tensors)
-        self._in_place = (id(tensors), self._watch.times_remembered) if in_place else None
-        return alike and _streams(part.device for part in self._parts) == self._streams
+        seen = self._watch.look(tensors)
+        self._in_place = (id(tensors), self._watch.times_remembered) if seen == SAME else None
+        return seen != CHANGED and _streams(part.device for part in self._parts) == self._streams
 
     def norm(self, tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
         """The norm as a scalar on the first tensor's device; the caller holds the lock."""
@@ -102,10 +102,10 @@ class Recipe:
         """Bring the addresses on the devices up to date, if any tensor moved."""
         # The answer of `fits` holds once: another thread may have brought other addresses since.
         seen, self._in_place = self._in_place, None
-        in_place = seen == (id(dense), self._watch.times_remembered) or self._watch.same_addresses(dense)
+        in_place = seen == (id(dense), self._watch.times_remembered) or self._watch.look(dense) == SAME
         if not (self._uploaded and in_place):
             self._uploaded = False
-            self._watch.remember_addresses(dense)
+            self._watch.remember(dense)
             addresses = np.array(self._watch.addresses, dtype=np.int64)
             for part in self._parts:
                 part.addresses = upload(addresses if part.indices is None else addresses[part.indices], part.device)

@@ -22,9 +22,10 @@ from ..memory.memory import StateMemory
 from ..placement import LocalGradients, ReductionGroup, SharedSums
 from ..placement.local import ComplexMembers
 from ..runtime import DeviceEngine, JointNorm, Stale, StepInputs, pass_calls, run_marked
-from ..runtime.engine import CALL, Calls
+from ..runtime.engine import CALL, STATES_MOVED, Calls
 from ..runtime.gradients import copy_to
 from ..taps import Taps
+from ..tensor_watch import CHANGED, MOVED, SAME
 from .masters import Masters
 from .parameters import LISTED_TWICE, Optimizer
 from .states import begin_again
@@ -128,25 +129,28 @@ class StepPlan:
             if scan is None or not gradients.settled or engine.captured:
                 return False
             threads = engine.looking_threads if engine.is_large else 1
+            states = engine.states.native
+            if (unmoved or states is None) and engine.states.look() != SAME:
+                raise Stale(STATES_MOVED)
             if unmoved:
                 if not gradients.scanned:
                     return False
             else:
                 try:
-                    seen = scan.check_unchanged(threads)
-                    if seen == _CHANGED:
+                    seen = scan.check_unchanged(threads, states)
+                    if seen == CHANGED:
                         del self.scans[place]
                         gradients.invalidate()
                         return False
-                    if scan.host is not None and (seen == _MOVED or not gradients.scanned):
+                    if scan.host is not None and (seen == MOVED or not gradients.scanned):
                         copy_to(engine.grads, scan.host)
                     gradients.scanned = True
+                    if seen == _OTHER_STATE:
+                        raise Stale(STATES_MOVED)
                 except BaseException:  # as of Ctrl-C: C++ knows addresses that the table may not have
                     self.scans.pop(place, None)
                     gradients.invalidate()
                     raise
-            if not engine.states.look(threads):
-                raise Stale("state was given other memory")
             if norm:
                 engine.start_norm()
             for watch in engine.group_watches:
@@ -399,7 +403,7 @@ def _power_sum(home: StateMemory, sources: Sequence[DeviceEngine | JointNorm]) -
 
 
 _WHOLE = 2  # numbers of progress after the passes of an update
-_MOVED, _CHANGED = 1, 2  # answers of a look in C++: gradients are elsewhere; Python must say what has changed
+_OTHER_STATE = 8  # the answer of a look in C++ that found a state which is not what it was
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -410,7 +414,8 @@ class Scan:
         # A look writes every address: on a CPU directly into the table of the kernels.
         self.host = np.zeros(len(engine.entries), dtype=np.int64) if engine.has_device_tables else None
         address = engine.grads.data_ptr() if self.host is None else self.host.ctypes.data
-        self.check_unchanged: Callable[[int], int] = partial(module.scan, scanner, address)  # with so many threads
+        self.check_unchanged: Callable[[int, Any], int] = partial(module.scan, scanner, address)
+        """Looks with so many threads, also at the states of this watch."""
         self.release: Callable[[], object] = partial(module.release, scanner)
         """Releases the gradients' memory that the last look holds, when no more kernels use it."""
         self.mark_written: Callable[[int], object] = partial(module.bump, scanner)

@@ -18,7 +18,7 @@ from ..compat import HOST_UPDATE, UPDATE, is_capturing, marked
 from ..devices import combined, is_host, moved, thread_count
 from ..errors import StateError
 from ..norm import NormTable
-from ..tensor_watch import FixedTensors, TensorFingerprint
+from ..tensor_watch import MOVED, SAME, Watch
 from .capturing import PREPARE, WARM_UP, GraphTables, nothing_skipped, require, require_no_branches
 from .gradients import Gradients, GroupWatch, Seen, Stale
 from .limits import StepInputs
@@ -110,6 +110,8 @@ _WORTH_THREADS, _MOST_LOOKING, _MOST_WOKEN = 500, 8, 4
 """The number of tensors from which threads look at them, and how many threads; fewer if they have to be woken."""
 
 
+STATES_MOVED = "state was given other memory"
+
 CHANGED_LATER = (
     "state was given other memory, or parameters other shapes, strides or dtypes, while an update was still to "
     "come: call optimizer.synchronize() before that"
@@ -152,8 +154,8 @@ class DeviceEngine:
             self._ranges.append(range(start, stop))
             start = stop
         self._params = [entry.param for entry in self.entries]
-        self._watch = TensorFingerprint(self._params)
-        self.states = FixedTensors([])  # the users' tensors of the state that tables describe
+        self._watch = Watch(self._params)
+        self.states = Watch([], fixed=True)  # the users' tensors of the state that tables describe
         self._norm: NormTable | None = None
         self._sum_squares: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         self.norm_pass: Callable[[], torch.Tensor] | None = None  # the call that `norm` makes, after the first
@@ -177,12 +179,12 @@ class DeviceEngine:
 
     def watch_states(self, states: Sequence[torch.Tensor]) -> None:
         """Have steps look at these tensors too, whose addresses are in tables."""
-        self.states = FixedTensors(states)
+        self.states = Watch(states, fixed=True)
 
     @property
     def states_are_unmoved(self) -> bool:
         """Whether the state has the addresses and layouts that tables describe."""
-        return self.states.look(self.looking_threads)
+        return self.states.look() == SAME
 
     def start(self, gradients: list[torch.Tensor | None], *, norm: bool) -> None:
         """Before `prepare`: launch the norm of gradients that have not changed, while the host checks the rest."""
@@ -229,10 +231,11 @@ class DeviceEngine:
 
     def _follow_tensors(self) -> None:
         """Bring the tables up to date with the addresses of parameters; raise `Stale` for moved state."""
-        if not self._watch.unchanged(self._params):
-            self._moved()
+        seen = self._watch.look(self._params)
+        if seen != SAME:
+            self._moved(seen)
         if not self.states_are_unmoved:
-            raise Stale("state was given other memory")
+            raise Stale(STATES_MOVED)
 
     def follow_memory(self) -> None:
         """Before a pass that was prepared earlier: bring the tables up to date with the parameters' addresses."""
@@ -241,8 +244,8 @@ class DeviceEngine:
         except Stale:
             raise StateError(CHANGED_LATER) from None
 
-    def _moved(self) -> None:
-        if not self._watch.same_metadata(self._params):
+    def _moved(self, seen: int) -> None:
+        if seen != MOVED:
             raise Stale("parameters have changed their shape, strides or dtype")
         if self.captured:
             raise Stale("parameters have moved")
@@ -254,7 +257,7 @@ class DeviceEngine:
             segment.read_addresses()
             segment.upload()
         # Last: after an error on the way tables still have the old addresses, and the next step must see that.
-        self._watch.remember_addresses(self._params)
+        self._watch.remember(self._params)
 
     def push(self) -> None:
         """Copy changes on the host to the device, before graphs are replayed."""
@@ -335,7 +338,7 @@ class DeviceEngine:
                 f"{entry.label} has no gradient, and a graph would leave it out at every replay: run backward first "
                 "and keep the gradients, zero_grad(set_to_none=False), or run backward inside the capture",
             )
-        unchanged = self._watch.unchanged(self._params)
+        unchanged = self._watch.look(self._params) == SAME
         require(unchanged, f"parameters have moved or changed their shape since the last step; {PREPARE}")
         require(self.states_are_unmoved, f"state was given other memory since the last step; {PREPARE}")
         require(

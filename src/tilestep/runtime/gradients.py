@@ -14,7 +14,7 @@ import torch
 from ..compat import has_memory, is_zero_tensor, ready, resolved
 from ..errors import GradientError
 from ..graph import flat_numbers
-from ..tensor_watch import TensorFingerprint
+from ..tensor_watch import CHANGED, MOVED, Watch
 from .kernel_cache import statics_of
 from .overlaps import WrittenMemory
 from .segment import Entry, is_dense, same_walk
@@ -66,7 +66,7 @@ class Gradients:
         self._inactive: list[int] = []
         self._layout_known = True
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._watch = TensorFingerprint([])
+        self._watch = Watch([])
         self._host = np.zeros(len(self.entries), dtype=np.int64)
         self._sizes = np.zeros(0, dtype=np.int64)  # bytes of the gradients
         self._memory: WrittenMemory | None = None
@@ -77,11 +77,12 @@ class Gradients:
     def unchanged(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Whether the gradients are, but for their addresses, those of the last step; updates the addresses."""
         present = self._present(gradients)
-        if present is None or not self._watch.same_metadata(present):
-            return False
         try:
-            if self.scanned or not self.is_apart or not self._watch.same_addresses(present):
-                self._watch.remember_addresses(present)
+            seen = CHANGED if present is None else self._watch.look(present)
+            if present is None or seen == CHANGED:
+                return False
+            if self.scanned or not self.is_apart or seen == MOVED:
+                self._watch.remember(present)
                 if self.overlap(np.asarray(self._watch.addresses, dtype=np.int64)):
                     self.invalidate()
                     return False
@@ -147,7 +148,7 @@ class Gradients:
         chosen = set(seen.active)
         self._inactive = [index for index in range(len(self.entries)) if index not in chosen]
         self._empty = [position for position, gradient in enumerate(seen.present) if gradient.numel() == 0]
-        self._watch = TensorFingerprint(seen.present)
+        self._watch = Watch(seen.present)
         self._sizes = _sizes_of(seen.present)
         self.is_apart = True
         self._upload()

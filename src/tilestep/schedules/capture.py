@@ -19,6 +19,7 @@ from ..optimizer.graphs import CHANGED, KEEP, note_lost, prepare_capture, requir
 from ..optimizer.plan import StepPlan
 from ..runtime import Stale
 from ..runtime.capturing import HostBranches, require
+from ..runtime.engine import STATES_MOVED
 
 _ADDRESSES_AT_ONCE, _GRADIENTS_AT_ONCE = 128, 32  # tensors that a replay looks at; others' turn is the next
 
@@ -263,7 +264,7 @@ class _Memory:
         if not addresses_equal(engine.params, self._addresses, self._turns[turn % len(self._turns)]):
             return "parameters have moved"
         if not engine.states_are_unmoved:
-            return "state was given other memory"
+            return STATES_MOVED
         for place in self._listed_turns[turn % len(self._listed_turns)]:
             group, index = self._listed[place]
             own = plan.groups[group]["params"]

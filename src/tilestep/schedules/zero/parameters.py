@@ -13,7 +13,7 @@ from torch import nn
 from ...compat import is_capturing, is_compiled, version_of
 from ...placement import ARRIVED, PeerMemory
 from ...runtime.segment import Segment, TileRange
-from ...tensor_watch import FixedTensors, sum_of_versions
+from ...tensor_watch import SAME, Watch, sum_of_versions
 from ..guards import guard_model, guard_sharers
 from ..side_stream import Mark, SideStream
 from .buckets import Bucket, Options
@@ -290,7 +290,7 @@ class ParameterSync:
         self._groups += groups
         self._which = b""
         self._of.update(own)
-        self.fixed = FixedTensors(self.params)
+        self.fixed = Watch(self.params, fixed=True)
         self.is_exact = any(bucket.exact is not None for bucket in self._buckets)
         self._updates.update((id(bucket), 0) for bucket in buckets)
         self._note_writes()
@@ -459,9 +459,9 @@ class ParameterSync:
         """The parameters that other code has written to since the last call; their values are taken over."""
         # Call it without gradients.
         moved: set[int] = set()
-        if not self.fixed.look(1):
+        if self.fixed.look() != SAME:
             moved = {id(param) for bucket in self._buckets for param in bucket.take_back()}
-            self.fixed = FixedTensors(self.params)
+            self.fixed = Watch(self.params, fixed=True)
         for bucket in self._buckets:
             # No version counts what is written through `param.data`.
             bucket.follow_writes()

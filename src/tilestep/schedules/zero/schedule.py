@@ -192,7 +192,7 @@ class ShardedSchedule(Schedule):
         params = self.parameters
         if params.is_pending:
             params.wait_all()
-        if not params.is_exact and params.fixed.look(1) and versions is not None and versions == params.versions:
+        if not params.is_exact and not params.fixed.look() and versions is not None and versions == params.versions:
             return
         written = [self.sharding.member_of[param].piece for param in params.written(versions)]
         if written:
