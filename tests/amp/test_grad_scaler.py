@@ -58,6 +58,19 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
         torch.testing.assert_close(mine.grad, other.grad)
 
 
+@pytest.mark.parametrize("kind", ["itself", "turned"])
+def test_a_gradient_that_is_its_own_parameter_is_not_unscaled(kind: str) -> None:
+    """That would divide by the scale what the step has written."""
+    for scaler in (tilestep.GradScaler("cpu", 8.0), torch.amp.GradScaler("cpu", 8.0)):
+        scaler.scale(torch.ones(()))
+        start = torch.arange(1.0, 17.0).view(4, 4)
+        param = torch.nn.Parameter(start.clone())
+        gradient = start.t() if kind == "turned" else start
+        param.grad = param.data.t() if kind == "turned" else param.data
+        scaler.step(make("SGD", [param]))
+        torch.testing.assert_close(param.detach(), start - 0.01 * gradient / 8, rtol=1e-6, atol=0)
+
+
 def test_strided_gradients_are_unscaled_in_place() -> None:
     """Channels-last, transposed and sliced ones; an expanded one has no place for it."""
     shapes = {"last": (2, 3, 4, 5), "transposed": (6, 7), "sliced": (4, 5), "expanded": (3, 2)}

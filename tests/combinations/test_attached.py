@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from overlapped_models import TINY, adamw, clipped, iteration, small
+from overlapped_models import TINY, adamw, clipped, iteration, loss_of, small
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from ways import SCHEDULES, attached
@@ -121,16 +121,25 @@ def test_a_failed_attaching_leaves_the_optimizer_as_it_was(monkeypatch: pytest.M
     assert optimizer.state[model.weight]["step"].item() == 1
 
 
-@pytest.mark.parametrize("make", [adamw, clipped], ids=lambda make: make.__name__)
-@pytest.mark.parametrize("way", ["shard", *SCHEDULES])
-def test_states_are_free_when_the_optimizer_is_gone(way: str, make: Any) -> None:
-    """They are most of what a device holds, and do not wait until garbage is collected."""
+def attach(way: str, make: Any) -> tuple[nn.Module, Any]:
+    """A small model and its optimizer, with one thing attached."""
     model = small()
     optimizer: Any = make(model.parameters())
     if way == "shard":
         tilestep.shard(optimizer, model, bucket_cap_mb=TINY)
     else:
         attached(optimizer, model, "plain", way, TINY)
+    return model, optimizer
+
+
+both_makes = pytest.mark.parametrize("make", [adamw, clipped], ids=lambda make: make.__name__)
+
+
+@both_makes
+@pytest.mark.parametrize("way", ["shard", *SCHEDULES])
+def test_states_are_free_when_the_optimizer_is_gone(way: str, make: Any) -> None:
+    """They are most of what a device holds, and do not wait until garbage is collected."""
+    model, optimizer = attach(way, make)
     for step in range(3):
         iteration(model, optimizer, step)
     held = [StorageWeakRef(value.untyped_storage()) for state in optimizer.state.values() for value in state.values()]
@@ -143,3 +152,23 @@ def test_states_are_free_when_the_optimizer_is_gone(way: str, make: Any) -> None
     finally:
         gc.enable()
     assert all(param.isfinite().all() for param in model.parameters())
+
+
+@both_makes
+@pytest.mark.parametrize("way", SCHEDULES)
+def test_gradients_are_free_after_the_step(way: str, make: Any) -> None:
+    """Nothing but the parameters holds them: the next forward has their memory."""
+    model, optimizer = attach(way, make)
+    came: list[StorageWeakRef] = []
+    for param in model.parameters():
+        param.register_hook(lambda gradient: came.append(StorageWeakRef(gradient.untyped_storage())))
+    for step in range(4):
+        loss_of(model, step).backward()
+        optimizer.step()
+        if way in ("at the step", "streamed", "on the host"):
+            assert not any(storage.expired() for storage in came)
+            model.zero_grad()
+        # An update that waits for the next forward has its gradients until then.
+        list(model.parameters())
+        assert len(came) >= 12 and all(storage.expired() for storage in came), step
+        came.clear()

@@ -445,6 +445,58 @@ def parameters_move_and_freeze(way: str) -> None:
 
 
 @event
+def others_write_through_data(way: str) -> None:
+    """Which changes no version: copies of parameters on the host follow all the same."""
+    for dtype, kind in ((torch.float32, False), (torch.bfloat16, True)):
+        twins = Twins(
+            lambda params, kind=kind: adamw(params, master_weights=kind), way, lambda dtype=dtype: small().to(dtype)
+        )
+        for step in range(8):
+            twins.step(step)
+            if step in (0, 3, 4):
+                for model, _ in twins.pairs:
+                    list(model.parameters())  # an update of "forward" is waited for
+                    model.first.weight.data.mul_(0.5)
+                    model.scale.data[1:3] = 0.25
+        twins.compare()
+
+
+@event
+def a_hook_that_comes_late_changes_gradients(way: str) -> None:
+    """It is called after those that take gradients, which leave them for it; also where backwards are summed up."""
+    for make in (adamw, clipped):
+        twins = trained(Twins(make, way), 2)
+        for model, _ in twins.pairs:
+            for param in (model.first.weight, model.scale):
+
+                def halve(param: torch.Tensor) -> None:
+                    assert param.grad is not None
+                    param.grad.mul_(0.5)
+
+                param.register_post_accumulate_grad_hook(halve)
+        trained(twins, 3, first=2)
+        twins.compare()
+
+
+@event
+def averages_begin_with_weights_that_come_after_a_state_dict(way: str) -> None:
+    """As a framework takes a `state_dict` to know what to load, before the model has its weights."""
+    for rule in ("ScheduleFreeAdamW", "ScheduleFreeSGD"):
+        twins = Twins(lambda params, rule=rule: tilestep.Optimizer(params, rule, lr=0.01), way)
+        fresh = small(seed=1)
+        wanted = tilestep.Optimizer(fresh.parameters(), rule, lr=0.01)
+        for model, optimizer in twins.pairs:
+            optimizer.state_dict()
+            model.load_state_dict(small(seed=1).state_dict())
+        for step in range(3):
+            iteration(fresh, wanted, step)
+            twins.step(step)
+        twins.compare()
+        compare_models(fresh, twins.overlapped)
+        compare_states(wanted, twins.optimizer)
+
+
+@event
 def a_state_is_replaced(way: str) -> None:
     twins = trained(Twins(clipped, way))
     for model, optimizer in twins.pairs:

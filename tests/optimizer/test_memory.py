@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from twins import assert_close, assert_unchanged, everything, make_params, set_gradients, train, twins
 
 import tilestep
@@ -114,6 +115,29 @@ def test_state_that_gets_other_memory(name: str, move: str) -> None:
     for param, twin in zip(params, others):
         for key, value in optimizer.state[param].items():
             assert torch.equal(value, other.state[twin][key]), key
+
+
+@pytest.mark.parametrize("change", ["data", "part"])
+def test_a_state_that_is_a_dtensor_gets_another_part(change: str, one_rank: None) -> None:
+    """The state is the same object, and no entry of its parameter's was set."""
+    mesh = init_device_mesh("cpu", (1,))
+    values = make_params([(4, 6), (5, 3)])
+    params = [torch.nn.Parameter(distribute_tensor(value.detach().clone(), mesh, [Shard(0)])) for value in values]
+    optimizer, other = tilestep.AdamW(params, lr=0.1), tilestep.AdamW(values, lr=0.1)
+    for step in range(7):
+        set_gradients(values, step=step)
+        for param, value in zip(params, values):
+            param.grad = distribute_tensor(value.grad.clone(), mesh, [Shard(0)])
+        optimizer.step()
+        other.step()
+        if step in (2, 4):
+            state: Any = optimizer.state[params[0]]["exp_avg"]
+            if change == "data":
+                state._local_tensor.data = poisoned(state._local_tensor)
+            else:
+                state._local_tensor = poisoned(state._local_tensor)
+    for param, value in zip(params, values):
+        assert torch.equal(param.full_tensor(), value)  # type: ignore[attr-defined]
 
 
 def test_the_memory_of_state_that_was_moved_is_not_written() -> None:
@@ -519,6 +543,27 @@ def test_nothing_holds_gradients_after_a_step_that_failed() -> None:
     for param in params:
         param.grad = None
     assert [storage() for storage in storages] == [None, None]
+
+
+@pytest.mark.parametrize("kind", ["dense", "gaps", "in the parameter"])
+def test_nothing_holds_gradients_after_a_step(kind: str) -> None:
+    """Also those that kernels read from a copy."""
+    params = make_params([(400,), (300, 3)])
+    optimizer = tilestep.AdamW(params, max_grad_norm=1.0)
+    for step in range(5):
+        set_gradients(params, step=step)
+        for param in params:
+            if kind == "gaps":
+                param.grad = torch.stack([param.grad, param.grad], -1)[..., 0]
+            elif kind == "in the parameter":
+                param.grad = param.data
+        kept = [weakref.ref(param.grad) for param in params]
+        storages = [StorageWeakRef(param.grad.untyped_storage()) for param in params]
+        optimizer.step()
+        for param in params:
+            param.grad = None
+        assert [gradient() for gradient in kept] == [None, None]
+        assert kind == "in the parameter" or all(storage.expired() for storage in storages)
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])

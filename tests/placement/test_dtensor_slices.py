@@ -183,6 +183,22 @@ def cut_along_two_dimensions() -> None:
             torch.testing.assert_close(*here(weight, other), **EXACT)
 
 
+def extremes_of_one_sign_where_a_rank_has_none() -> None:
+    """What a rank without any rows or columns gives is neither the largest nor the smallest, nor is a 0."""
+    mesh = init_device_mesh(device(), (dist.get_world_size() // 2, 2))
+    for shape in ((1, 5), (5, 1), (3, 5)):
+        torch.manual_seed(4)
+        whole, grad = torch.rand(2, *shape, dtype=torch.float64).to(device()) + 1
+        for placements in ([Shard(0), Shard(1)], [Shard(1), Shard(1)], [Replicate(), Shard(0)]):
+            weight, wanted = torch.nn.Parameter(placed(whole, mesh, placements)), whole
+            optimizer = tilestep.Optimizer([weight], slices_of_every_kind)
+            for sign in (-1, 1):
+                weight.grad = placed(sign * grad, mesh, placements)
+                (wanted,) = slices_of_every_kind(wanted, sign * grad)
+                optimizer.step()
+            torch.testing.assert_close(*here(weight, wanted), **EXACT)
+
+
 def one_all_reduce_for_all_sums_of_a_stage() -> None:
     """Of 3 stages with reductions; the extremes of a stage take a second one."""
     net = LAYOUTS["fsdp"][0]()
@@ -205,6 +221,7 @@ CHECKS = {
         averages_of_it_are_evaluated,
         skips_and_missing_gradients,
         cut_along_two_dimensions,
+        extremes_of_one_sign_where_a_rank_has_none,
         one_all_reduce_for_all_sums_of_a_stage,
     )
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import overlapped_models
@@ -67,6 +68,31 @@ def test_loading_drops_no_update_and_waits_for_none_later(during: str) -> None:
     optimizer.step()
     model.load_state_dict(start)
     assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items())
+
+
+READERS: dict[str, Callable[[nn.Module], list[Any]]] = {
+    "values": lambda module: list(module._parameters.values()),
+    "items": lambda module: [param for _, param in module._parameters.items()],
+    "get": lambda module: [module._parameters.get("weight"), module._parameters.get("bias")],
+    "subscripts": lambda module: [module._parameters["weight"], module._parameters["bias"]],
+    "copy": lambda module: list(module._parameters.copy().values()),
+    "a dict of it": lambda module: list(dict(module._parameters).values()),
+    "attributes": lambda module: [module.weight, module.bias],
+    "state_dict": lambda module: list(module.state_dict().values()),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_parameters_that_are_read_after_the_step_are_updated(reader: str) -> None:
+    """As frameworks read them, in a module's own dictionary too."""
+    twins = Twins(clipped, "forward")
+    for step in range(3):
+        twins.step(step)
+        values = [
+            [param.detach().clone() for param in READERS[reader](model.first)]
+            for model in (twins.serial, twins.overlapped)
+        ]
+        assert len(values[0]) == 2 and all(map(torch.equal, *values))
 
 
 def test_another_model_with_the_same_weights_waits() -> None:

@@ -129,8 +129,8 @@ def test_states_that_are_removed_or_set_are_taken_over(change: str, keeps_gradie
     """Steps went on with the states that they had; also where gradients stay where they were."""
     pairs = [made(True), made(False)]
     for model, optimizer in pairs:
-        for step in range(6):
-            if step in (2, 4):
+        for step in range(7):
+            if step in (2, 6):  # at first, and where steps have repeated themselves
                 STATES[change](optimizer, model[0].weight)
             train(model, optimizer, keeps_gradients)
     for param, expected in zip(*(model.parameters() for model, _ in pairs)):
