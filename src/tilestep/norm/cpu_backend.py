@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..backends.cpp.compile import load_library, user_flags, warn_of_failure, wide_vectors
-from ..backends.cpp.support import STANDARD
+from ..backends.cpp.support import ELEMENTS, STANDARD
 from ..backends.spec import LARGEST_SUM
 from ..devices import thread_count
 from ..errors import BuildError
@@ -48,44 +48,9 @@ template <class T> inline void ask_ahead(const T* x) {
         __builtin_prefetch(reinterpret_cast<const void*>(begin + byte));
 }
 
-struct BFloat16 { uint16_t bits; };
-struct Float16 { uint16_t bits; };
-
-template <class To, class From> inline To as(From from) {
-    To to;
-    std::memcpy(&to, &from, sizeof(to));
-    return to;
-}
-
-inline float widen(float x) { return x; }
-inline double widen(double x) { return x; }
-inline float widen(BFloat16 x) { return as<float>(static_cast<uint32_t>(x.bits) << 16); }
-inline float widen(Float16 x) {
-    // The exponent is rebiased by a product, which is exact for subnormal numbers too.
-    const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fff) << 13;
-    const uint32_t finite = as<uint32_t>(as<float>(magnitude) * as<float>(uint32_t(0x77800000)));
-    const uint32_t bits = magnitude >= 0x0f800000 ? magnitude | 0x7f800000 : finite;
-    return as<float>(bits | (static_cast<uint32_t>(x.bits & 0x8000) << 16));
-}
-
-inline void narrow(float value, float& x) { x = value; }
-inline void narrow(double value, double& x) { x = value; }
-inline void narrow(float value, BFloat16& x) {
-    const uint32_t bits = as<uint32_t>(value);
-    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    const uint32_t quiet_nan = (bits >> 16) | 0x40;
-    x.bits = static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? quiet_nan : rounded);
-}
-inline void narrow(float value, Float16& x) {
-    const uint32_t bits = as<uint32_t>(value);
-    const uint32_t magnitude = bits & 0x7fffffff;
-    // Adding a half lines a subnormal's last bit up with the float's, and the addition rounds to nearest even.
-    const uint32_t subnormal = as<uint32_t>(as<float>(magnitude) + 0.5f) - 0x3f000000;
-    const uint32_t normal = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
-    const uint32_t finite = magnitude < 0x38800000 ? subnormal : normal;
-    const uint32_t special = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
-    x.bits = static_cast<uint16_t>((magnitude >= 0x47800000 ? special : finite) | ((bits >> 16) & 0x8000));
-}
+"""
+    + ELEMENTS.strip()
+    + r"""
 
 template <class Wide> struct BitsOf;
 template <> struct BitsOf<float> { using type = int32_t; };
@@ -109,7 +74,7 @@ struct Nonzero {
 };
 
 template <class Op, class T> double sum(const T* x, int64_t count, double p) {
-    using Wide = decltype(widen(T()));
+    using Wide = decltype(read(T()));
     const Wide power = static_cast<Wide>(p);
     double total = 0;
     for (int64_t begin = 0; begin < count; begin += BLOCK) {
@@ -120,9 +85,9 @@ template <class Op, class T> double sum(const T* x, int64_t count, double p) {
         for (int64_t i = 0; i < whole; i += LANES) {
             ask_ahead(block + i);
 #pragma omp simd
-            for (int64_t lane = 0; lane < LANES; ++lane) lanes[lane] += Op::of(widen(block[i + lane]), power);
+            for (int64_t lane = 0; lane < LANES; ++lane) lanes[lane] += Op::of(read(block[i + lane]), power);
         }
-        for (int64_t i = whole; i < size; ++i) lanes[i - whole] += Op::of(widen(block[i]), power);
+        for (int64_t i = whole; i < size; ++i) lanes[i - whole] += Op::of(read(block[i]), power);
         for (int64_t lane = 0; lane < LANES; ++lane) total += static_cast<double>(lanes[lane]);
     }
     return total;
@@ -131,14 +96,14 @@ template <class Op, class T> double sum(const T* x, int64_t count, double p) {
 // Non-negative floats are ordered as their bits are; a NaN's bits are above all others, and in a minimum it becomes
 // -1, below all others and a NaN again when read as a float.
 template <bool LARGEST, class T> double extreme(const T* x, int64_t count) {
-    using Wide = decltype(widen(T()));
+    using Wide = decltype(read(T()));
     using Bits = typename BitsOf<Wide>::type;
     const Bits infinity = as<Bits>(Wide(INFINITY));
     const Bits start = LARGEST ? 0 : infinity;
     Bits lanes[LANES];
     for (int64_t lane = 0; lane < LANES; ++lane) lanes[lane] = start;
     const auto step = [infinity](Bits known, T element) {
-        Bits bits = as<Bits>(absolute(widen(element)));
+        Bits bits = as<Bits>(absolute(read(element)));
         if (!LARGEST) bits = bits > infinity ? Bits(-1) : bits;
         return LARGEST ? (bits > known ? bits : known) : (bits < known ? bits : known);
     };
@@ -158,14 +123,14 @@ template <bool LARGEST, class T> double extreme(const T* x, int64_t count) {
 
 // A sum of squares, finite exactly if all elements are: an overflow check may rely on it.
 template <class T> double sum_of_squares(const T* x, int64_t count) {
-    using Wide = decltype(widen(T()));
+    using Wide = decltype(read(T()));
     const double result = sum<Squares>(x, count, 2);
     const double infinity = double(INFINITY);
     if (result < infinity || !(extreme<true>(x, count) < infinity)) return result;
     if (sizeof(Wide) == 8) return __DBL_MAX__;
     double total = 0;
     for (int64_t i = 0; i < count; ++i) {
-        const double value = static_cast<double>(widen(x[i]));
+        const double value = static_cast<double>(read(x[i]));
         total += value * value;
     }
     return total;
@@ -190,11 +155,11 @@ template <class T> double tile_value(const void* address, int64_t begin, int64_t
 }
 
 template <class T> void scale_tile(void* address, int64_t begin, int64_t count, double coefficient) {
-    using Wide = decltype(widen(T()));
+    using Wide = decltype(read(T()));
     T* x = static_cast<T*>(address) + begin;
     const Wide factor = static_cast<Wide>(coefficient);
 #pragma omp simd
-    for (int64_t i = 0; i < count; ++i) narrow(widen(x[i]) * factor, x[i]);
+    for (int64_t i = 0; i < count; ++i) write(x[i], read(x[i]) * factor);
 }
 
 // A tensor's row: its length, its first tile, its dtype code. A tile is found through its tensor's row.
@@ -242,8 +207,8 @@ extern "C" void tilestep_norm(const int64_t* addresses, const int64_t* rows, con
         const Tile tile = tile_at(index, addresses, rows, tile_tensor);
         double value = order == SMALLEST ? double(INFINITY) : 0.0;
         if (tile.address != nullptr) switch (tile.code) {
-            case 0: value = tile_value<BFloat16>(tile.address, tile.begin, tile.count, order, p); break;
-            case 1: value = tile_value<Float16>(tile.address, tile.begin, tile.count, order, p); break;
+            case 0: value = tile_value<bfloat16>(tile.address, tile.begin, tile.count, order, p); break;
+            case 1: value = tile_value<float16>(tile.address, tile.begin, tile.count, order, p); break;
             case 2: value = tile_value<float>(tile.address, tile.begin, tile.count, order, p); break;
             default: value = tile_value<double>(tile.address, tile.begin, tile.count, order, p);
         }
@@ -264,8 +229,8 @@ extern "C" void tilestep_scale(const int64_t* addresses, const int64_t* rows, co
     for (int64_t index = 0; index < tiles; ++index) {
         const Tile tile = tile_at(index, addresses, rows, tile_tensor);
         if (tile.address != nullptr) switch (tile.code) {
-            case 0: scale_tile<BFloat16>(tile.address, tile.begin, tile.count, coefficient); break;
-            case 1: scale_tile<Float16>(tile.address, tile.begin, tile.count, coefficient); break;
+            case 0: scale_tile<bfloat16>(tile.address, tile.begin, tile.count, coefficient); break;
+            case 1: scale_tile<float16>(tile.address, tile.begin, tile.count, coefficient); break;
             case 2: scale_tile<float>(tile.address, tile.begin, tile.count, coefficient); break;
             default: scale_tile<double>(tile.address, tile.begin, tile.count, coefficient);
         }

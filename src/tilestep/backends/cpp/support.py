@@ -137,6 +137,52 @@ inline void* memset(void* to, int byte, __SIZE_TYPE__ bytes) { return __builtin_
 }  // namespace std
 """
 
+ELEMENTS = """
+struct bfloat16 { uint16_t bits; };
+struct float16 { uint16_t bits; };
+
+template <class To, class From> inline To as(From from) {
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+inline float read(const float& element) { return element; }
+inline double read(const double& element) { return element; }
+inline float read(const int8_t& element) { return element; }
+inline float read(const uint8_t& element) { return element; }
+inline float read(const bfloat16& element) { return as<float>(static_cast<uint32_t>(element.bits) << 16); }
+inline float read(const float16& element) {
+  // The exponent is rebiased by a product, which is exact for subnormal numbers too.
+  const uint32_t magnitude = static_cast<uint32_t>(element.bits & 0x7FFF) << 13;
+  const uint32_t finite = as<uint32_t>(as<float>(magnitude) * 0x1.0p+112f);
+  const uint32_t bits = magnitude >= 0x0F800000u ? magnitude | 0x7F800000u : finite;
+  return as<float>(bits | (static_cast<uint32_t>(element.bits & 0x8000) << 16));
+}
+
+inline void write(float& element, float value) { element = value; }
+inline void write(double& element, double value) { element = value; }
+inline void write(bfloat16& element, float value) {
+  const uint32_t bits = as<uint32_t>(value);
+  const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+  const bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
+  element.bits = static_cast<uint16_t>(is_nan ? 0x7FC0u : rounded);
+}
+inline void write(float16& element, float value) {
+  const uint32_t wide = as<uint32_t>(value);
+  const uint32_t sign = wide & 0x80000000u;
+  const uint32_t magnitude_bits = wide & 0x7FFFFFFFu;
+  const float scaled = (as<float>(magnitude_bits) * 0x1.0p+112f) * 0x1.0p-110f;
+  uint32_t bias = (wide + wide) & 0xFF000000u;
+  bias = bias < 0x71000000u ? 0x71000000u : bias;
+  const uint32_t bits = as<uint32_t>(as<float>((bias >> 1) + 0x07800000u) + scaled);
+  const uint32_t finite = ((bits >> 13) & 0x00007C00u) + (bits & 0x00000FFFu);
+  const uint32_t result = magnitude_bits > 0x7F800000u ? 0x7E00u : finite;
+  element.bits = static_cast<uint16_t>((sign >> 16) | result);
+}
+"""
+"""Elements of each type as numbers, and numbers rounded to them; every NaN is one of the same bits."""
+
 PRELUDE = f"""
 {STANDARD.strip()}
 
@@ -157,68 +203,7 @@ namespace {{
 
 enum Control {{ NORM = 0, SKIP = 1, INVERSE_SCALE = 2, UNSCALE = 3, CLIP = 7 }};
 
-struct bfloat16 {{ uint16_t bits; }};
-struct float16 {{ uint16_t bits; }};
-
-inline float read(const float& element) {{ return element; }}
-inline double read(const double& element) {{ return element; }}
-inline float read(const int8_t& element) {{ return element; }}
-inline float read(const uint8_t& element) {{ return element; }}
-inline float read(const bfloat16& element) {{
-  const uint32_t bits = static_cast<uint32_t>(element.bits) << 16;
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}}
-inline float read(const float16& element) {{
-  const uint32_t wide = static_cast<uint32_t>(element.bits) << 16;
-  const uint32_t sign = wide & 0x80000000u;
-  const uint32_t shifted = wide + wide;
-  const uint32_t normal_bits = (shifted >> 4) + (0xE0u << 23);
-  const uint32_t small_bits = (shifted >> 17) | (126u << 23);
-  float normal, small;
-  std::memcpy(&normal, &normal_bits, 4);
-  std::memcpy(&small, &small_bits, 4);
-  normal *= 0x1.0p-112f;
-  small -= 0.5f;
-  const float magnitude = shifted < (1u << 27) ? small : normal;
-  uint32_t bits;
-  std::memcpy(&bits, &magnitude, 4);
-  bits |= sign;
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}}
-
-inline void write(float& element, float value) {{ element = value; }}
-inline void write(double& element, double value) {{ element = value; }}
-inline void write(bfloat16& element, float value) {{
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-  const bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
-  element.bits = static_cast<uint16_t>(is_nan ? 0x7FC0u : rounded);
-}}
-inline void write(float16& element, float value) {{
-  uint32_t wide;
-  std::memcpy(&wide, &value, 4);
-  const uint32_t sign = wide & 0x80000000u;
-  const uint32_t magnitude_bits = wide & 0x7FFFFFFFu;
-  float magnitude;
-  std::memcpy(&magnitude, &magnitude_bits, 4);
-  const float scaled = (magnitude * 0x1.0p+112f) * 0x1.0p-110f;
-  uint32_t bias = (wide + wide) & 0xFF000000u;
-  bias = bias < 0x71000000u ? 0x71000000u : bias;
-  const uint32_t base_bits = (bias >> 1) + 0x07800000u;
-  float base;
-  std::memcpy(&base, &base_bits, 4);
-  base += scaled;
-  uint32_t bits;
-  std::memcpy(&bits, &base, 4);
-  const uint32_t finite = ((bits >> 13) & 0x00007C00u) + (bits & 0x00000FFFu);
-  const uint32_t result = magnitude_bits > 0x7F800000u ? 0x7E00u : finite;
-  element.bits = static_cast<uint16_t>((sign >> 16) | result);
-}}
+{ELEMENTS.strip()}
 
 // Conversions of storage formats.
 inline bfloat16 to_bfloat16(float value) {{
@@ -231,26 +216,14 @@ inline float16 to_float16(float value) {{
   write(element, value);
   return element;
 }}
-inline int32_t bits_of(float value) {{
-  int32_t bits;
-  std::memcpy(&bits, &value, 4);
-  return bits;
-}}
+inline int32_t bits_of(float value) {{ return as<int32_t>(value); }}
 inline int32_t bits_of(const bfloat16& element) {{ return static_cast<int16_t>(element.bits); }}
 inline int32_t bits_of(const float16& element) {{ return static_cast<int16_t>(element.bits); }}
 inline int32_t bits_of(const int16_t& element) {{ return element; }}
 inline int32_t bits_of(const int8_t& element) {{ return element; }}
 inline int32_t bits_of(const uint8_t& element) {{ return element; }}
-inline int64_t bits_of(double value) {{
-  int64_t bits;
-  std::memcpy(&bits, &value, 8);
-  return bits;
-}}
-inline float float_of(int32_t bits) {{
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}}
+inline int64_t bits_of(double value) {{ return as<int64_t>(value); }}
+inline float float_of(int32_t bits) {{ return as<float>(bits); }}
 
 // Both values are computed already. It selects bits, because the vectorizer gives up on some nests of branches.
 template <class T, class Bits> inline T select_bits(bool condition, T if_true, T if_false) {{
