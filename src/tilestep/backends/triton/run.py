@@ -61,11 +61,10 @@ is reduced once."""
 _MEASURING = {"maxnreg": 80}
 """Registers of a thread that measures: 24 warps run on a multiprocessor of a GPU. Left alone, the compiler takes up to
 140, though it needs none of them in the loop over whole tiles."""
-_REGISTERS, _FEWER_REGISTERS, _RANDOM_REGISTERS = 64, 56, 80
-"""Of a thread where tiles are of blocks, whose programs then are enough to hide what they wait for; fewer where loads
-run ahead into shared memory, more where numbers are rounded at random."""
-_WIDE_REGISTERS, _MORE_REGISTERS = 80, 96
-"""Where arrays are of four bytes, or states are three; more where states are four and arrays of four bytes."""
+_REGISTERS, _MORE_REGISTERS, _WIDE_REGISTERS = 56, 80, 96
+"""Of a thread where tiles are of blocks, whose programs then are enough to hide what they wait for; more where numbers
+are rounded at random, states are three or arrays are of four bytes; most where states are four and arrays of four
+bytes."""
 _RUNS_REGISTERS, _MOST_REGISTERS = 112, 128
 """Where a thread has two runs of eight neighbours; more where it draws random bits for three arrays, or for two whose
 codes share a byte, and where states are three."""
@@ -280,16 +279,14 @@ class CudaSegment(Segment):
     def _registers(self, runs: int) -> int:
         """Registers of a thread of a pass over blocks that has so many runs of a block."""
         spec, count = self.spec, len(self.spec.arrays)
-        # Two codes in a byte are worked out side by side, which takes more where there are masters too.
-        has_pairs = any(array.elements == 2 for array in spec.arrays)
         if spec.widest > 2:
-            return _WIDE_REGISTERS if count <= _MANY_ARRAYS else _MORE_REGISTERS
+            return _MORE_REGISTERS if count <= _MANY_ARRAYS else _WIDE_REGISTERS
         if runs > 1:
+            # Two codes in a byte are worked out side by side.
+            has_pairs = any(array.elements == 2 for array in spec.arrays)
             draws_more = spec.draws and (has_pairs or len(spec.draws) > 2)
             return _MOST_REGISTERS if draws_more or count > _FEW_ARRAYS else _RUNS_REGISTERS
-        if spec.draws or count > _FEW_ARRAYS:
-            return _RANDOM_REGISTERS
-        return _FEWER_REGISTERS if self.shape.stages > 1 and not (has_pairs and count == _FEW_ARRAYS) else _REGISTERS
+        return _MORE_REGISTERS if spec.draws or count > _FEW_ARRAYS else _REGISTERS
 
     def _prepare(self, spec: KernelSpec, name: str, grid: int, constants: Mapping[str, int]) -> Launcher:
         kernel = getattr(_module(spec), f"{spec.name}_{name}")
