@@ -131,6 +131,27 @@ def steps_are_skipped(way: str) -> None:
 
 
 @event
+def statistics_change_no_bit(way: str) -> None:
+    """One of both measures its steps, where backward updates and where some are skipped."""
+    for skips in (False, True):
+        asked = [tilestep.Stats(every=2), None]
+
+        def make(params: Any, skips: bool = skips, asked: list[Any] = asked) -> tilestep.Optimizer:
+            kind: Any = "remainder" if skips else False
+            return tilestep.SGD(
+                params, lr=0.05, momentum=0.9, master_weights=kind, skip_nonfinite=skips, stats=asked.pop()
+            )
+
+        twins = Twins(make, way, lambda skips=skips: small().to(torch.bfloat16 if skips else torch.float32))
+        for step in range(6):
+            scale = float("inf") if skips and step == 3 else 1.0
+            twins.step(step, lambda model, step, scale=scale: loss_of(model, step) * scale)
+        twins.compare()
+        assert twins.reference.skipped_steps == skips
+        assert len(twins.optimizer.stats.read()) == len(list(twins.overlapped.parameters()))
+
+
+@event
 def steps_above_a_running_mean_are_skipped(way: str) -> None:
     limit = tilestep.TimesMean(1.2, decay=0.5, warmup=2)
     twins = Twins(lambda params: adamw(params, skip_above=limit), way)

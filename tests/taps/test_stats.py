@@ -60,6 +60,14 @@ def check(optimizer: Any, params: list[torch.nn.Parameter], before: list[torch.T
             assert row[name] == pytest.approx(number, rel=bound, abs=1e-30), (place, name)
 
 
+def assert_same_bits(optimizer: Any, params: list[Any], twin: Any, plain: list[Any]) -> None:
+    """Statistics change no bit of parameters, states and step counts."""
+    assert all(map(torch.equal, params, plain))
+    for param, other in zip(params, plain):
+        mine, theirs = optimizer.state[param], twin.state[other]
+        assert mine.keys() == theirs.keys() and all(torch.equal(value, theirs[key]) for key, value in mine.items())
+
+
 KINDS = [
     *((rule, torch.float32) for rule in ("AdamW", "SGD", "Lion", "LAMB", "Adafactor", "Prodigy")),
     *((rule, torch.float64) for rule in ("AdamW", "LAMB")),
@@ -77,7 +85,7 @@ def test_numbers_are_those_of_float64_and_steps_are_the_same(rule: str, dtype: t
         give_gradients(plain, step)
         optimizer.step()
         twin.step()
-        assert all(map(torch.equal, params, plain)), step
+        assert_same_bits(optimizer, params, twin, plain)
         assert (optimizer.stats.step if step > 1 else 2) == step // 2 * 2 or step == 1
         if step % 2 == 0:
             check(optimizer, params, before, 3e-6 if dtype is torch.float32 else 1e-12)
@@ -195,6 +203,25 @@ def test_updates_lost_to_rounding(masters: bool | str) -> None:
     row = optimizer.stats.read()["0.0"]
     assert row["lost_fraction"] == (0.75 if masters is False else 0.0)
     assert row["update_norm"] == pytest.approx(1e-5 * math.sqrt(3072), rel=2e-2)
+
+
+@pytest.mark.parametrize("masters", [False, True, "remainder", "kahan", "int8"])
+def test_steps_with_masters_are_the_same_without_statistics(masters: bool | str) -> None:
+    """Also those that are skipped, and those between measured ones."""
+    runs = []
+    for stats in (tilestep.Stats(every=2), None):
+        params = parameters(torch.bfloat16)
+        optimizer = tilestep.SGD(
+            params, lr=1e-3, master_weights=masters, stats=stats, skip_nonfinite=True, track_changes=stats is not None
+        )
+        for step in range(6):
+            give_gradients(params, step)
+            if step in (2, 3):
+                params[0].grad[0, 0] = math.inf
+            optimizer.step()
+        assert optimizer.skipped_steps == 2
+        runs += [optimizer, params]
+    assert_same_bits(*runs)
 
 
 def test_float32_sums_that_lose_what_is_added_are_lost_updates() -> None:
