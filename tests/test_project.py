@@ -18,6 +18,13 @@ import tilestep
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("**/*.md"))]
 
+
+def test_every_helper_is_in_the_index() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "tests/helpers/README.md").read_text(), re.MULTILINE)
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(listed) == sorted(path.stem for path in (ROOT / "tests/helpers").glob("*.py"))
+
+
 # Stands in for Python and pip: logs what it is asked, and makes a "virtual environment" of itself.
 FAKE_PYTHON = """#!/bin/sh
 echo "$@" >> "$LOG"

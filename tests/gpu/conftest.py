@@ -28,11 +28,15 @@ FOLDERS = (
 )
 sys.path.extend(str(TESTS / folder) for folder in FOLDERS)
 
-GPUS = {"two_gpus": 2, "four_gpus": 4}
+GPUS = {"gpu": 1, "two_gpus": 2, "four_gpus": 4}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test of this folder, and skip what needs more GPUs than there are."""
+    folder = Path(__file__).parent
     for item in items:
+        if folder in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
         needed = max((count for name, count in GPUS.items() if item.get_closest_marker(name)), default=0)
         if torch.cuda.device_count() < needed:
-            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices"))
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device{'s' * (needed > 1)}"))

@@ -25,8 +25,6 @@ from tilestep.memory.offload import move_state
 from tilestep.memory.streaming import StreamedState
 from tilestep.storage import STATE_FORMATS, shape_of_entries, stored_in, values_of
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 LARGE: list[tuple[int, ...]] = [(4096, 1024), (1000, 4100), (3_000_001,)]
 
 

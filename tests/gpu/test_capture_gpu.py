@@ -20,8 +20,6 @@ from synchronization import no_synchronization
 import tilestep
 from tilestep.bench.measure import trace
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 CUDA = torch.device("cuda")
 
 

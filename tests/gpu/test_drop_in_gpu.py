@@ -10,8 +10,6 @@ import torch
 
 import tilestep
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 def compared(name: str, params: list[torch.nn.Parameter], steps: int = 3, **arguments: Any) -> None:
     """Steps of both optimizers with the same gradients; the last parameter's lie in reverse order."""

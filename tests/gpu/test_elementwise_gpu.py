@@ -9,8 +9,6 @@ from elementwise_rules import inputs, misses, rules
 import tilestep
 from tilestep import Rule
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 BOUNDS = {torch.float32: 2e-6, torch.float64: 1e-14}
 
 

@@ -21,8 +21,6 @@ import tilestep
 from tilestep.bench.measure import trace
 from tilestep.optimizer.masters import exact_values
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 CUDA = torch.device("cuda")
 CASES = [(name, storage) for storage in STORAGES for name in NAMES]
 Params = list[torch.nn.Parameter]

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import pytest
 import stateful
-import torch
 from test_stateful import FIRST, SEEDS
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.mark.parametrize("tenth", range(10))

@@ -19,8 +19,6 @@ from test_offload_ranks import shards_whose_gradients_leave
 
 import tilestep
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 __all__ = ["one_rank"]
 
 

@@ -16,8 +16,6 @@ from tilestep.linalg import COEFFICIENTS, batches, orthogonal
 from tilestep.linalg.orthogonal import gram_newton_schulz, newton_schulz, takes
 from tilestep.linalg.symmetric import BLOCKS, Blocks, symmetric_product
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 NUMBERS = (5.0, *COEFFICIENTS, 1e-7)
 SHAPES = [(256, 256), (256, 768), (768, 256), (64, 64), (24, 40), (320, 1088), (256, 768)]
 

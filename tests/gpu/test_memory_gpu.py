@@ -9,8 +9,6 @@ import torch
 
 import tilestep
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 DEVICE = "cuda"
 SHAPES = [(64, 33), (5,), (1000,), (17, 40)]
 OPTIONS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {

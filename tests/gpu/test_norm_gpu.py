@@ -15,8 +15,6 @@ from synchronization import no_synchronization
 from tilestep.bench.measure import trace
 from tilestep.norm import NormTable, clip_grad_norm_, tiles, total_norm
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 SIZES = [1, 7, 8192, 8193, 40000, 0, 33, 1024]
 
 

@@ -24,8 +24,6 @@ from tilestep.memory.offload import move_state
 from tilestep.memory.streaming import StreamedState
 from tilestep.schedules.side_stream import SideStream
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 CUDA = "cuda:0"
 HOMES: dict[str, Homes] = {
     "tiles": streamed(),

@@ -30,8 +30,6 @@ from tilestep.schedules.side_stream import SideStream
 GPUS = 2
 DURING = ("backward", "forward")
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 both = pytest.mark.parametrize("during", DURING)
 
 

@@ -11,8 +11,6 @@ from random_rows import FORMATS, check_elements, check_states, train
 
 import tilestep
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_elements_are_rounded_by_the_same_bits(dtype: torch.dtype) -> None:

@@ -10,8 +10,6 @@ import tilestep
 from tilestep.backends.triton import slices
 from tilestep.rules import Rule
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 # Full tiles, ragged ones, odd rows, small matrices in batches, and more parts of a column than are combined at once.
 SHAPES: list[Shape] = [(5, 9), (130, 70), (33, 71), (1, 6), (4, 1), (128, 512), (300, 3), (5000, 64), (64, 5001)]
 SHAPES += [(3, 4, 5), (6, 4, 3, 3), (2, 3, 70, 65), (128, 64, 3, 3), (2, 3, 1, 4, 2)]

@@ -24,8 +24,6 @@ __all__ = [
     "test_training_is_that_of_plain_torch",
 ]
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 @pytest.fixture
 def device() -> str:

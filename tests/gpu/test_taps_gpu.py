@@ -18,8 +18,6 @@ from test_stats import check, give_gradients
 import tilestep
 from tilestep.backends.triton import run
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 def on_gpu(dtype: torch.dtype) -> list[torch.nn.Parameter]:
     shapes = ((300, 257), (64, 32, 3, 3), (7,), (1,), (1000, 1001))

@@ -18,8 +18,6 @@ from tilestep.bench.tune import jobs, tune
 from tilestep.checking import check_rule
 from tilestep.tuning import CANDIDATES, STAGED, TileShape, device_key, forced_shape
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 @pytest.fixture
 def own_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

@@ -15,8 +15,6 @@ from torch_twins import argument_lists, compared
 pytest.importorskip(
     "torch.testing._internal.common_optimizers", reason="torch's own test lists need the package expecttest"
 )
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 LISTS = argument_lists()
 DTYPES = [torch.float32, torch.float64]
 
