@@ -448,6 +448,10 @@ def others_write_to_parameters(way: str) -> None:
         )
         for step in range(12):
             twins.step(step)
+            if step == 5:
+                # Of a master that was loaded, a first step has to remember which parameter it belongs to.
+                for _, optimizer in twins.pairs:
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             if step in (3, 7):
                 for model, _ in twins.pairs:
                     with torch.no_grad():

@@ -113,7 +113,17 @@ class Broken(torch.autograd.Function):
 
 
 def an_error_in_the_middle_of_backward() -> None:
-    pair = Pair(Branches(), sgd, bucket_cap_mb=TINY)
+    break_off(TINY)
+
+
+def an_error_before_a_first_bucket_is_complete() -> None:
+    """On one rank alone, which has sent nothing yet; buckets are of three branches."""
+    break_off(240 / 2**20)
+
+
+def break_off(bucket_cap_mb: float) -> None:
+    """Backward passes that ranks break off in other places, and steps after them."""
+    pair = Pair(Branches(), sgd, bucket_cap_mb=bucket_cap_mb)
     for step in range(3):
         data = inputs(3, 4)
         depth = 1 + (dist.get_rank() + step) % 3
@@ -130,6 +140,10 @@ def an_error_in_the_middle_of_backward() -> None:
         else:
             # Without zero_grad the gradients there are count, as in torch; the next pass must not hang.
             run(pair, [[0, 1, 2, 3, 4, 5]])
+            for param in pair.model.parameters():
+                first = param.detach().clone()
+                dist.broadcast(first, 0)
+                assert torch.equal(first, param)
             pair.twin.load_state_dict(pair.model.state_dict())
             pair.twin_optimizer.load_state_dict(pair.optimizer.full_state_dict())
         pair.compare()
@@ -383,6 +397,7 @@ CHECKS = [
     a_rank_that_uses_what_was_thawed_alone,
     parameters_used_twice_and_shared,
     an_error_in_the_middle_of_backward,
+    an_error_before_a_first_bucket_is_complete,
     modules_that_peek_at_each_other,
     parameters_read_right_after_the_step,
     compiled_models,
