@@ -42,14 +42,13 @@ def beside(bench: Bench) -> dict[str, Any]:
         bench.backward(trained, batch)
         trained.step()
     bench.backward(trained, 1)
-    sharding = trained.optimizer.schedule.sharding
     trained.optimizer.schedule.complete_gradients(trained.optimizer)
-    for group in sharding.inner.param_groups:
+    for group in trained.optimizer.param_groups:
         group["max_grad_norm"] = None
     elements = sum(param.numel() for param in trained.model.parameters())
     makers: dict[str, Callable[[], Work]] = {
         "nothing": lambda: lambda: None,
-        "update": lambda: sharding.inner.update,
+        "update": lambda: trained.optimizer.update,
         "gathers": lambda: _gathers(bench, elements, dist.group.WORLD),
         "sums": lambda: _sums(bench, elements),
     }
@@ -71,7 +70,7 @@ def beside(bench: Bench) -> dict[str, Any]:
         }
         for count in (16, 32, 64):
             makers[f"{LIMITED} {count} multiprocessors"] = lambda count=count: _limited(
-                bench, sharding.inner.update, count
+                bench, trained.optimizer.update, count
             )
     makers = {name: make for name, make in makers.items() if not bench.only or name == "nothing" or name in bench.only}
     works, failures = _made(bench, makers)

@@ -116,12 +116,12 @@ def _memory(bench: Bench, trained: Trained, before: int, construction: int) -> d
 
 def _parts_of_a_step(bench: Bench, trained: Trained) -> dict[str, Any]:
     """What a step does, each alone and again and again; the update in turns with a copy."""
-    sharding = trained.optimizer.schedule.sharding
+    optimizer, members = trained.optimizer, trained.optimizer.schedule.sharding.members
     bench.backward(trained, 1)
     trained.optimizer.schedule.complete_gradients(trained.optimizer)
-    inner, count = sharding.inner, 3 if bench.quick else 20
-    found: dict[str, Any] = {"clip_and_update_ms": bench.elapsed(inner.update, count)}
-    for group in inner.param_groups:
+    count = 3 if bench.quick else 20
+    found: dict[str, Any] = {"clip_and_update_ms": bench.elapsed(optimizer.update, count)}
+    for group in optimizer.param_groups:
         group["max_grad_norm"] = None
 
     def gather() -> None:
@@ -132,7 +132,7 @@ def _parts_of_a_step(bench: Bench, trained: Trained) -> dict[str, Any]:
     size = 2**20 if bench.quick else 2**30
     source = torch.ones(size, dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
-    works = {"update_ms": inner.update, "copy_ms": lambda: target.copy_(source)}
+    works = {"update_ms": optimizer.update, "copy_ms": lambda: target.copy_(source)}
     times: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(-1, 3 if bench.quick else 9):
         for name, work in works.items():
@@ -140,7 +140,7 @@ def _parts_of_a_step(bench: Bench, trained: Trained) -> dict[str, Any]:
             if turn >= 0:
                 times[name].append(measured)
     found.update({name: quartiles(values) for name, values in times.items()})
-    pieces = sum(piece.numel() for group in inner.param_groups for piece in group["params"])
+    pieces = sum(member.piece.numel() for member in members if member.piece is not None)
     moved = pieces * BYTES_OF_AN_UPDATE / found["update_ms"]["median"] * 1e3
     copied = 2 * size / found["copy_ms"]["median"] * 1e3
     trained.drop()

@@ -664,8 +664,9 @@ def of_placement() -> None:
     """The package `placement`.
 
     >>> import torch
-    >>> from tilestep.placement.placement import Origin
-    >>> Origin(torch.zeros(2, 3), 2, (1, 0)).logical(torch.tensor([0, 1]))
+    >>> from tilestep.placement import Share
+    >>> param = torch.zeros(2, 3)
+    >>> Share("", "", param, param.view(-1)[2:], 0, {}, 0, start=2, order=(1, 0)).logical(torch.tensor([0, 1]))
     tensor([1, 4])
 
     >>> import torch

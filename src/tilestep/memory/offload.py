@@ -144,17 +144,13 @@ def choose(optimizer: Optimizer, device: torch.device, where: str | None) -> tup
 @torch.no_grad()
 def move_state(optimizer: Optimizer, memory: OffloadedState, where: str, reason: str) -> OffloadedOptimizer:
     """Give an optimizer's state another memory."""
-    owner = optimizer.schedule.updating(optimizer)
-    with unchanged_on_error(owner):
-        owner.take_memory(memory)
-        memory.attach_to(owner, where, reason)
+    with unchanged_on_error(optimizer):
+        optimizer.take_memory(memory)
+        memory.attach_to(optimizer, where, reason)
     names: tuple[str, ...] = ("offload in place",)
     if where != "here":
         options = {"offload to the CPU": where == "cpu", "offload of gradients": memory.keeps_gradients}
         names = ("offload", *(name for name, is_chosen in options.items() if is_chosen))
-    for target in {id(target): target for target in (owner, optimizer)}.values():
-        target.memory = memory
-        offers = {"offload_report": memory.offload_report}
-        target.attach(names, offers=offers if hasattr(target, "wait") else {**offers, "wait": memory.wait})
-    optimizer.schedule.states_replaced(optimizer)
+    offers = {"offload_report": memory.offload_report}
+    optimizer.attach(names, offers=offers if hasattr(optimizer, "wait") else {**offers, "wait": memory.wait})
     return cast(OffloadedOptimizer, optimizer)

@@ -19,7 +19,7 @@ from ..errors import OffloadError
 from ..optimizer import Optimizer
 from ..optimizer.build import spec_of
 from ..optimizer.optimizer import Attached, AttachedType
-from ..optimizer.parameters import iter_params
+from ..optimizer.parameters import shares_of
 from ..placement import is_distributed
 from ..placement.local import local_part
 from ..runtime import Stale, grad_dtype, is_dense
@@ -46,7 +46,8 @@ def plan_for(optimizer: Optimizer) -> Plan:
     """The bytes that an update of an optimizer's parameters moves."""
     totals = [0.0] * 6
     widths: dict[tuple[int, torch.dtype, torch.dtype], tuple[float, ...]] = {}
-    for _, _, group, param in iter_params(optimizer):
+    for share in shares_of(optimizer):
+        param, group = share.holder, share.group
         if param.is_meta:
             continue
         part = local_part(param)

@@ -21,6 +21,7 @@ from ..placement import (
     LocalGradients,
     MatrixExchange,
     ReductionGroup,
+    Share,
     SharedSums,
     checked_part,
     distribute,
@@ -37,14 +38,13 @@ from .control import DeviceControl
 from .groups import about_group, check_flags, deciding_keys, sorted_for
 from .masters import MASTER_KEYS, Masters, check_master
 from .parameters import (
-    Listed,
     Optimizer,
     check_not_shared,
     check_pairs,
     check_parameter,
     further_rounds,
     iter_params,
-    listed_once,
+    shares_of,
 )
 from .plan import StepPlan
 from .states import (
@@ -81,7 +81,7 @@ BySpec = Sequence[tuple[KernelSpec, Sequence[Entry]]]
 def build_engines(
     optimizer: Optimizer,
     by_device: Mapping[torch.device, BySpec],
-    members: Mapping[int, torch.Tensor],
+    members: Mapping[int, Share],
     keys: Sequence[Sequence[str]],
 ) -> tuple[list[DeviceEngine], list[DeviceControl], dict[Any, list[int]]]:
     """Make the engines, the control numbers of each device, and the places of the engines of each part."""
@@ -93,8 +93,10 @@ def build_engines(
         divided: dict[Any, dict[int, tuple[KernelSpec, list[Entry]]]] = {}
         for spec, entries in by_spec:
             for entry in entries:
-                own = divided.setdefault(optimizer.schedule.part_of(members[id(entry)]), {})
+                own = divided.setdefault(optimizer.schedule.part_of(members[id(entry)].param), {})
                 own.setdefault(id(spec), (spec, []))[1].append(entry)
+        # A rank without shares decides steps together with the others, by an engine without tensors.
+        divided = divided or {None: {}}
         control = DeviceControl(device)
         controls.append(control)
         cut = [memory.split_segments(list(own.values())) for own in divided.values()]
@@ -117,11 +119,9 @@ _NUMBERS = (float, int, type(None))
 
 @dataclass
 class _Planned:
-    """A parameter that is updated, before it has its entry in an engine."""
+    """A share that is updated, before it has its entry in an engine."""
 
-    label: str
-    group_index: int
-    param: torch.Tensor
+    share: Share
     graph: Graph
     spec: KernelSpec
     state: dict[str, Any]
@@ -148,13 +148,13 @@ class _Kind:
 _Kinds = dict[tuple[Any, ...], _Kind | None]  # None where parameters of each shape are a kind of their own
 
 
-def _kind_of(optimizer: Optimizer, kinds: _Kinds, listed: Listed, part: torch.Tensor) -> _Kind:
+def _kind_of(optimizer: Optimizer, kinds: _Kinds, share: Share, part: torch.Tensor) -> _Kind:
     """The graph and the kernels of a parameter, of which this rank has a part; made once for all of its kind."""
-    label, group_index, group, param = listed
-    full = optimizer.placement.wholes.get(param, param)
+    label, group, param = share.label, share.group, share.holder
+    full = param if share.whole is None else share.whole
     shape = torch.Size((*full.shape, 2)) if full.is_complex() else full.shape
-    is_split_pair = param.is_complex() and is_distributed(param)
-    base: tuple[Any, ...] = (group_index, len(shape), param.dtype, is_split_pair, grad_dtype(param), part.device.type)
+    is_split_pair, device = param.is_complex() and is_distributed(param), part.device.type
+    base: tuple[Any, ...] = (share.group_index, len(shape), param.dtype, is_split_pair, grad_dtype(param), device)
     if "state_dtype" in group:
         base = (*base, label, shape)
     key = (*base, shape) if kinds.get(base, base) is None else base
@@ -182,8 +182,7 @@ def _kind_of(optimizer: Optimizer, kinds: _Kinds, listed: Listed, part: torch.Te
         if own not in READABLE:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in READABLE)
             raise GradientError(f"{label} has gradients of {own}, by its grad_dtype; supported are {names}")
-        named = "" if optimizer.placement.has_own_names else label
-        formats = storages(part, group, graph, rule, own, named, shape)
+        formats = storages(part, group, graph, rule, own, share.listed, shape)
         if param.is_complex():
             check_complex_states(label, formats)
         if is_distributed(param):
@@ -208,9 +207,9 @@ def check_params(optimizer: Optimizer) -> None:
     specs: dict[tuple[int, torch.device], KernelSpec] = {}
     gaps: set[tuple[int, torch.device]] = set()
     memory, state = optimizer.memory, vars(optimizer)["state"]
-    for listed in listed_once(optimizer):
-        label, _, group, param = listed
-        if not _begins(param, state, all_that_train=True):
+    for share in shares_of(optimizer):
+        label, group, param = share.label, share.group, share.holder
+        if not _begins(share, state, all_that_train=True):
             continue
         if not memory.is_beside:
             memory.check(label, param)
@@ -218,7 +217,7 @@ def check_params(optimizer: Optimizer) -> None:
         part = as_real(part) if part.is_complex() else part
         if "master_weights" in group:
             check_master(label, part.dtype, group)
-        spec = _kind_of(optimizer, kinds, listed, part).spec
+        spec = _kind_of(optimizer, kinds, share, part).spec
         if (type(part) in _PLAIN and not part.is_meta) or not is_unreal(part):
             by_device.setdefault(part.device, []).append((label, part))
             key = id(spec), part.device
@@ -247,40 +246,42 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
     memory = optimizer.memory
     together = begins_together(optimizer)
     every = ahead or together
-    stepped: list[Listed] = []
+    stepped: list[Share] = []
     dormant: list[torch.Tensor] = []
-    for listed in listed_once(optimizer):
-        if _begins(listed[3], state, all_that_train=every):
-            stepped.append(listed)
+    for share in shares_of(optimizer):
+        if _begins(share, state, all_that_train=every):
+            stepped.append(share)
         else:
-            dormant.append(listed[3])
-    memory.begin([(label, param) for label, _, _, param in stepped])
+            dormant.append(share.holder)
+    memory.begin([(share.label, share.holder) for share in stepped])
     requests, kinds, exchanges = BufferRequests(), _Kinds(), dict[Any, MatrixExchange]()
-    planned = [_planned(optimizer, kinds, listed, state.get(listed[3], {}), requests) for listed in stepped]
+    planned = [_planned(optimizer, kinds, share, state.get(share.param, {}), requests) for share in stepped]
     for one in planned:
-        if one.spec.program.matrices.scratch and not is_whole(one.param):
-            one.exchange = take_in_matrix(exchanges, one.label, one.param, everywhere=bool(one.graph.matrix_states))
+        label, holder = one.share.label, one.share.holder
+        if one.spec.program.matrices.scratch and not is_whole(holder):
+            one.exchange = take_in_matrix(exchanges, label, holder, everywhere=bool(one.graph.matrix_states))
     fill_buffers(requests, memory)
     fresh = {id(one.state[key]) for key in MASTER_KEYS for one in requests.get(key, ()) if one.source is None}
     unreal = [one for one in planned if one.is_unreal]
     for one in unreal:
-        state[one.param] = state.entry(_distributed(one.state, one.param, one.graph))
+        state[one.share.param] = state.entry(_distributed(one.state, one.share.holder, one.graph))
     planned = [one for one in planned if not one.is_unreal]
-    sharded = [(one.label, one.param) for one in planned if is_distributed(one.param)]
+    sharded = [(one.share.label, one.share.param) for one in planned if is_distributed(one.share.param)]
     mesh_ranks = ReductionGroup.of_tensors(sharded) if sharded else None
     for one in planned:
-        before = state.get(one.param)
-        is_ahead = ahead or (one.param.grad is None and not together)
+        share = one.share
+        before = state.get(share.param)
+        is_ahead = ahead or (share.holder.grad is None and not together)
         if before:
             is_ahead = isinstance(before, ParameterState) and before.is_ahead
-        state[one.param] = state.entry(_distributed(one.state, one.param, one.graph), is_ahead=is_ahead)
-    engines, controls, places, members = _engines(optimizer, planned, mesh_ranks)
-    stated = [(one.param, optimizer.param_groups[one.group_index], one.state) for one in planned]
+        state[share.param] = state.entry(_distributed(one.state, share.holder, one.graph), is_ahead=is_ahead)
+    engines, controls, places, shares = _engines(optimizer, planned, mesh_ranks)
+    stated = [(one.share.holder, one.share.group, one.state) for one in planned]
     plan = StepPlan(
         engines=engines,
-        members=members,
+        shares=shares,
         dormant=dormant,
-        unreal=[one.param for one in unreal],
+        unreal=[one.share.param for one in unreal],
         groups=list(optimizer.param_groups),
         params=params,
         state=state,
@@ -293,7 +294,7 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
         controls=controls,
         home=memory,
         further_rounds=further_rounds(optimizer),
-        ahead=[one.param for one in planned if state[one.param].is_ahead],
+        ahead=[one.share for one in planned if state[one.share.param].is_ahead],
     )
     if mesh_ranks is not None:
         plan.local_gradients = [
@@ -317,16 +318,16 @@ def begin_at_once(optimizer: Optimizer) -> None:
     kinds, requests = _Kinds(), BufferRequests()
     planned = [
         _planned(optimizer, kinds, one, {}, requests)
-        for one in listed_once(optimizer)
-        if optimizer.rule_of(one[2]).at_once
-        and not optimizer.state.get(one[3])
-        and not one[3].is_meta
-        and _begins(one[3], {}, all_that_train=True)
+        for one in shares_of(optimizer)
+        if optimizer.rule_of(one.group).at_once
+        and not optimizer.state.get(one.param)
+        and not one.param.is_meta
+        and _begins(one, {}, all_that_train=True)
     ]
     fill_buffers(requests, optimizer.memory)
     state = _watched(optimizer)
     for one in planned:
-        state[one.param] = state.entry(_distributed(one.state, one.param, one.graph), is_ahead=True)
+        state[one.share.param] = state.entry(_distributed(one.state, one.share.holder, one.graph), is_ahead=True)
 
 
 def _watched(optimizer: Optimizer) -> WatchedState:
@@ -339,14 +340,13 @@ def _watched(optimizer: Optimizer) -> WatchedState:
 def _planned(
     optimizer: Optimizer,
     kinds: _Kinds,
-    listed_param: Listed,
+    share: Share,
     values: Mapping[str, Any],
     requests: BufferRequests,
     live: Mapping[str, Any] | None = None,
 ) -> _Planned:
     """A parameter with its kernels and state; `values` and `live` are those of `StateTemplate.begin`."""
-    label, group_index, group, param = listed_param
-    memory = optimizer.memory
+    label, group, param, memory = share.label, share.group, share.holder, optimizer.memory
     # Most are plain tensors, which were checked when they were added.
     is_plain = type(param) in _PLAIN and not param.is_meta and not param.is_complex()
     local = param if is_plain and live is not None else _checked(optimizer, label, param)
@@ -355,7 +355,7 @@ def _planned(
         part = memory.part(param, part)
     if "master_weights" in group:
         check_master(label, part.dtype, group)
-    kind = _kind_of(optimizer, kinds, listed_param, part)
+    kind = _kind_of(optimizer, kinds, share, part)
     graph, template = kind.graph, kind.template
     unreal = not is_plain and is_unreal(local)
 
@@ -374,7 +374,7 @@ def _planned(
     ):
         values, live = kernel_values(values), None if live is None else kernel_values(live)
     state = template.begin(label, part, group, values, requests, memory, param.shape, live)
-    return _Planned(label, group_index, param, graph, kind.spec, state, is_unreal=unreal)
+    return _Planned(share, graph, kind.spec, state, is_unreal=unreal)
 
 
 def _checked(optimizer: Optimizer, label: str, param: torch.Tensor) -> torch.Tensor:
@@ -406,16 +406,20 @@ def loaded_states(
     together = begins_together(optimizer)
     begun = [
         one
-        for one in listed_once(optimizer)
-        if one[3] in saved
-        or (one[3].requires_grad and (together or is_distributed(one[3])) and _begins(one[3], {}, all_that_train=True))
+        for one in shares_of(optimizer)
+        if one.param in saved
+        or (
+            one.holder.requires_grad
+            and (together or is_distributed(one.param))
+            and _begins(one, {}, all_that_train=True)
+        )
     ]
-    optimizer.memory.begin([(label, param) for label, _, _, param in begun])
+    optimizer.memory.begin([(one.label, one.holder) for one in begun])
     live = optimizer.state
     planned = [
-        _planned(optimizer, kinds, one, saved.get(one[3], {}), requests, live.get(one[3], {}))
+        _planned(optimizer, kinds, one, saved.get(one.param, {}), requests, live.get(one.param, {}))
         for one in begun
-        if saved and not one[3].is_meta
+        if saved and not one.param.is_meta
     ]
     absent = [
         (name, id(request.state))
@@ -424,7 +428,7 @@ def loaded_states(
         for request in missing
         if request.source is None
     ]
-    labels = {id(one.state): one.label for one in planned if absent and has_begun(saved.get(one.param, {}))}
+    labels = {id(one.state): one.share.label for one in planned if absent and has_begun(saved.get(one.share.param, {}))}
     for name, state in absent:
         if state in labels:
             raise StateError(
@@ -433,37 +437,35 @@ def loaded_states(
             )
     fill_buffers(requests, optimizer.memory)
     return {
-        one.param: one.state
-        if type(one.param) in _PLAIN and not one.param.is_complex()
-        else _distributed(one.state, one.param, one.graph)
+        one.share.param: one.state
+        if type(one.share.holder) in _PLAIN and not one.share.holder.is_complex()
+        else _distributed(one.state, one.share.holder, one.graph)
         for one in planned
     }
 
 
 def _engines(
     optimizer: Optimizer, planned: Sequence[_Planned], mesh_ranks: ReductionGroup | None
-) -> tuple[list[DeviceEngine], list[DeviceControl], Any, list[list[torch.Tensor]]]:
-    """The engines of planned parameters, their controls, their places by part, and their parameters."""
+) -> tuple[list[DeviceEngine], list[DeviceControl], Any, list[list[Share]]]:
+    """The engines of planned shares, their controls, their places by part, and for each engine its shares."""
     parts: dict[torch.device, dict[int, tuple[KernelSpec, list[Entry]]]] = {}
-    members: dict[int, torch.Tensor] = {}
-    ordinals: dict[torch.Tensor, int] = {}
-    if any(one.spec.draws for one in planned):
-        for ordinal, (_, _, _, param) in enumerate(iter_params(optimizer.placement.owner(optimizer))):
-            ordinals.setdefault(param, ordinal)
+    if not planned and optimizer.placement.device is not None:
+        parts[optimizer.placement.device] = {}
+    members: dict[int, Share] = {}
     for one in planned:
-        entry = _entry(optimizer, one)
+        entry, share = _entry(optimizer, one), one.share
+        # The random bits of an element do not depend on the mesh: they depend on parameter and index.
+        entry.ordinal = share.ordinal
         if one.spec.draws:
-            # The random bits of an element do not depend on the mesh: they depend on parameter and index.
-            pair, piece = 2 if one.param.is_complex() else 1, optimizer.placement.origin(one.param)
-            if piece is not None:
-                entry.ordinal, entry.origin = ordinals[piece.param], pair * (piece.start or 0)
-            if is_distributed(one.param):
-                entry.origin = pair * first_index(one.param, one.label)
-                strides = tuple(pair * stride for stride in one.param.stride())
+            pair = 2 if share.param.is_complex() else 1
+            entry.origin = pair * (share.start or 0)
+            if is_distributed(share.param):
+                entry.origin = pair * first_index(share.param, share.label)
+                strides = tuple(pair * stride for stride in share.param.stride())
                 entry.strides = (*strides, 1) if pair > 1 else strides
-        entry.share = 1.0 if mesh_ranks is None else mesh_ranks.share(one.param)
+        entry.share = 1.0 if mesh_ranks is None else mesh_ranks.share(share.holder)
         optimizer.memory.on_entry(one.spec, entry)
-        members[id(entry)] = one.param
+        members[id(entry)] = share
         parts.setdefault(entry.param.device, {}).setdefault(id(one.spec), (one.spec, []))[1].append(entry)
     for by_spec in parts.values():
         entries = [entry for _, entries in by_spec.values() for entry in entries]
@@ -480,7 +482,7 @@ def _engines(
     for engine in engines:
         states = []
         for entry in engine.entries:
-            own = optimizer.state[members[id(entry)]]
+            own = optimizer.state[members[id(entry)].param]
             own.update({**entry.scalars, **entry.matrices})
             states += [own[name] for name in (*entry.arrays, *entry.scalars, *entry.matrices) if name in own]
         engine.watch_states(states)
@@ -488,20 +490,21 @@ def _engines(
 
 
 def _entry(optimizer: Optimizer, one: _Planned) -> Entry:
-    """A parameter as an engine sees it."""
-    part = optimizer.memory.part(one.param, as_real(local_part(one.param)))
+    """A share as an engine sees it."""
+    share, holder = one.share, one.share.holder
+    part = optimizer.memory.part(holder, as_real(local_part(holder)))
     scratch = one.spec.program.matrices.scratch
     names = [array.name for array in one.spec.arrays if array.name not in scratch]
     arrays = {name: part if name == "param" else one.state[name] for name in names}
     scalars = {name: one.state[name] for name in ("step", *one.graph.scalar_states)}
     # A complex parameter shares its version counter with its view.
-    is_view = one.param.is_complex() and not is_distributed(one.param)
-    full = optimizer.placement.wholes.get(one.param) if part is one.param or is_view else one.param
-    entry = Entry(one.label, part, arrays, scalars, one.group_index, full)
+    is_view = holder.is_complex() and not is_distributed(holder)
+    full = share.whole if part is holder or is_view else holder
+    entry = Entry(share.label, part, arrays, scalars, share.group_index, full)
     entry.matrices = {name: one.state[name] for name in one.graph.matrix_states}
     entry.only_read = set(one.graph.states).difference(one.graph.outputs)
     entry.exchange = one.exchange
-    entry.in_norm = optimizer.param_groups[one.group_index].get("in_norm", True)
+    entry.in_norm = share.group.get("in_norm", True)
     return entry
 
 
@@ -527,15 +530,16 @@ def begins_together(optimizer: Optimizer) -> bool:
     return schedule.begins_together or not optimizer.memory.is_beside or control.joint is not None
 
 
-def _begins(param: torch.Tensor, state: Mapping[Any, Any], *, all_that_train: bool) -> bool:
-    """Whether a parameter takes part in steps."""
+def _begins(share: Share, state: Mapping[Any, Any], *, all_that_train: bool) -> bool:
+    """Whether a share takes part in steps."""
+    param = share.holder
     # A lazy module's parameter has no shape before the first forward.
     if is_lazy(param):
         return False
     if param.grad is not None:
         return True
     trains = param.requires_grad and (all_that_train or is_distributed(param))
-    return not param.is_meta and (trains or bool(state.get(param)))
+    return not param.is_meta and (trains or bool(state.get(share.param)))
 
 
 def is_unreal(tensor: Any) -> bool:

@@ -205,8 +205,11 @@ def _before_first_steps(optimizer: Optimizer, saved: Mapping[Any, Mapping[str, A
     }
 
 
-def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Load a checkpoint's groups and states as torch does, but without casts, and completely or not at all."""
+def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> set[torch.Tensor]:
+    """Load a checkpoint's groups and states as torch does, but without casts, and completely or not at all.
+
+    Gives the parameters of which the checkpoint has states, on whatever rank these are.
+    """
     # Values are copied into new buffers, so that tensors which users have are not written to. The optimizer's own
     # buffers, as after `dcp.load` in place, stay. Present tables and graphs are not used any more.
     try:
@@ -218,10 +221,10 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
             saved = _saved_states(optimizer, state_dict)
             states = loaded_states(optimizer, saved)
             for param, values in saved.items():
-                state = states.setdefault(param, dict(values))
+                state, holder = states.setdefault(param, dict(values)), optimizer.placement.holder(param)
                 if values.get(TRAINING) is not None:
                     # The checkpoint was written while the parameters held their averages.
-                    state[TRAINING] = distribute(torch.empty_like(local_part(param), requires_grad=False), param)
+                    state[TRAINING] = distribute(torch.empty_like(local_part(holder), requires_grad=False), holder)
                     copy_into(state[TRAINING], values[TRAINING].detach())
             numbers = {number for group in state_dict["param_groups"] for number in group["params"]}
             others = {key: value for key, value in state_dict["state"].items() if key not in numbers}
@@ -229,6 +232,9 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
             optimizer.take_states({**states, **others}, ahead, state_dict["param_groups"])
             for hook in load_hooks(optimizer)[1]:
                 hook(optimizer)
+            keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            return {param for key, param in zip(keys, params) if state_dict["state"].get(key)}
     except BaseException:
         if not optimizer.memory.is_beside:
             # The memory has freed buffers of the plan.
@@ -350,24 +356,26 @@ def _numbers(value: Any) -> Any:
     return float(value) if isinstance(value, torch.Tensor) else value
 
 
-def _saved_states(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[torch.Tensor, dict[str, Any]]:
-    """A checkpoint's values for each parameter, with names and shapes checked."""
-    checked: dict[torch.Tensor, dict[str, Any]] = {}
+def _saved_states(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[torch.Tensor, Mapping[str, Any]]:
+    """A checkpoint's values for this rank's share of each parameter, with names and shapes checked."""
+    checked: dict[torch.Tensor, Mapping[str, Any]] = {}
     readers: dict[tuple[int, torch.dtype], _StateReader] = {}
     keys = [(key, saved) for saved in state_dict["param_groups"] for key in saved["params"]]
     live = optimizer.state
-    for (key, saved), (label, index, group, param) in zip(keys, iter_params(optimizer)):
-        values = state_dict["state"].get(key, {})
+    for ordinal, ((key, saved), listed) in enumerate(zip(keys, iter_params(optimizer))):
+        values, (_, index, group, param) = state_dict["state"].get(key, {}), listed
+        share = optimizer.placement.share(listed, ordinal)
         # An empty state has not begun.
-        if _NOTHING.issuperset(map(type, values.values())):
+        if share is None or _NOTHING.issuperset(map(type, values.values())):
             continue
+        label = share.label
         reader = readers.get((index, param.dtype))
         if reader is None:
             reader = readers[index, param.dtype] = _StateReader(optimizer.rule_of(group), param.dtype, group)
         if not reader.names.issuperset(values) or not _PLAIN.issuperset(map(type, values.values())):
             values = read_by_value(Saved(label, values, saved, reader.rule, param))
             reader.check_names(label, values, live.get(param, {}))
-        checked[param] = reader.read(label, param, values)
+        checked[param] = optimizer.placement.own_state(share, reader.rule, reader.read(label, param, values))
     return checked
 
 

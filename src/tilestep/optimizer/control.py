@@ -564,13 +564,13 @@ class JointGradNorm:
         members = self._living()
         carries = bool(stepping.control.gradients_scaled) or getattr(stepping, "grad_scale", None) is not None
         # A scaler marks optimizers that it has stepped or unscaled, and no others.
-        others = [member for member in members if member.schedule.updating(member) is not stepping]
+        others = [member for member in members if member is not stepping]
         if any(other.control.gradients_scaled not in (None, carries) for other in others):
             raise GradientError(
                 "joint_norm: gradients of some of its optimizers carry a loss scale and others' do not: unscale those "
                 "of all of them, or of none, before the first steps; nothing was updated"
             )
-        sums = [member.power_sum(prepared=member.schedule.updating(member) is stepping) for member in members]
+        sums = [member.power_sum(prepared=member is stepping) for member in members]
         total = combined([own for own in sums if own is not None])
         if self._group is not None:
             total = total.clone()

@@ -52,7 +52,7 @@ from .control import SkipPolicy, StepControl, TimesMean
 from .graphs import Graphs, step_in_capture
 from .groups import about_group, check_group, current_value, find_rule, without_defaults
 from .masters import MASTER_KEYS, Masters, MasterWeights, exact_values
-from .parameters import iter_params, param_states
+from .parameters import param_states, shares_of
 from .plan import StepPlan
 from .states import (
     SQUARES,
@@ -285,46 +285,43 @@ class Optimizer(torch.optim.Optimizer):
             >>> [group["lr"] for group in optimizer.param_groups]
             [0.001, 0.0001]
         """
-        if self.schedule is AT_STEP:
-            self._add_param_group(param_group)
-        else:
+        with unchanged_on_error(self):
             self.schedule.add_param_group(param_group, self._add_param_group)
+            # Offloaded state is allocated at once: gradients may be moved to it before any step.
+            if self._ready and (self.schedule.begins_together or not self.memory.is_beside):
+                self.rebuild(ahead=True)
 
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
-        with unchanged_on_error(self):
-            group = dict(param_group)
-            require_no_options(group)
-            rule = group.get("rule", self._rule)
-            if group.get("in_norm") is False and group.setdefault("max_grad_norm", None) is not None:
-                raise ValueError("a param group with in_norm=False is not clipped: it takes no max_grad_norm")
-            if isinstance(clip := group.get("max_grad_norm"), AdaGC):
-                rule = clip.on(find_rule(rule, self._rules))
-                group = {**clip.numbers, **group, "rule": rule, "max_grad_norm": None}
-            elif self._unclipped is not None and "max_grad_norm" in group and "rule" not in group:
-                group["rule"] = rule = self._unclipped
-            rule = self._adopt(rule)
-            if "rule" in group:
-                group["rule"] = rule.name
-            own = {**rule.hyperparameters, **rule.options}
-            for key, value in own.items():
-                group.setdefault(key, self.defaults[key] if rule is self._rule or key in self._given else value)
-            # The optimizer's defaults are checked already.
-            unchecked = {key: group[key] for key in param_group} if rule is self._rule else group
-            about_group(len(self.param_groups), lambda: check_group(rule, unchecked))
-            super().add_param_group(group)
-            if self.taps is not None:
-                self.taps.watch(group["params"])
-            if rule is not self._rule:
-                for key in {*self._rule.hyperparameters, *self._rule.options}.difference(own, param_group):
-                    del group[key]
-            without_defaults(group)
-            if self._ready:
-                check_params(self)
-                # Offloaded state is allocated at once: gradients may be moved to it before any step.
-                if self.schedule.makes_plan and (self.schedule.begins_together or not self.memory.is_beside):
-                    self.rebuild(ahead=True)
+        group = dict(param_group)
+        require_no_options(group)
+        rule = group.get("rule", self._rule)
+        if group.get("in_norm") is False and group.setdefault("max_grad_norm", None) is not None:
+            raise ValueError("a param group with in_norm=False is not clipped: it takes no max_grad_norm")
+        if isinstance(clip := group.get("max_grad_norm"), AdaGC):
+            rule = clip.on(find_rule(rule, self._rules))
+            group = {**clip.numbers, **group, "rule": rule, "max_grad_norm": None}
+        elif self._unclipped is not None and "max_grad_norm" in group and "rule" not in group:
+            group["rule"] = rule = self._unclipped
+        rule = self._adopt(rule)
+        if "rule" in group:
+            group["rule"] = rule.name
+        own = {**rule.hyperparameters, **rule.options}
+        for key, value in own.items():
+            group.setdefault(key, self.defaults[key] if rule is self._rule or key in self._given else value)
+        # The optimizer's defaults are checked already.
+        unchecked = {key: group[key] for key in param_group} if rule is self._rule else group
+        about_group(len(self.param_groups), lambda: check_group(rule, unchecked))
+        super().add_param_group(group)
+        if self.taps is not None:
+            self.taps.watch(group["params"])
+        if rule is not self._rule:
+            for key in {*self._rule.hyperparameters, *self._rule.options}.difference(own, param_group):
+                del group[key]
+        without_defaults(group)
+        if self._ready:
+            check_params(self)
 
     def rule_of(self, group: Mapping[str, Any]) -> Rule:
         """The rule of a param group.
@@ -433,9 +430,10 @@ class Optimizer(torch.optim.Optimizer):
         self._masters = None
         # Averages are no weights that train; what was written over them since `eval()` is the checkpoint's.
         for param, version in self.held.items():
-            if TRAINING in self.state[param] and TRAINING not in states.get(param, ()) and _version(param) == version:
-                copy_into(param, self.state[param][TRAINING])
-                torch.autograd.graph.increment_version(param)
+            holder = self.placement.holder(param)
+            if TRAINING in self.state[param] and TRAINING not in states.get(param, ()) and _version(holder) == version:
+                copy_into(holder, self.state[param][TRAINING])
+                torch.autograd.graph.increment_version(holder)
         self.state = state = WatchedState(dict)
         state.adopt(states, ahead)
         self.control.load(self.param_groups, groups)
@@ -498,9 +496,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def power_sum(self, *, prepared: bool = False) -> torch.Tensor | None:
         """The gradients' sum of squares as a step computes it, float64[1]; `prepared` if the plan is up to date."""
-        updating = self.schedule.updating(self) if prepared else self.schedule.complete_gradients(self)
-        plan = updating.plan if prepared and updating.plan is not None else updating.prepared()[0]
-        return updating.control.power_sum(plan)  # type: ignore[no-any-return]
+        if not prepared:
+            self.schedule.complete_gradients(self)
+        plan = self._plan if prepared and self._plan is not None else self.prepared()[0]
+        return self.control.power_sum(plan)
 
     def current(self, name: str, group: int = 0) -> torch.Tensor:
         """A hyperparameter of a param group as a device scalar, without a wait: what the last step used.
@@ -570,9 +569,8 @@ class Optimizer(torch.optim.Optimizer):
         """
         if self.taps is None:
             raise RuntimeError("first_nonfinite: make the optimizer with stats=tilestep.Stats(every=...)")
-        plan = self.schedule.updating(self).plan
         params = [param for group in self.param_groups for param in group["params"]]
-        sharers = self.placement.sharers(params) if plan is None else plan.sharers
+        sharers = self.placement.sharers(params) if self._plan is None else self._plan.sharers
         return self.taps.first_nonfinite(self.param_groups, lambda: self.schedule.present_gradients(self), sharers)
 
     def changes(self, *, clear: bool = True, gather: bool = False) -> Iterator[Change]:
@@ -625,8 +623,7 @@ class Optimizer(torch.optim.Optimizer):
         return self.schedule.unscale(self, unscale, *args, **kwargs)
 
     def _current_plan(self) -> StepPlan:
-        updating = self.schedule.updating(self)
-        return updating.plan or updating.rebuild(ahead=True)  # type: ignore[no-any-return]
+        return self._plan or self.rebuild(ahead=True)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any:
@@ -712,7 +709,7 @@ class Optimizer(torch.optim.Optimizer):
         except Stale:
             plan, gradients = self._rebuild_prepared()
         if plan.are_others or not plan.engines:
-            refuse_taken_by_another((param for param in plan.params if param.grad is None), self.memory.kept)
+            refuse_taken_by_another(plan.without_gradients(), self.memory.kept)
             plan.are_others = False
         if plan.ahead:
             plan.begin_states(self, all_of_them=begins_together(self))
@@ -1005,8 +1002,9 @@ def keeps_averages(optimizer: Optimizer) -> bool:
 
 
 def held_averages(optimizer: Optimizer) -> dict[torch.Tensor, int]:
-    """The parameters that hold their weights for evaluation, with their versions."""
-    return {param: _version(param) for param, state in param_states(optimizer) if TRAINING in state}
+    """The parameters that hold their weights for evaluation, with the versions of what steps update of them."""
+    holder = optimizer.placement.holder
+    return {param: _version(holder(param)) for param, state in param_states(optimizer) if TRAINING in state}
 
 
 def _version(param: torch.Tensor) -> int:
@@ -1022,8 +1020,9 @@ def swap_in_averages(optimizer: Optimizer) -> None:
         plan.record_versions()
     begin_ahead_again(optimizer)
     with nullcontext() if plan is None else plan.masters.own_writes():
-        for label, _, group, param in iter_params(optimizer):
-            rule, state = optimizer.rule_of(group), optimizer.state.get(param)
+        for share in shares_of(optimizer):
+            param, group, state = share.holder, share.group, optimizer.state.get(share.param)
+            rule = optimizer.rule_of(group)
             if rule.evaluation is None or not state or TRAINING in state:
                 continue
             local = local_part(param)
@@ -1035,7 +1034,7 @@ def swap_in_averages(optimizer: Optimizer) -> None:
             ends = {"row": param.dim(), "column": param.dim() - 1}
             sliced = {name: ends[start.shape] for name, start in rule.states.items() if start.shape in ends}
             overs = {name: (end - 1, end) for name, end in sliced.items()}
-            own = local_state(label, state, param, names, overs, squares, entries)
+            own = local_state(share.label, state, param, names, overs, squares, entries)
             buffers: dict[str, torch.Tensor] = {}
             for name in rule.state_names:
                 if isinstance(own.get(name), torch.Tensor):
@@ -1048,7 +1047,7 @@ def swap_in_averages(optimizer: Optimizer) -> None:
             state[TRAINING] = distribute(local.detach().clone(), param)
             part.copy_(average)
             torch.autograd.graph.increment_version(param)
-            optimizer.held[param] = _version(param)
+            optimizer.held[share.param] = _version(param)
 
 
 @torch.no_grad()
@@ -1058,9 +1057,10 @@ def swap_out_averages(optimizer: Optimizer) -> None:
     with nullcontext() if plan is None else plan.masters.own_writes():
         for param, state in param_states(optimizer):
             if TRAINING in state:
-                copy_into(param, state[TRAINING])
+                holder = optimizer.placement.holder(param)
+                copy_into(holder, state[TRAINING])
                 del state[TRAINING]
-                torch.autograd.graph.increment_version(param)
+                torch.autograd.graph.increment_version(holder)
     optimizer.held = {}
 
 

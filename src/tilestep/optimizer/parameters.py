@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import GradientError
 from ..graph import Graph, size_from_end
-from ..placement import ReductionGroup
+from ..placement import Listed, ReductionGroup, Share
 from ..rules import Rule
 from ..runtime import check_no_overlap
 from ..runtime.overlaps import intersect, nbytes_spanned
@@ -100,10 +100,6 @@ class Optimizer(Protocol):
     def fitting_plan(self, *, ahead: bool = False, parts: bool = True) -> Any: ...
 
 
-Listed = tuple[str, int, dict[str, Any], torch.Tensor]
-"""A parameter's label in messages, the index of its group, its group, and the parameter."""
-
-
 def iter_params(optimizer: Optimizer | torch.optim.Optimizer) -> list[Listed]:
     """Every parameter in order."""
     listed = []
@@ -115,14 +111,18 @@ def iter_params(optimizer: Optimizer | torch.optim.Optimizer) -> list[Listed]:
     return listed
 
 
-def listed_once(optimizer: Optimizer) -> list[Listed]:
-    """As `iter_params`, with each parameter once, even if a group lists it several times."""
+def shares_of(optimizer: Optimizer) -> list[Share]:
+    """This rank's shares of the parameters, in order; a parameter that its group lists several times has one."""
+    shares: list[Share] = []
     seen: dict[int, Listed] = {}
-    for one in iter_params(optimizer):
-        first = seen.setdefault(id(one[3]), one)
-        if first[1] != one[1]:
-            raise GradientError(f"{one[0]} is {first[0]} too: a parameter belongs to one param group")
-    return list(seen.values())
+    for ordinal, listed in enumerate(iter_params(optimizer)):
+        first = seen.setdefault(id(listed[3]), listed)
+        if first[1] != listed[1]:
+            raise GradientError(f"{listed[0]} is {first[0]} too: a parameter belongs to one param group")
+        share = optimizer.placement.share(listed, ordinal) if first is listed else None
+        if share is not None:
+            shares.append(share)
+    return shares
 
 
 def further_rounds(optimizer: Optimizer | torch.optim.Optimizer) -> tuple[frozenset[int], ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -19,7 +19,7 @@ from ..compat import DTENSOR_PARTS, distributed_tensor_type, dtensors_have_parts
 from ..devices import combined
 from ..errors import GradientError, StateError
 from ..memory.memory import StateMemory
-from ..placement import LocalGradients, ReductionGroup, SharedSums
+from ..placement import LocalGradients, ReductionGroup, Share, SharedSums
 from ..placement.local import ComplexMembers
 from ..runtime import DeviceEngine, JointNorm, Stale, StepInputs, pass_calls, run_marked
 from ..runtime.engine import CALL, STATES_MOVED, Calls
@@ -38,8 +38,8 @@ class StepPlan:
     """The engines of a step, made for the param groups and the state at that time."""
 
     engines: list[DeviceEngine]  # one for each device, or several for the parts of it that are stepped one by one
-    members: list[list[torch.Tensor]]  # for each engine its parameters, in the order of its entries
-    dormant: list[torch.Tensor]  # parameters that take no part in steps yet
+    shares: list[list[Share]]  # for each engine what its entries are
+    dormant: list[torch.Tensor]  # parameters, or sections of them, that take no part in steps yet
     unreal: list[torch.Tensor]  # fake parameters and parameters on the meta device
     groups: list[dict[str, Any]]  # the param groups
     params: list[torch.Tensor]  # every parameter
@@ -57,22 +57,23 @@ class StepPlan:
     further_rounds: tuple[frozenset[int], ...] = ()  # see `parameters.further_rounds`
     complex_members: Sequence[ComplexMembers] = ()  # for each engine its complex parameters, if there are any
     controls: Sequence[Any] = ()  # for each device its `control.DeviceControl`
-    ahead: list[torch.Tensor] = field(default_factory=list)  # parameters whose state was made before their first step
+    ahead: list[Share] = field(default_factory=list)  # those whose state was made before their first step
     are_others: bool = True  # whether other parameters have gradients than when it was asked who has taken the rest
 
     def begin_states(self, optimizer: Optimizer, *, all_of_them: bool = False) -> None:
         """Let states that were made ahead begin again, with the values of parameters and groups at their first step."""
-        first = {id(param) for param in self.ahead if all_of_them or param.grad is not None}
-        if not first:
-            return
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if id(param) in first:
-                    begin_again(self.state[param], optimizer.rule_of(group), param, group)
-                    self.state[param].is_ahead = False
-        self.ahead = [param for param in self.ahead if id(param) not in first]
+        later: list[Share] = []
+        for share in self.ahead:
+            if all_of_them or share.holder.grad is not None:
+                begin_again(self.state[share.param], optimizer.rule_of(share.group), share.holder, share.group)
+                self.state[share.param].is_ahead = False
+            else:
+                later.append(share)
+        self.ahead = later
 
     def __post_init__(self) -> None:
+        self.members = [[share.holder for share in shares] for shares in self.shares]
+        """For each engine the tensors whose gradients its entries read."""
         self._calls: dict[tuple[int, ...], Calls] = {}
         self.progress: list[int] = []  # of the last update: nothing, one number while passes run, two after them
         self.broken_by = ""  # what has interrupted an update between two of its passes
@@ -163,7 +164,7 @@ class StepPlan:
 
     def repeats(self, optimizer: Optimizer) -> bool:
         """As `scanned`, without a look, for parameters and gradients that have not moved."""
-        if not self.home.is_beside or len(self.scans) != len(self.engines) or not self.same_groups(optimizer):
+        if not self.home.is_beside or len(self.scans) != len(self.engines) or not self._fits_lists(optimizer):
             return False
         try:
             return self.check_unchanged(self._every, unmoved=True)
@@ -357,6 +358,10 @@ class StepPlan:
             for place in places:
                 if place in self.scans:
                     self.scans[place].release()
+
+    def without_gradients(self) -> Iterator[torch.Tensor]:
+        """What has no gradient of all that this rank may update."""
+        return (one for one in chain(self.dormant, self.unreal, *self.members) if one.grad is None)
 
     def require_unbroken(self) -> None:
         """Raise if an update was interrupted between two of its passes; such a plan fits no more."""

@@ -41,7 +41,7 @@ from ..storage import (
     values_of,
 )
 from .masters import MASTER_KEYS, master_kind, other_master
-from .parameters import Optimizer, iter_params
+from .parameters import Optimizer, iter_params, shares_of
 
 StateDtype = torch.dtype | str | Mapping[str, Any] | Callable[[str], Any] | None  # what `state_dtype` takes
 SMALLEST = 4096  # elements from which a parameter's state is kept as `state_dtype` says: smaller ones save little
@@ -544,10 +544,10 @@ def begin_again(state: dict[str, Any], rule: Rule, param: torch.Tensor, group: M
 
 def begin_ahead_again(optimizer: Optimizer) -> None:
     """As `begin_again` for all states that were made ahead, before they are read: parameters may have other values."""
-    for _, _, group, param in iter_params(optimizer):
-        state = optimizer.state.get(param)
+    for share in shares_of(optimizer):
+        state = optimizer.state.get(share.param)
         if isinstance(state, ParameterState) and state.is_ahead:
-            begin_again(state, optimizer.rule_of(group), param, group)
+            begin_again(state, optimizer.rule_of(share.group), share.holder, share.group)
 
 
 def _beginning(start: State, param: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:

@@ -1,30 +1,40 @@
-"""Where the parameters of an optimizer are: local tensors, DTensors, or pieces that ranks share."""
+"""What a rank updates of a parameter: all of a plain tensor, its part of a DTensor, a section of a bucket."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .local import is_distributed
-from .reduction import ReductionGroup, SharedSums
+from .reduction import ReductionGroup
+
+if TYPE_CHECKING:
+    from ..rules import Rule
 
 
-@dataclass(frozen=True)
-class Origin:
-    """The parameter of which a tensor is a piece, and where it begins."""
+@dataclass
+class Share:
+    """What this rank updates of a parameter: an entry of its plan."""
 
-    param: torch.Tensor
-    start: int | None = None
-    order: tuple[int, ...] = ()
+    label: str  # what messages call the parameter
+    listed: str  # what its param group calls it: formats may go by the name in it
+    param: torch.Tensor  # as users have it, the key of its state
+    holder: torch.Tensor  # whose `grad` and `requires_grad` steps look at: the parameter, or this rank's section of it
+    group_index: int
+    group: dict[str, Any]
+    ordinal: int  # its place among all parameters
+    whole: torch.Tensor | None = None  # on the meta device, all of a parameter of which `holder` is a cut section
+    start: int | None = None  # of a cut section the first element, counted along the parameter's memory
+    order: tuple[int, ...] = ()  # of a cut section the parameter's dimensions from the slowest in memory to the fastest
 
-    def logical(self, index_in_piece: torch.Tensor) -> torch.Tensor:
-        """Flat indices into the parameter, of flat indices into the piece."""
+    def logical(self, index: torch.Tensor) -> torch.Tensor:
+        """Flat indices into the parameter, of flat indices into a section."""
         if self.start is None:
-            return index_in_piece
-        rest = index_in_piece.to(torch.int64) + self.start
+            return index
+        rest = index.to(torch.int64) + self.start
         if self.order == tuple(range(self.param.dim())):
             return rest
         shape, strides = self.param.shape, torch.empty(self.param.shape, device="meta").stride()
@@ -35,19 +45,28 @@ class Origin:
         return index
 
 
+Listed = tuple[str, int, dict[str, Any], torch.Tensor]
+"""A parameter's label in messages, the index of its group, its group, and the parameter."""
+
+
 class Placement:
     """Plain tensors and DTensors, which tell where they are. A new placement is a class derived from this one."""
 
-    wholes: Mapping[Any, torch.Tensor] = {}  # for a piece of a parameter, a meta tensor that stands for all of it
-    has_own_names = False  # whether labels have names that users' groups have not: formats do not go by these
+    device: torch.device | None = None  # where a rank without shares takes part in decisions; None if it does not
+    tables_cover_all = False  # whether statistics have columns for parameters of which this rank has no share
 
-    def owner(self, optimizer: Any) -> Any:
-        """The optimizer that has the parameters as users have them."""
-        return optimizer
+    def share(self, listed: Listed, ordinal: int) -> Share | None:
+        """This rank's share of a parameter; None if other ranks have all of it."""
+        label, group_index, group, param = listed
+        return Share(label, label, param, param, group_index, group, ordinal)
 
-    def origin(self, param: torch.Tensor) -> Origin | None:
-        """The parameter of which a tensor is a piece; None for a tensor that only this rank has."""
-        return Origin(param)
+    def holder(self, param: torch.Tensor) -> torch.Tensor:
+        """The tensor that steps update in place of a parameter of which this rank has a share."""
+        return param
+
+    def own_state(self, share: Share, rule: Rule, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+        """This rank's part of a checkpoint's values; those of DTensors are cut later."""
+        return saved
 
     def sharers(self, params: Iterable[torch.Tensor]) -> ReductionGroup | None:
         """The ranks that hold parts of the same parameters, before there is a plan; None if no other does."""
@@ -59,50 +78,3 @@ class Placement:
 
 
 LOCAL = Placement()  # the plain placement, which every optimizer begins with
-
-
-class Pieces(Placement):
-    """Pieces of parameters; other ranks have the other pieces."""
-
-    def __init__(
-        self,
-        owner: Callable[[], Any],
-        sharers: ReductionGroup,
-        deciders: ReductionGroup,
-        origins: Mapping[Any, Origin],
-        *,
-        has_own_names: bool = False,
-    ) -> None:
-        self._owner, self._sharers, self._deciders = owner, sharers, deciders
-        self.has_own_names = has_own_names
-        self.parts: Any = None  # what takes updated pieces part by part, with `take(segments)`; None for nothing
-        self._origins: dict[Any, Origin] = {}
-        self.add(origins)
-
-    def add(self, origins: Mapping[Any, Origin]) -> None:
-        """Take in further pieces."""
-        self._origins.update(origins)
-        cut = {piece: origin.param for piece, origin in origins.items() if origin.start is not None}
-        wholes = {piece: torch.empty(param.shape, dtype=param.dtype, device="meta") for piece, param in cut.items()}
-        self.wholes = {**self.wholes, **wholes}
-
-    def owner(self, optimizer: Any) -> Any:
-        return self._owner()
-
-    def origin(self, param: torch.Tensor) -> Origin | None:
-        return self._origins.get(param)
-
-    def take_part(self, plan: Any) -> None:
-        """All ranks decide, and those that share the parameters combine reductions."""
-        plan.ranks, plan.sharers = self._deciders, self._sharers
-        order = {id(whole): place for place, whole in enumerate(self.wholes.values())}
-
-        def first_cut(segment: Any) -> int:
-            return min((order[id(entry.whole)] for entry in segment.entries if id(entry.whole) in order), default=0)
-
-        # Of all ranks in one order: what one has whole may come first in a segment there.
-        plan.shared_sums = [
-            SharedSums(self._sharers, sorted(engine.segments, key=first_cut)) for engine in plan.engines
-        ]
-        if self.parts is not None:
-            self.parts.take([segment for engine in plan.engines for segment in engine.segments])

@@ -15,7 +15,7 @@ from ..compat import REPLAY, addresses_equal, marked
 from ..errors import CaptureError, GradientError
 from ..garbage import without_collections
 from ..optimizer import Optimizer
-from ..optimizer.graphs import CHANGED, KEEP, note_lost, prepare_capture, require_no_waits
+from ..optimizer.graphs import CHANGED, KEEP, note_lost, prepare_capture
 from ..optimizer.plan import StepPlan
 from ..runtime import Stale
 from ..runtime.capturing import HostBranches, require
@@ -54,15 +54,12 @@ def capture(optimizer: Optimizer, work: Callable[[], Any] | None = None) -> Capt
         the step cannot be captured: its parameters are on the CPU, which has
     """
     refuse("capture", optimizer.attached, error=CaptureError)
-    with optimizer.schedule.for_graph(optimizer, alone=work is None) as updating:
-        return _captured(optimizer, updating, work)
+    with optimizer.schedule.for_graph(optimizer, alone=work is None):
+        return _captured(optimizer, work)
 
 
-def _captured(optimizer: Optimizer, updating: Optimizer, work: Callable[[], Any] | None) -> CapturedStep:
-    """Capture a step that works on the plan of `updating`."""
-    if updating is not optimizer:
-        require_no_waits(optimizer)
-    plan = prepare_capture(updating, alone=work is None)
+def _captured(optimizer: Optimizer, work: Callable[[], Any] | None) -> CapturedStep:
+    plan = prepare_capture(optimizer, alone=work is None)
     engine = plan.engines[0]
     choices = HostBranches(engine.segments)
     table = None
@@ -72,7 +69,7 @@ def _captured(optimizer: Optimizer, updating: Optimizer, work: Callable[[], Any]
             seen = engine.check_capture(plan.gradients()[0])
         table = engine.graph_tables.prepare(seen.addresses(len(engine.entries)))
     before = [param.grad for param in engine.params]
-    captured_before = updating.graphs.captured
+    captured_before = optimizer.graphs.captured
     graph = torch.cuda.CUDAGraph()
     try:
         # Other threads, of data loaders say, may go on allocating. A CUDA graph in the garbage would be destroyed in
@@ -87,10 +84,10 @@ def _captured(optimizer: Optimizer, updating: Optimizer, work: Callable[[], Any]
             output = (work or optimizer.step)()
     finally:
         engine.graph_tables.forget()
-    require(updating.graphs.captured > captured_before, "work() did not step the optimizer")
+    require(optimizer.graphs.captured > captured_before, "work() did not step the optimizer")
     # Those that were made inside are memory of the graph.
     kept = [gradient if param.grad is gradient else None for param, gradient in zip(engine.params, before)]
-    return CapturedStep(optimizer, updating, graph, output, table, kept, choices)
+    return CapturedStep(optimizer, graph, output, table, kept, choices)
 
 
 class CapturedStep:
@@ -110,7 +107,6 @@ class CapturedStep:
 
     Args:
         optimizer: the optimizer.
-        updating: the optimizer whose plan the graph uses.
         graph: the CUDA graph.
         output: the output of the captured function: tensors that each replay overwrites.
         table: the table of addresses that the graph reads.
@@ -121,22 +117,20 @@ class CapturedStep:
     def __init__(
         self,
         optimizer: Optimizer,
-        updating: Optimizer,
         graph: torch.cuda.CUDAGraph,
         output: Any,
         table: torch.Tensor | None,
         gradients: Sequence[torch.Tensor | None],
         choices: HostBranches,
     ) -> None:
-        assert updating.plan is not None
+        assert optimizer.plan is not None
         self.output = output
-        self._optimizer, self._updating = weakref.ref(optimizer), weakref.ref(updating)
-        self._plan = weakref.ref(updating.plan)
+        self._optimizer, self._plan = weakref.ref(optimizer), weakref.ref(optimizer.plan)
         self._graph = graph
         self._table = table
         self._choices = choices
         self._is_alone = table is not None
-        self._memory = _Memory(updating.plan, gradients)
+        self._memory = _Memory(optimizer.plan, gradients)
 
     def replay(self) -> Any:
         """Run the captured step on the current stream, with the current hyperparameters of the param groups.
@@ -162,14 +156,14 @@ class CapturedStep:
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before replay()")
         if self._is_alone:
             _require_unscaled(optimizer)
-        with optimizer.schedule.for_graph(optimizer, alone=self._is_alone, replays=True) as updating:
+        with optimizer.schedule.for_graph(optimizer, alone=self._is_alone, replays=True):
             plan = self._current()
             try:
                 plan.engines[0].push_hypers()
             except Stale as stale:
                 raise _stale(str(stale)) from None
             with marked(REPLAY) if self._is_alone else nullcontext():
-                plan.begin_states(updating, all_of_them=True)
+                plan.begin_states(optimizer, all_of_them=True)
                 if not self._choices.suffices():
                     with torch.no_grad():
                         optimizer.schedule.step(optimizer.update)
@@ -203,9 +197,8 @@ class CapturedStep:
         return optimizer
 
     def _current(self) -> StepPlan:
-        self._known_optimizer()
-        updating, plan = self._updating(), self._plan()
-        if updating is None or plan is None or updating.plan is not plan or not plan.same_groups(updating):
+        optimizer, plan = self._known_optimizer(), self._plan()
+        if plan is None or optimizer.plan is not plan or not plan.same_groups(optimizer):
             raise _stale(CHANGED)
         reason = self._memory.reason()
         if reason:

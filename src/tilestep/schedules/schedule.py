@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,8 +28,6 @@ class Schedule:
         """The groups that were updated since the last step, before the next one."""
         return ()
 
-    makes_plan = True  # whether updates work on a plan of the optimizer itself
-
     def shared(self) -> Mapping[tuple[int, ...], Sequence[str]]:
         """For ranks that share the optimizer's parameters the names of these, sorted, if it is sharded."""
         return {}
@@ -52,10 +50,9 @@ class Schedule:
             optimizer.plan.home.sync_masters()
             optimizer.plan.home.note_parameters()
 
-    def complete_gradients(self, optimizer: Any) -> Any:
-        """Have all gradients where updates look for them; the optimizer whose updates these are, see `updating`."""
+    def complete_gradients(self, optimizer: Any) -> None:
+        """Have all gradients where updates look for them."""
         self.settle()
-        return optimizer
 
     def step_of(self, optimizer: Any, group: Mapping[str, Any]) -> Any:
         """The step count of a param group; None before its first step."""
@@ -88,7 +85,7 @@ class Schedule:
         self.settle_everywhere()
         return plain()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], None]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], Any]) -> None:
         """Take a checkpoint."""
         self.settle_everywhere()
         plain(state_dict)
@@ -111,17 +108,9 @@ class Schedule:
         """Have a scaler's function unscale the gradients; see `StateMemory.unscale`."""
         return optimizer.memory.unscale(optimizer, unscale, *args, **kwargs)
 
-    def updating(self, optimizer: Any) -> Any:
-        """The optimizer on whose plan the updates work: itself, or that of this rank's pieces."""
-        return optimizer
-
-    def states_replaced(self, optimizer: Any) -> None:
-        """The states of what `updating` gives are others."""
-
-    @contextmanager
-    def for_graph(self, optimizer: Any, *, alone: bool, replays: bool = False) -> Iterator[Any]:
-        """A block in which a step is captured or replayed on the optimizer that it gives."""
-        yield optimizer
+    def for_graph(self, optimizer: Any, *, alone: bool, replays: bool = False) -> AbstractContextManager[None]:
+        """A block in which a step is captured or replayed."""
+        return _NOTHING
 
     def prepare_capture(self, optimizer: Any) -> None:
         """Get everything ready for a capture by hand."""

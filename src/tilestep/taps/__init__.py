@@ -14,7 +14,7 @@ from ..backends.taps import taps_fit
 from ..compat import is_fake
 from ..devices import is_host
 from ..errors import RuleError
-from ..placement import Origin
+from ..placement import Share
 from ..runtime import DeviceEngine, segment_class
 from ..runtime.taps import SegmentTaps
 from .changes import Change, Changes, Names
@@ -96,15 +96,13 @@ class Taps:
     def attach(self, tables: Any, optimizer: Any, spec_of: Callable[..., KernelSpec]) -> None:
         """Make room in new tables."""
         engines: Sequence[DeviceEngine] = tables.engines
-        owner = optimizer.placement.owner(optimizer)
-        names = names_of(owner.param_groups)
-        handles = {id(param): param for group in owner.param_groups for param in group["params"]}
-        rows: dict[int, Origin] = {}
-        for engine, params in zip(engines, tables.members):
-            for entry, param in zip(engine.entries, params):
-                origin = optimizer.placement.origin(param)
-                if origin is not None and id(origin.param) in handles:
-                    rows[id(entry)] = origin
+        names, covers_all = names_of(optimizer.param_groups), optimizer.placement.tables_cover_all
+        handles = {id(param): param for group in optimizer.param_groups for param in group["params"]}
+        rows: dict[int, Share] = {
+            id(entry): share
+            for engine, shares in zip(engines, tables.shares)
+            for entry, share in zip(engine.entries, shares)
+        }
         before, self._room = self._room, {}
         specs: dict[int, KernelSpec] = {}
         for segment in _segments(engines):
@@ -112,29 +110,27 @@ class Taps:
             assert segment.taps is not None
             segment.taps.measures = self.measures
             for position, entry in enumerate(segment.entries):
-                if id(entry) in rows:
-                    key = id(rows[id(entry)].param)
-                    self._room[key], specs[names.places[key]] = (segment.taps, position), segment.spec
-                    if self.measures and key in before:
-                        segment.taps.carry(position, *before[key])
+                key = id(rows[id(entry)].param)
+                self._room[key], specs[names.places[key]] = (segment.taps, position), segment.spec
+                if self.measures and key in before:
+                    segment.taps.carry(position, *before[key])
         self._measurer = None
         if self.asked is not None and engines:
-            if owner is not optimizer:
-                # The table has columns for parameters whose pieces are on other ranks, too.
-                for group in owner.param_groups:
+            if covers_all:
+                for group in optimizer.param_groups:
                     for param in group["params"]:
                         place = names.places[id(param)]
-                        specs[place] = specs.get(place) or spec_of(owner.rule_of(group), group, param)
+                        specs[place] = specs.get(place) or spec_of(optimizer.rule_of(group), group, param)
             ordered = [specs[place] for place in sorted(specs)]
             numels = [param.numel() for param in handles.values()]
-            places = {key: names.places[id(origin.param)] for key, origin in rows.items()}
+            places = {key: names.places[id(share.param)] for key, share in rows.items()}
             self._measurer = Measurer(engines, places, names.names, numels, ordered, tables.sharers)
             if self._first is not None and self._first[0] == names.names:
                 self._measurer.first.copy_(self._first[1])
             self._first = names.names, self._measurer.first
         if self.changes is not None:
             # Parameters that a sharded optimizer does not update on this rank are another's.
-            others = tables.dormant if owner is optimizer else ()
+            others = () if covers_all else tables.dormant
             self.changes.attach(tables, rows, list(handles.values()), names, list(filter(_counts_versions, others)))
 
     def begin(self, engines: Sequence[DeviceEngine], *, captured: bool = False) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..devices import is_host
-from ..placement import Origin
+from ..placement import Share
 from ..placement.local import is_distributed, local_part, logical_coordinates
 from ..runtime import segment_class
 from ..runtime.taps import WORD, extent_of
@@ -68,6 +68,10 @@ def _state_of(handle: torch.Tensor) -> tuple[int, int]:
     return (-1 if handle.is_meta else local_part(handle).data_ptr()), versions
 
 
+def _as_it_is(index: torch.Tensor) -> torch.Tensor:
+    return index
+
+
 def index_dtype(param: torch.Tensor) -> torch.dtype:
     """The dtype of flat indices into a parameter."""
     return torch.int32 if param.numel() <= _LARGEST else torch.int64
@@ -93,7 +97,7 @@ class Changes:
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], tuple[int, int]]] = {}  # before there are tables
         self._handles: list[torch.Tensor] = []
         self._watched: list[torch.Tensor] = []
-        self._writes: list[tuple[np.ndarray, list[int]]] = []
+        self._writes: list[np.ndarray] = []
         self._words: list[torch.Tensor] = []
         self._written: dict[int, _Written] = {}
         self._counts: dict[int, int] = {}
@@ -110,7 +114,7 @@ class Changes:
     def attach(
         self,
         tables: Any,
-        rows: Mapping[int, Origin],
+        rows: Mapping[int, Share],
         handles: Sequence[torch.Tensor],
         names: Names,
         dormant: Sequence[torch.Tensor],
@@ -121,26 +125,21 @@ class Changes:
         self._writes, self._words = [], [segment.taps.words for engine in tables.engines for segment in engine.segments]
         before, self._names = self._names, names.names
         self._sharers, self._handles = tables.sharers, list(handles)
-        for engine, params in zip(tables.engines, tables.members):
-            members = {id(entry): member for entry, member in zip(engine.entries, params)}
-            for segment in engine.segments:
-                taps = segment.taps
-                places: list[int] = []
-                self._writes.append((taps.writes, places))
-                for position, entry in enumerate(segment.entries):
-                    origin = rows.get(id(entry))
-                    if origin is None:
-                        continue
-                    places.append(position)
-                    writes = taps.writes[position : position + 1]
-                    one = self._track(names, origin, members[id(entry)], entry.param, taps.bits(position), writes)
-                    taps.watched[position] = one.watched
-                    tracked[id(origin.param)] = one
+        for segment in [segment for engine in tables.engines for segment in engine.segments]:
+            taps = segment.taps
+            self._writes.append(taps.writes)
+            for position, entry in enumerate(segment.entries):
+                share, writes = rows[id(entry)], taps.writes[position : position + 1]
+                one = self._track(names, share.param, share.holder, entry.param, taps.bits(position), writes)
+                if share.start is not None:
+                    one.logical = share.logical
+                taps.watched[position] = one.watched
+                tracked[id(share.param)] = one
         for param in dormant:
             # Steps do not write to it; other code may.
             part, writes = local_part(param), np.zeros(1, dtype=np.int64)
             bits = torch.zeros(0, dtype=torch.int32, device=part.device)
-            tracked[id(param)] = self._track(names, Origin(param), param, part, bits, writes)
+            tracked[id(param)] = self._track(names, param, param, part, bits, writes)
         replaced = {before[earlier.place]: earlier.handle for earlier in self._tracked.values()}
         for key, one in tracked.items():
             earlier = self._tracked.get(key)
@@ -167,13 +166,13 @@ class Changes:
         self._see_writes()
 
     def _track(
-        self, names: Names, origin: Origin, member: Any, part: torch.Tensor, bits: torch.Tensor, writes: np.ndarray
+        self, names: Names, handle: Any, holder: Any, part: torch.Tensor, bits: torch.Tensor, writes: np.ndarray
     ) -> _Tracked:
-        """The bits of a parameter; a member, which is updated, is the parameter, a DTensor or a piece of it."""
-        handle, is_part = origin.param, is_distributed(member)
-        watched = [local_part(member), member] if is_part else [member]
-        leads = self._sharers is None or self._sharers.leads(member)
-        logical = _into_whole(member, part.shape) if is_part else origin.logical
+        """The bits of a parameter, or of its section `holder`."""
+        is_part = is_distributed(holder)
+        watched = [local_part(holder), holder] if is_part else [holder]
+        leads = self._sharers is None or self._sharers.leads(holder)
+        logical = _into_whole(holder, part.shape) if is_part else _as_it_is
         return _Tracked(names.places[id(handle)], handle, part, bits, writes, watched, leads, logical)
 
     def _note(self, written: list[torch.Tensor]) -> None:
@@ -195,7 +194,7 @@ class Changes:
 
     def _versions(self) -> int:
         """The number of writes to all parameters by other code than steps, plus a constant."""
-        own = sum(int(writes[places].sum()) for writes, places in self._writes)
+        own = sum(int(writes.sum()) for writes in self._writes)
         stepped = self._of_steps + sum(record.steps * record.watched for record in self._written.values())
         return sum_of_versions(self._watched) - own - stepped
 

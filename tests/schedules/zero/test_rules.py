@@ -32,7 +32,7 @@ class Matrices(nn.Module):
 
 def is_exact(optimizer: tilestep.ShardedOptimizer) -> bool:
     """Whether no reduction is made of sums over several ranks."""
-    engines = optimizer.schedule.sharding.inner._current_plan().engines
+    engines = optimizer._current_plan().engines
     return not any(segment.spec.program.reductions for engine in engines for segment in engine.segments)
 
 

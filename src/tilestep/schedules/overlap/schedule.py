@@ -440,9 +440,8 @@ class OverlapSchedule(Schedule):
         """Add parameters as a group of their own, between a step and the next backward."""
         self._require_no_update("add_param_group()")
         self.synchronize()
-        with unchanged_on_error(self._optimizer()):
-            plain(param_group)
-            require_listed_once("overlap()", self._optimizer())
+        plain(param_group)
+        require_listed_once("overlap()", self._optimizer())
 
     def had_gradients(self, optimizer: Any) -> bool:
         """Whether the last step had gradients, which it has used up."""

@@ -13,134 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...compat import checkpoint_chunk, checkpoint_items, is_copy, is_empty_like, wrapper_tensor
-from ...errors import StateError
 from ...memory.memory import StateMemory
 from ...optimizer import Optimizer
 from ...optimizer.build import graph_of
-from ...optimizer.masters import MASTER_KEYS
-from ...optimizer.states import TRAINING, StateTemplate, begin_ahead_again, fill_buffers, storages
-from ...placement import Ranks
+from ...optimizer.parameters import iter_params
+from ...optimizer.states import StateTemplate, begin_ahead_again, fill_buffers, storages
 from ...rules import Rule
-from ...storage import entries_of, kept_in_blocks, shape_of_entries, values_of
-from .buckets import Box, boxes, memory_order
+from ...storage import entries_of
 from .core import Member, Sharding
 from .ranks import rank_monitor
-
-
-class ShardedTensorPiece(torch.Tensor):
-    """A tensor of the full shape of which this rank has one range, counted along the memory of its parameter."""
-
-    # It holds no memory but the range; nothing is computed with it. A range of a tensor of several dimensions is not a
-    # block of it, but a few blocks side by side: as such a checkpoint stores it, and so reads it on any number of
-    # ranks.
-    # Made by `of` and `alone`.
-
-    local: torch.Tensor  # what of it is here, flat
-    own_range: tuple[int, int]  # first element and one past the last, in the order of the dimensions in memory
-    ranges: tuple[tuple[int, int], ...]  # the range of every rank
-    order: tuple[int, ...]  # its dimensions from the slowest in memory to the fastest
-    ranks: Any
-
-    @staticmethod
-    def __new__(
-        cls, local: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...], ranges: Any, ranks: Any
-    ) -> ShardedTensorPiece:
-        local = local.permute(order if local.shape == shape else memory_order(local)).reshape(-1)
-        made = wrapper_tensor(cls, shape, local.dtype, local.device)
-        made.local, made.order, made.ranges, made.ranks = local, order, ranges, ranks
-        made.own_range = ranges[ranks.rank]
-        return made
-
-    @classmethod
-    def of(cls, local: torch.Tensor, member: Member, ranks: Ranks, elements: int = 1) -> ShardedTensorPiece:
-        """A buffer of a parameter, of which this rank has the piece that it has of the parameter."""
-        shape, order = member.entries(elements)
-        ranges = tuple(member.range_of(rank, elements) for rank in range(ranks.size))
-        return cls(local, shape, order, ranges, ranks)
-
-    @classmethod
-    def alone(cls, value: torch.Tensor, member: Member, ranks: Ranks) -> ShardedTensorPiece:
-        """A buffer of any shape that one rank has alone, as it has the parameter; on the others a meta tensor."""
-        shape, numel = tuple(value.shape), value.numel()
-        pieces = [member.bucket.layout.piece(member.slot, rank) for rank in range(ranks.size)]
-        # Of an empty parameter every rank has the buffers.
-        ranges = tuple((0, numel) if start < stop or not member.slot.numel else (0, 0) for start, stop in pieces)
-        local = torch.empty(0, dtype=value.dtype, device=member.param.device) if value.is_meta else value
-        order = memory_order(member.param) if shape == tuple(member.param.shape) else tuple(range(len(shape)))
-        return cls(local, shape, order, ranges, ranks)
-
-    def _blocks(self) -> list[tuple[tuple[int, ...], torch.Size, torch.Tensor]]:
-        """Offsets, sizes and memory of the blocks of this rank, by the dimensions of the tensor."""
-        sizes = [self.shape[dim] for dim in self.order]
-        listed = boxes(sizes, *self.own_range) if self.numel() else [Box((0,) * len(sizes), tuple(sizes), 0)]
-        inverse = self._inverse()
-        blocks = []
-        for box in listed:
-            first = box.start - self.own_range[0]
-            memory = self.local[first : first + box.numel].view(box.sizes).permute(inverse)
-            blocks.append((tuple(box.offsets[dim] for dim in inverse), memory.shape, memory))
-        return blocks
-
-    def _inverse(self) -> list[int]:
-        return [self.order.index(dim) for dim in range(len(self.order))]
-
-    def collect(self, *, keep: bool) -> torch.Tensor | None:
-        """All of it, in CPU memory; every rank must call it."""
-        flat = torch.empty(self.numel(), dtype=self.dtype, device=self.device)
-        for rank, (start, stop) in enumerate(self.ranges):
-            if start == stop:
-                continue
-            part = flat[start:stop]
-            if rank == self.ranks.rank:
-                part.copy_(self.local)
-            # As bytes: neither NCCL nor gloo knows 16-bit integers.
-            self.ranks.send(part.view(torch.uint8), rank)
-        if not keep:
-            return None
-        return flat.cpu().view([self.shape[dim] for dim in self.order]).permute(self._inverse())
-
-    def __create_write_items__(self, fqn: str, tensor: Any) -> list[Any]:
-        chunks = [(offsets, sizes) for offsets, sizes, _ in self._blocks()]
-        return checkpoint_items(fqn, self.shape, self.dtype, chunks)
-
-    def __create_chunk_list__(self) -> list[Any]:
-        return [checkpoint_chunk(offsets, sizes) for offsets, sizes, _ in self._blocks()]
-
-    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        for offsets, _, memory in self._blocks():
-            if index.offset is None or tuple(index.offset) == offsets:
-                return memory
-        raise ValueError(f"{index.fqn}: this rank has no block at {index.offset}")
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        start, stop = self.own_range
-        return f"ShardedTensorPiece(shape={tuple(self.shape)}, dtype={self.dtype}, elements {start} to {stop} here)"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "a piece of a sharded optimizer's state cannot be pickled or copied, as torch.save would: use "
-            "torch.distributed.checkpoint, or full_state_dict(); where one rank saves state_dict(), call "
-            "consolidate_state_dict() on all ranks before it"
-        )
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        piece = next((value for value in args if isinstance(value, cls)), None)
-        if piece is not None and is_empty_like(function) and tuple(args[1]) == piece.shape:
-            made = {key: (kwargs or {}).get(key) or getattr(piece, key) for key in ("dtype", "device")}
-            return cls._like(piece, torch.empty(piece.local.shape, **made))
-        if piece is None or not is_copy(function):
-            raise TypeError(
-                f"{function}: nothing is computed with a piece of a sharded optimizer's state; full_state_dict() gives "
-                "ordinary tensors"
-            )
-        kwargs = {key: value for key, value in (kwargs or {}).items() if key != "memory_format"}
-        return cls._like(piece, function(piece.local, **kwargs))
-
-    @classmethod
-    def _like(cls, piece: ShardedTensorPiece, local: torch.Tensor) -> ShardedTensorPiece:
-        return cls(local, tuple(piece.shape), piece.order, piece.ranges, piece.ranks)
+from .tensor_piece import ShardedTensorPiece
 
 
 def steps_behind(optimizer: Optimizer) -> list[float]:
@@ -152,18 +34,16 @@ def steps_behind(optimizer: Optimizer) -> list[float]:
 @contextmanager
 def sharded_states(optimizer: Optimizer, sharding: Sharding) -> Iterator[None]:
     """A block in which an optimizer's `state` has what a checkpoint takes: pieces that know where they belong."""
-    begin_ahead_again(sharding.inner)
-    states: dict[Any, dict[str, Any]] = {}
-    for member in sharding.members:
-        own = sharding.inner.state.get(member.piece, {}) if member.piece is not None else {}
-        if own:
-            entries = entries_of(own, optimizer.rule_of(optimizer.param_groups[member.group]).state_names)
-            states[member.param] = {
-                name: _as_piece(member, sharding, value, entries.get(name)) for name, value in own.items()
-            }
-        elif member.piece is None and sharding.holds_state(member):
-            states[member.param] = _state_elsewhere(optimizer, member, sharding)
+    begin_ahead_again(optimizer)
     state = optimizer.state
+    states: dict[torch.Tensor, dict[str, Any]] = {}
+    for label, _, group, param in iter_params(optimizer):
+        member, own, rule = sharding.member_of[param], state.get(param), optimizer.rule_of(group)
+        if own:
+            entries = entries_of(own, rule.state_names)
+            states[param] = {name: member.packed(value, entries.get(name)) for name, value in own.items()}
+        elif member.piece is None and sharding.holds_state(optimizer, member):
+            states[param] = _state_elsewhere(member, label, group, rule)
     optimizer.state = states  # type: ignore[assignment]
     try:
         yield
@@ -171,90 +51,19 @@ def sharded_states(optimizer: Optimizer, sharding: Sharding) -> Iterator[None]:
         optimizer.state = state
 
 
-def _as_piece(member: Member, sharding: Sharding, value: Any, elements: int | None) -> Any:
-    """What a checkpoint takes for a value of the state; `elements` is how many an entry of its array covers."""
-    assert member.piece is not None
-    if elements is not None:
-        return ShardedTensorPiece.of(value, member, sharding.ranks, elements)
-    if not isinstance(value, torch.Tensor) or (value.dim() == 0 and member.piece.dim() != 0):
-        return value
-    if value.shape != member.piece.shape and not member.is_whole:
-        # Something that a user keeps there.
-        return value
-    if value.shape == member.piece.shape:
-        return ShardedTensorPiece.of(value, member, sharding.ranks)
-    # Numbers for each row or column: of whole parameters only.
-    return ShardedTensorPiece.alone(value, member, sharding.ranks)
-
-
-def _state_elsewhere(optimizer: Optimizer, member: Member, sharding: Sharding) -> dict[str, Any]:
+def _state_elsewhere(member: Member, label: str, group: Mapping[str, Any], rule: Rule) -> dict[str, Any]:
     """State of a parameter that another rank has: buffers of which nothing is here."""
-    group = optimizer.param_groups[member.group]
-    rule = optimizer.rule_of(group)
     like = torch.empty_like(member.param, device="meta")
     graph = graph_of(rule, group, like.shape)
     requests: Any = {}
-    formats = storages(like, group, graph, rule, label=f"({member.name})" if group.get("param_names") else "")
-    template = StateTemplate(like, group, graph, rule, formats)
+    template = StateTemplate(like, group, graph, rule, storages(like, group, graph, rule, label=label))
     state = template.begin(member.name, like, group, {}, requests, StateMemory(), like.shape)
     fill_buffers(requests, StateMemory())
-    return {
-        name: ShardedTensorPiece.alone(value, member, sharding.ranks)
-        for name, value in state.items()
-        if _is_meta(value)
-    }
+    return {name: member.alone(value) for name, value in state.items() if _is_meta(value)}
 
 
 def _is_meta(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
-
-
-def local_state(member: Member, rule: Rule, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a parameter's saved state is this rank's."""
-    entries = entries_of(saved, rule.state_names)
-    if entries and not member.is_whole and not member.division.keeps_blocks:
-        # Pieces that may begin inside of a block take what it has by value.
-        saved = dict(saved)
-        for name in [name for name in rule.state_names if name in entries]:
-            storage = kept_in_blocks(saved, name)
-            assert storage is not None
-            saved[name] = values_of(storage, saved, name, shape=member.param.shape)
-            for array in storage.arrays(name)[1:]:
-                del saved[array.name]
-        entries = {}
-    like_param = {name for name in rule.state_names if rule.states[name].shape != "scalar"}
-    cuts = {*MASTER_KEYS, TRAINING, *entries, *like_param}
-    return {
-        name: _local(member, name, value, entries.get(name, 1), is_cut=name in cuts) for name, value in saved.items()
-    }
-
-
-def _local(member: Member, name: str, value: Any, elements: int, *, is_cut: bool) -> Any:
-    """What of a saved value is this rank's."""
-    assert member.piece is not None
-    if not isinstance(value, torch.Tensor):
-        return value
-    (shape, order), own_range = member.entries(elements), member.range_of(member.bucket.ranks.rank, elements)
-    if isinstance(value, ShardedTensorPiece):
-        own_range = own_range if value.shape == shape else (0, value.numel())
-        if value.own_range != own_range:
-            raise StateError(
-                f"state {name!r} of {member.name} is the piece {value.own_range} of another rank or of another layout, "
-                f"this rank has {own_range}: load it with torch.distributed.checkpoint, or load what "
-                "full_state_dict() gives"
-            )
-        mine = value.local
-        if value.shape != shape:
-            return mine.view(value.shape)
-    elif member.is_whole or not is_cut:
-        return value
-    elif value.shape != shape:
-        shapes = f"{tuple(value.shape)} in the checkpoint, it needs {shape}"
-        raise StateError(f"state {name!r} of {member.name} has shape {shapes}")
-    else:
-        flat = value.detach().permute(order).reshape(-1)
-        mine = flat[slice(*own_range)].to(member.piece.device, copy=True)
-    return member.shaped(mine) if elements == 1 else mine.view(shape_of_entries(member.piece.shape, elements))
 
 
 def full_state_dict(
@@ -280,10 +89,7 @@ def full_state_dict(
         values = packed["state"].get(number, {})
         if number in wholes:
             member, values = wholes[number], described[number] | own.get(number, {})
-            values = {
-                name: ShardedTensorPiece.alone(value, member, ranks) if _is_meta(value) else value
-                for name, value in values.items()
-            }
+            values = {name: member.alone(value) if _is_meta(value) else value for name, value in values.items()}
         collected: dict[str, Any] = {}
         for name, value in values.items():
             if isinstance(value, ShardedTensorPiece):

@@ -1,45 +1,26 @@
-"""What a rank has of a sharded optimizer: buckets, its pieces of parameters, and the optimizer of the pieces."""
+"""What a rank has of a sharded optimizer: buckets, and its sections of parameters, which are its shares."""
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...errors import RuleError
+from ...errors import RuleError, StateError
 from ...optimizer import Optimizer
 from ...optimizer.build import spec_of
+from ...optimizer.masters import MASTER_KEYS
 from ...optimizer.parameters import iter_params
-from ...placement import Origin, Pieces, Ranks
-from ...rules import rule
-from ...storage import BLOCK, entries_before, rows_of, shape_of_entries
-from ..schedule import Schedule
+from ...optimizer.states import TRAINING
+from ...placement import Listed, Placement, Ranks, ReductionGroup, Share, SharedSums
+from ...rules import Rule
+from ...storage import BLOCK, entries_before, entries_of, kept_in_blocks, rows_of, shape_of_entries, values_of
 from .buckets import ALIGNMENT, Bucket, Division, Options, Slot, make_buckets, memory_order, view_of
-
-ANCHOR = "anchor"  # key of a param group that only exists so that a rank without pieces takes part in decisions
-
-
-@rule
-def unchanged(param: Any, grad: Any) -> tuple[Any, ...]:
-    """Leaves parameters as they are: what a rank does that has no piece of any."""
-    return (param,)
-
-
-class PieceSchedule(Schedule):
-    """When this rank's pieces are updated: when the optimizer that is sharded says so; all states begin together."""
-
-    begins_together = True
-    times_made = 0  # how often the plan, and with it states, was made
-
-    def making_plan(self) -> AbstractContextManager[None]:
-        self.times_made += 1
-        return super().making_plan()
+from .tensor_piece import ShardedTensorPiece
 
 
 def divisions_of(optimizer: Optimizer) -> dict[torch.Tensor, Division]:
@@ -80,14 +61,6 @@ def _in_blocks(param: torch.Tensor) -> Division:
     return Division(None, unit, by_rows) if cut else Division(cost=param.numel())
 
 
-STRUCTURE = ("params", "param_names", "rule")  # keys of a param group that are not hyperparameters
-
-
-def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a param group says of its parameters."""
-    return {key: value for key, value in group.items() if key not in STRUCTURE}
-
-
 @dataclass
 class Member:
     """A parameter of a sharded optimizer."""
@@ -98,7 +71,8 @@ class Member:
     bucket: Bucket
     slot: Slot
     division: Division
-    piece: torch.Tensor | None = None
+    piece: torch.Tensor | None = None  # this rank's section, if it has some of it
+    whole: torch.Tensor | None = None  # on the meta device, all of it where it is cut
     known_gradient: tuple[torch.Tensor, torch.Tensor] | None = None
     has_begun: bool | None = None
     """Whether a step, or a checkpoint, has given it state: known on all ranks, whichever has the state. None before the
@@ -132,6 +106,77 @@ class Member:
         shape = self.param.shape
         return entries_before(shape, start, elements), entries_before(shape, stop, elements)
 
+    def packed(self, value: Any, elements: int | None) -> Any:
+        """What a checkpoint takes for a value of the state; `elements` is how many an entry of its array covers."""
+        assert self.piece is not None
+        is_like_piece = isinstance(value, torch.Tensor) and value.shape == self.piece.shape
+        if elements is not None or is_like_piece:
+            elements = elements or 1
+            shape, order = self.entries(elements)
+            ranges = tuple(self.range_of(rank, elements) for rank in range(self.bucket.ranks.size))
+            return ShardedTensorPiece(value, shape, order, ranges, self.bucket.ranks)
+        if not isinstance(value, torch.Tensor) or value.dim() == 0 or not self.is_whole:
+            # A number, or what a user keeps there.
+            return value
+        # Numbers for each row or column: of whole parameters only.
+        return self.alone(value)
+
+    def alone(self, value: torch.Tensor) -> ShardedTensorPiece:
+        """A buffer of any shape that one rank has alone, as it has the parameter; on the others a meta tensor."""
+        shape, numel, ranks = tuple(value.shape), value.numel(), self.bucket.ranks
+        pieces = [self.bucket.layout.piece(self.slot, rank) for rank in range(ranks.size)]
+        # Of an empty parameter every rank has the buffers.
+        ranges = tuple((0, numel) if start < stop or not self.slot.numel else (0, 0) for start, stop in pieces)
+        local = torch.empty(0, dtype=value.dtype, device=self.param.device) if value.is_meta else value
+        order = memory_order(self.param) if shape == tuple(self.param.shape) else tuple(range(len(shape)))
+        return ShardedTensorPiece(local, shape, order, ranges, ranks)
+
+    def own_state(self, rule: Rule, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """What of a saved state is this rank's."""
+        entries = entries_of(saved, rule.state_names)
+        if entries and not self.is_whole and not self.division.keeps_blocks:
+            # Pieces that may begin inside of a block take what it has by value.
+            saved = dict(saved)
+            for name in [name for name in rule.state_names if name in entries]:
+                storage = kept_in_blocks(saved, name)
+                assert storage is not None
+                saved[name] = values_of(storage, saved, name, shape=self.param.shape)
+                for array in storage.arrays(name)[1:]:
+                    del saved[array.name]
+            entries = {}
+        like_param = {name for name in rule.state_names if rule.states[name].shape != "scalar"}
+        cuts = {*MASTER_KEYS, TRAINING, *entries, *like_param}
+        return {
+            name: self._own(name, value, entries.get(name, 1), is_cut=name in cuts) for name, value in saved.items()
+        }
+
+    def _own(self, name: str, value: Any, elements: int, *, is_cut: bool) -> Any:
+        """What of a saved value is this rank's."""
+        assert self.piece is not None
+        if not isinstance(value, torch.Tensor):
+            return value
+        (shape, order), own_range = self.entries(elements), self.range_of(self.bucket.ranks.rank, elements)
+        if isinstance(value, ShardedTensorPiece):
+            own_range = own_range if value.shape == shape else (0, value.numel())
+            if value.own_range != own_range:
+                raise StateError(
+                    f"state {name!r} of {self.name} is the piece {value.own_range} of another rank or of another "
+                    f"layout, this rank has {own_range}: load it with torch.distributed.checkpoint, or load what "
+                    "full_state_dict() gives"
+                )
+            mine = value.local
+            if value.shape != shape:
+                return mine.view(value.shape)
+        elif self.is_whole or not is_cut:
+            return value
+        elif value.shape != shape:
+            shapes = f"{tuple(value.shape)} in the checkpoint, it needs {shape}"
+            raise StateError(f"state {name!r} of {self.name} has shape {shapes}")
+        else:
+            flat = value.detach().permute(order).reshape(-1)
+            mine = flat[slice(*own_range)].to(self.piece.device, copy=True)
+        return self.shaped(mine) if elements == 1 else mine.view(shape_of_entries(self.piece.shape, elements))
+
     def take_gradient(self, section: torch.Tensor | None, trains: bool) -> None:
         """Have the piece hold its part of this rank's section of summed gradients; None for no gradient."""
         piece = self.piece
@@ -148,8 +193,11 @@ class Member:
             piece.grad = gradient
 
 
-class Sharding:
-    """What this rank has of an optimizer that is split over ranks: buckets, pieces, and the optimizer of the pieces."""
+class Sharding(Placement):
+    """What this rank has of an optimizer that is split over ranks: buckets, and sections of parameters in them."""
+
+    tables_cover_all = True
+    device: torch.device
 
     def __init__(
         self,
@@ -165,7 +213,9 @@ class Sharding:
         self.buckets: list[Bucket] = []
         self.members: list[Member] = []
         self.member_of: dict[Any, Member] = {}
-        self.listed: list[list[torch.Tensor]] = []  # the parameters of each param group
+        self.parts: Any = None  # what takes updated sections part by part, with `take(segments)`; None for nothing
+        self._bucket_of: dict[int, Bucket] = {}
+        self._listed: list[list[torch.Tensor]] = []  # the parameters of each param group
         self.rules: list[str | None] = []  # what each of them says of its rule
         self.places = self._lay_out(optimizer, names)  # for each bucket the places of its parameters among all
         self.device = self.buckets[0].flat.device
@@ -183,56 +233,50 @@ class Sharding:
                     # As bytes: backends do not know every type.
                     ranks.broadcast(sent.view(-1).view(torch.uint8))
                     stored.copy_(sent)
-        self.schedule = PieceSchedule()
-        # torch has names in all groups or in none.
-        is_named = any(group.get("param_names") for group in optimizer.param_groups)
-        owner, origins = weakref.ref(optimizer), self._cut(self.members)
-        self.placement = Pieces(owner, ranks.reductions, self.deciders, origins, has_own_names=not is_named)
-        self.inner = self._make_inner(optimizer)
+        self._cut(self.members)
 
-    def _make_inner(self, optimizer: Optimizer) -> Optimizer:
-        """The optimizer of this rank's pieces, with the rules and hyperparameters of the one that is sharded."""
-        groups = [self._group_of_pieces(group, optimizer.rule_of(group)) for group in optimizer.param_groups]
-        if not any(piece.requires_grad for group in groups for _, piece in group["params"]):
-            groups.append(self._anchor_group())
-        rule, defaults = optimizer.rule_of({}), optimizer.defaults
-        inner = Optimizer.__new__(Optimizer)
-        inner.placement, inner.schedule, inner.taps = self.placement, self.schedule, optimizer.taps
-        Optimizer.__init__(
-            inner,
-            groups,
-            rule,
-            max_grad_norm=defaults.get("max_grad_norm"),
-            master_weights=defaults.get("master_weights", False),
-            **{key: defaults[key] for key in rule.hyperparameters},
-        )
-        # What steps are decided from, and what outlives them, is the same for both.
-        inner.control, inner.workspace_limit = optimizer.control, optimizer.workspace_limit
-        inner.control.copies = self.ranks.other_copies
-        return inner
+    def share(self, listed: Listed, ordinal: int) -> Share | None:
+        member = self.member_of.get(listed[3])
+        share = super().share(listed, ordinal)
+        if member is None or share is None:
+            # It is about to be added, and is not divided yet.
+            return share
+        if member.piece is None:
+            return None
+        if "param_names" not in share.group:
+            share.label = f"{share.label} ({member.name})"
+        share.holder, share.whole = member.piece, member.whole
+        if member.whole is not None:
+            share.start = member.bucket.piece(member.slot)[0]
+            share.order = tuple(range(member.param.dim())) if member.division.by_rows else memory_order(member.param)
+        return share
 
-    def _anchor_group(self) -> dict[str, Any]:
-        anchor = torch.zeros(0, device=self.device, requires_grad=True)
-        anchor.grad = torch.zeros(0, device=self.device)
-        return {"params": [(ANCHOR, anchor)], "rule": unchanged, ANCHOR: True, "master_weights": False}
+    def holder(self, param: torch.Tensor) -> torch.Tensor:
+        member = self.member_of.get(param)
+        return param if member is None or member.piece is None else member.piece
 
-    def anchor(self) -> None:
-        """Have this rank take part in decisions, though a checkpoint has left it no piece that steps update."""
-        if not any(piece.requires_grad or self.inner.state.get(piece) for _, _, _, piece in iter_params(self.inner)):
-            self.inner.add_param_group(self._anchor_group())
+    def own_state(self, share: Share, rule: Rule, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+        return self.member_of[share.param].own_state(rule, saved)
 
-    def _group_of_pieces(self, group: Mapping[str, Any], rule: Any) -> dict[str, Any]:
-        """A param group of this rank's pieces like one of whole parameters."""
-        members = [self.member_of[param] for param in group["params"]]
-        pieces = [(member.name, member.piece) for member in members if member.piece is not None]
-        # torch wants names in every group or in none, and finds none in an empty one.
-        names: dict[str, Any] = {} if pieces else {"param_names": []}
-        return {**hyperparameters(group), **names, "rule": rule, "params": pieces}
+    def sharers(self, params: Iterable[torch.Tensor]) -> ReductionGroup | None:
+        return self.ranks.reductions
+
+    def take_part(self, plan: Any) -> None:
+        """All ranks decide, and those that share the parameters combine reductions."""
+        plan.ranks, plan.sharers = self.deciders, self.ranks.reductions
+
+        def first_cut(segment: Any) -> int:
+            return min((entry.ordinal for entry in segment.entries if entry.whole is not None), default=0)
+
+        # Of all ranks in one order: what one has whole may come first in a segment there.
+        plan.shared_sums = [SharedSums(plan.sharers, sorted(engine.segments, key=first_cut)) for engine in plan.engines]
+        if self.parts is not None:
+            self.parts.take([segment for engine in plan.engines for segment in engine.segments])
 
     def _lay_out(self, optimizer: Optimizer, names: dict[Any, str]) -> list[tuple[int, ...]]:
         """Bring the parameters that are not there yet into buckets."""
         groups = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
-        self.listed = [list(group["params"]) for group in optimizer.param_groups]
+        self._listed = [list(group["params"]) for group in optimizer.param_groups]
         self.rules = [group.get("rule") for group in optimizer.param_groups]
         params = [param for param in names if param not in self.member_of]
         divisions, before = divisions_of(optimizer), len(self.members)
@@ -250,14 +294,10 @@ class Sharding:
 
     def add_group(self, optimizer: Optimizer, names: dict[Any, str]) -> tuple[list[Bucket], list[tuple[int, ...]]]:
         """Bring the parameters of the last param group into buckets of their own; these, and the places in them."""
-        buckets, members, group = len(self.buckets), len(self.members), optimizer.param_groups[-1]
+        buckets, members = len(self.buckets), len(self.members)
         places = self._lay_out(optimizer, names)
         self._align(self.buckets[buckets:])
-        self.placement.add(self._cut(self.members[members:]))
-        groups = self.inner.param_groups
-        self.inner.add_param_group(self._group_of_pieces(group, optimizer.rule_of(group)))
-        if ANCHOR in groups[-2]:
-            groups.insert(-1, groups.pop())
+        self._cut(self.members[members:])
         return self.buckets[buckets:], places
 
     @torch.no_grad()
@@ -268,9 +308,8 @@ class Sharding:
             if bucket.exact is not None:
                 bucket.exact.copy_(bucket.section_of(bucket.flat))
 
-    def _cut(self, members: Sequence[Member]) -> dict[Any, Origin]:
-        """Give parameters this rank's pieces of them; where each piece comes from."""
-        origins: dict[Any, Origin] = {}
+    def _cut(self, members: Sequence[Member]) -> None:
+        """Give parameters this rank's sections of them."""
         for member in members:
             start, stop = member.bucket.piece(member.slot)
             if member.is_whole and start == stop and member.slot.numel:
@@ -278,44 +317,41 @@ class Sharding:
             flat = member.bucket.cut(member.bucket.updated, member.slot)
             # A version of its own: what others write into the bucket is noticed at the parameters.
             member.piece = member.shaped(flat).data.requires_grad_(member.param.requires_grad)
+            self._bucket_of[id(member.piece)] = member.bucket
             if member.bucket.grad_dtype != member.piece.dtype:
                 member.piece.grad_dtype = member.bucket.grad_dtype
-            order = memory_order(member.param) if not member.division.by_rows else tuple(range(member.param.dim()))
-            cut = (None, ()) if member.is_whole else (start, order)
-            origins[member.piece] = Origin(member.param, *cut)
-        return origins
+            if not member.is_whole:
+                member.whole = torch.empty(member.param.shape, dtype=member.param.dtype, device="meta")
 
-    def require_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def require_groups(self, optimizer: Optimizer) -> None:
         """Raise if param groups have other parameters or rules than those that are divided over the ranks."""
-        listed = [list(group["params"]) for group in groups]
-        if [set(map(id, params)) for params in listed] != [set(map(id, params)) for params in self.listed]:
+        listed = [group["params"] for group in optimizer.param_groups]
+        if [set(map(id, params)) for params in listed] != [set(map(id, params)) for params in self._listed]:
             raise RuntimeError(
                 "param groups of the sharded optimizer have other parameters than shard() has divided over the ranks: "
                 "undo that; freeze a parameter instead of removing it, add others with add_param_group(), or load what "
                 "full_state_dict() gives into a new optimizer and shard that; nothing was updated"
             )
-        if [group.get("rule") for group in groups] != self.rules:
+        if [group.get("rule") for group in optimizer.param_groups] != self.rules:
             raise RuntimeError(
                 "the rule of a param group of the sharded optimizer was changed, and shard() has divided parameters "
                 "for the one before: undo that, or shard a new optimizer; nothing was updated"
             )
-        self.listed = listed
 
     def bucket_of(self, piece: torch.Tensor) -> Bucket | None:
-        """The bucket that a piece lies in; None for what is none."""
-        origin = self.placement.origin(piece)
-        return None if origin is None else self.member_of[origin.param].bucket
+        """The bucket that a section lies in; None for what is none."""
+        return self._bucket_of.get(id(piece))
 
     def note_stepped(self, has_gradient: Iterable[bool], trains: Iterable[int]) -> None:
         """After a step: what trains has state when the first one begins, and all else when it has a gradient."""
         for member, has_one, is_trained in zip(self.members, has_gradient, trains):
             member.has_begun = bool(member.has_begun or has_one or (member.has_begun is None and is_trained))
 
-    def holds_state(self, member: Member) -> bool:
+    def holds_state(self, optimizer: Optimizer, member: Member) -> bool:
         """Whether a parameter has state, on whichever rank."""
         if member.piece is not None:
-            return bool(self.inner.state.get(member.piece))
+            return bool(vars(optimizer)["state"].get(member.param))
         if member.has_begun is None:
             # Tables that are there before a step have state for whatever trains.
-            return member.param.requires_grad and self.inner.plan is not None
+            return member.param.requires_grad and optimizer.plan is not None
         return member.has_begun

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,26 +15,24 @@ import torch.distributed as dist
 from torch import nn
 
 from ...combinations import refuse, refuse_replaced
-from ...compat import is_capturing, load_hooks, route_unscaling, uncompiled
+from ...compat import is_capturing, route_unscaling, uncompiled
 from ...errors import GradientError
 from ...norm import NormTable
 from ...norm.tiles import combine
 from ...optimizer import Optimizer
-from ...optimizer.checkpoint import Saved, after_hooks, loaded_groups, read_by_value, unchanged_on_error
-from ...optimizer.control import MEAN_KEYS, with_limits
+from ...optimizer.checkpoint import unchanged_on_error
+from ...optimizer.control import MEAN_KEYS
 from ...optimizer.graphs import prepare_capture, push, require_no_waits
-from ...optimizer.groups import GROUP_OPTIONS
 from ...optimizer.optimizer import Attached, AttachedType, resolve_optimizer
 from ...optimizer.parameters import iter_params, require_listed_once, require_shapes
-from ...optimizer.states import WatchedState
 from ...placement.local import REAL_INSTEAD
 from ...runtime.capturing import PREPARE, require
 from ..accumulation import gradientless, refuse_another_taker, refuse_taken_by_another
 from ..schedule import Schedule
 from ..side_stream import SideStream
 from .buckets import Options
-from .checkpoint import full_state_dict, local_state, sharded_states, steps_behind
-from .core import ANCHOR, STRUCTURE, Sharding, hyperparameters
+from .checkpoint import full_state_dict, sharded_states, steps_behind
+from .core import Sharding
 from .gradients import GradientSync
 from .parameters import ParameterSync, UpdateInParts
 from .ranks import HyperparameterDigest, apart_from_others, attempt_together, ranks_of, validate_across_ranks
@@ -53,7 +51,7 @@ class ShardedSchedule(Schedule):
     """The schedule of a sharded optimizer, which has these public methods after `tilestep.shard`."""
 
     not_copied = "a sharded optimizer cannot be copied or pickled: save its state_dict() or full_state_dict()"
-    makes_plan = False
+    begins_together = True
 
     def __init__(self, optimizer: Optimizer, sharding: Sharding) -> None:
         self._reference = weakref.ref(optimizer)
@@ -64,15 +62,12 @@ class ShardedSchedule(Schedule):
         self.gradients = GradientSync(buckets, sharding.places, ranks, options, self.channel, self.digest, model)
         self.parameters = ParameterSync(model, buckets, options, self.channel)
         self._parts = UpdateInParts(self.parameters, sharding.bucket_of) if self.channel.in_order else None
-        sharding.placement.parts = self._parts
-        self._ready: _Gradients | None = None  # the gradients that the pieces have been given
-        self._stepped: _Gradients | None = None  # those of the last step, if nothing was written to the pieces since
+        sharding.parts = self._parts
+        self._ready: _Gradients | None = None  # the gradients that the sections have been given
+        self._stepped: _Gradients | None = None  # those of the last step, if no section was written to since
         self._begun: _Gradients | None = None  # those when it was last noted which parameters have state
         self._captures_alone = False  # whether a step is being captured without the backward before it
         self._consolidated: dict[str, Any] | None = None  # gathered for the next `state_dict`
-        self._state: Any = None  # the states that the optimizer shows, and how often they had been changed then
-        self._state_changes = 0
-        self._shown = 0  # how often the plan of the pieces had been made when their states were last put into `state`
         self._overflows_are_shared = False  # whether all ranks know what a scaler has found since the last step
 
     @property
@@ -88,50 +83,16 @@ class ShardedSchedule(Schedule):
         names = ["no_sync", "wait", "grad_norm_of", "clip_grad_norm_", "full_state_dict", "consolidate_state_dict"]
         return {name: getattr(self, name) for name in (*names, "describe_gathers")}
 
-    def show_states(self) -> None:
-        """Let the optimizer's `state` have the pieces' states."""
-        inner, shown = self.sharding.inner, vars(self._optimizer)["state"]
-        self._shown = self.sharding.schedule.times_made
-        members = self.sharding.member_of
-        state = WatchedState(dict, {key: value for key, value in shown.items() if key not in members})
-        for param, member in members.items():
-            if member.piece is not None and member.piece in inner.state:
-                state[param] = inner.state[member.piece]
-        self._optimizer.state = self._state = state
-        self._state_changes = state.count.changes
-
-    def _follow_groups(self, optimizer: Optimizer) -> None:
-        """Let the pieces have the optimizer's hyperparameters, and states that other code has set or removed."""
-        sharding, inner, plan = self.sharding, self.sharding.inner, self.sharding.inner.plan
-        groups, state = optimizer.param_groups, vars(optimizer)["state"]
-        listed = [group["params"] for group in groups]
-        are_others = len(listed) != len(sharding.listed) or [group.get("rule") for group in groups] != sharding.rules
-        if plan is None or are_others or not all(map(plan.same_list, listed, sharding.listed)):
-            sharding.require_groups(groups)
-        if state is not self._state or state.count.changes != self._state_changes:
-            for member in sharding.members:
-                piece, own = member.piece, state.get(member.param)
-                if piece is not None and own and own is not inner.state.get(piece):
-                    inner.state[piece] = own
-                elif not own and piece in inner.state:
-                    del inner.state[piece]
-            self._stepped = None
-            self.show_states()
-        mirror(groups, inner.param_groups)
-
-    def states_replaced(self, optimizer: Any) -> None:
-        self.show_states()
-
-    def updating(self, optimizer: Any) -> Any:
-        """The optimizer of this rank's pieces."""
-        return self.sharding.inner
+    def making_plan(self) -> AbstractContextManager[None]:
+        self.sharding.require_groups(self._optimizer)
+        return super().making_plan()
 
     def shared(self) -> Mapping[tuple[int, ...], Sequence[str]]:
         sharding = self.sharding
         return {sharding.ranks.members: sorted(member.name for member in sharding.members)}
 
-    def step(self, plain: Callable[[], None]) -> None:
-        """Update this rank's pieces and send them to the others."""
+    def step(self, plain: Callable[..., None]) -> None:
+        """Update this rank's sections and send them to the others."""
         optimizer = self._reference()
         assert optimizer is not None
         if optimizer.is_evaluating:
@@ -142,8 +103,10 @@ class ShardedSchedule(Schedule):
                 "tilestep.GradScaler or torch.amp.GradScaler, which ask all of them; nothing was updated"
             )
         self._overflows_are_shared = False
-        sharding, gradients, inner = self.sharding, self.gradients, self.sharding.inner
-        self._follow_groups(optimizer)
+        sharding, gradients = self.sharding, self.gradients
+        if [group.get("rule") for group in optimizer.param_groups] != sharding.rules:
+            # Of other parameters a plan is made anew, which asks too.
+            sharding.require_groups(optimizer)
         captures = is_capturing()
         if captures:
             able = sharding.ranks.can_be_captured
@@ -157,21 +120,17 @@ class ShardedSchedule(Schedule):
                 self._captures_alone or gradients.summed_in_graph,
                 "its gradients were summed before the graph: capture backward too, or use tilestep.capture(optimizer)",
             )
-        for name in ("grad_scale", "found_inf"):
-            inner.__dict__.pop(name, None)
-            if hasattr(optimizer, name):
-                setattr(inner, name, getattr(optimizer, name))
-        # Pieces and their gradients are where they were at the last step, and what that has made of them: this cuts
-        # the pieces and knows, since nothing else has them. Not in a capture, which looks at everything.
+        # Sections and their gradients are where they were at the last step, and what that has made of them: this cuts
+        # the sections and knows, since nothing else has them. Not in a capture, which looks at everything.
         unmoved = not captures and self._ready is self._stepped
         self._stepped = self._consolidated = None
         # One that was frozen after its gradients were summed is updated, as torch does with whatever has a gradient.
         updates = bytes(sums.was_summed or sums.bucket.trains for sums in gradients.sums)
         if self._parts is None or captures:
-            inner.update(unmoved=unmoved)
+            plain(unmoved=unmoved)
         else:
             with self._parts.around(updates):
-                inner.update(unmoved=unmoved)
+                plain(unmoved=unmoved)
         ready = self._stepped = self._ready
         if ready is not None and ready is not self._begun:
             self._begun = ready
@@ -179,8 +138,6 @@ class ShardedSchedule(Schedule):
         if not captures or gradients.summed_in_graph:
             gradients.forget()
         self.parameters.gather(updates, captures)
-        if self._shown != sharding.schedule.times_made:
-            self.show_states()
 
     @gradientless
     def sync_masters(self, optimizer: Any) -> None:
@@ -200,10 +157,9 @@ class ShardedSchedule(Schedule):
             torch.autograd.graph.increment_version([piece for piece in written if piece is not None])
 
     @gradientless
-    def complete_gradients(self, optimizer: Any) -> Any:
-        """Have the pieces hold their summed gradients, and be what the parameters are; all ranks call it."""
+    def complete_gradients(self, optimizer: Any) -> None:
+        """Have the sections hold their summed gradients, and be what the parameters are; all ranks call it."""
         self._make_ready(is_capturing())
-        return self.sharding.inner
 
     def _make_ready(self, captures: bool) -> None:
         """As `complete_gradients`, without gradients."""
@@ -243,12 +199,12 @@ class ShardedSchedule(Schedule):
                 member.take_gradient(section_of[id(member.bucket)] if has_one else None, bool(is_trained))
 
     def step_of(self, optimizer: Any, group: Mapping[str, Any]) -> Any:
-        """As of a plain optimizer; that of the pieces of other groups where a rank has none of this one."""
+        """As of a plain optimizer; that of other groups where a rank has no share of this one."""
         own = super().step_of(optimizer, group)
         members = (self.sharding.member_of[param] for param in group["params"])
-        if own is not None or not any(map(self.sharding.holds_state, members)):
+        if own is not None or not any(self.sharding.holds_state(optimizer, member) for member in members):
             return own
-        steps = [state["step"] for state in self.sharding.inner.state.values() if "step" in state]
+        steps = [state["step"] for state in optimizer.state.values() if "step" in state]
         return torch.stack(steps).amax() if steps else None
 
     @torch.no_grad()
@@ -297,7 +253,7 @@ class ShardedSchedule(Schedule):
             [[0.5, 0.0]]
             >>> torch.distributed.destroy_process_group()
         """
-        self.sharding.inner.memory.wait()
+        self._optimizer.memory.wait()
         self.parameters.wait_all()
 
     def describe_gathers(self) -> list[str]:
@@ -425,11 +381,12 @@ class ShardedSchedule(Schedule):
         return self._own_state_dict(plain)
 
     def _own_state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        self.sharding.require_groups(self._optimizer.param_groups)
-        self.sync_masters(self._optimizer)
-        if self.sharding.inner.plan is not None:
-            self.sharding.inner.plan.sync_masters()
-        with sharded_states(self._optimizer, self.sharding):
+        optimizer = self._optimizer
+        self.sharding.require_groups(optimizer)
+        self.sync_masters(optimizer)
+        if optimizer.plan is not None:
+            optimizer.plan.sync_masters()
+        with sharded_states(optimizer, self.sharding):
             return plain()
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Any]:
@@ -479,54 +436,27 @@ class ShardedSchedule(Schedule):
         """
         self._consolidated = self.full_state_dict(to) or None
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], None] | None = None
-    ) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], Any]) -> None:
         """Take a checkpoint or nothing: what `state_dict` has given, or a full one of any optimizer of the rule."""
         self._stepped = self._consolidated = None
-        optimizer, sharding, inner = self._optimizer, self.sharding, self.sharding.inner
-        sharding.require_groups(optimizer.param_groups)
-        state_dict = with_limits(after_hooks(optimizer, state_dict))
-        groups = loaded_groups(optimizer, state_dict["param_groups"])
-        inner_groups = inner.state_dict()["param_groups"]
-        states: dict[int, Any] = {}
-        place_of = {piece: number for number, (_, _, _, piece) in enumerate(iter_params(inner))}
-        saved_groups = state_dict["param_groups"]
-        numbered = [(number, group) for group in saved_groups for number in group["params"]]
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        begun = {id(param) for (number, _), param in zip(numbered, params) if state_dict["state"].get(number)}
-        for (number, group), param in zip(numbered, params):
-            member, saved = sharding.member_of[param], state_dict["state"].get(number)
-            if saved is not None and member.piece is not None:
-                rule = optimizer.rule_of(optimizer.param_groups[member.group])
-                saved = read_by_value(Saved(member.name, saved, group, rule, param))
-                states[place_of[member.piece]] = local_state(member, rule, saved)
-        own_keys = [{key: group[key] for key in STRUCTURE if key in group} for group in inner_groups]
-        merged = [{**own, **hyperparameters(new)} for own, new in zip(own_keys, groups)]
-        merged += [group for group in inner_groups if ANCHOR in group]
-        held_averages = optimizer.is_evaluating
+        optimizer, held_averages = self._optimizer, self._optimizer.is_evaluating
+        self.sharding.require_groups(optimizer)
         if held_averages:
             self.sync_masters(optimizer)
-        inner.load_state_dict({"state": states, "param_groups": merged})
-        optimizer.is_evaluating = inner.is_evaluating
+        begun = plain(state_dict)
         if held_averages:
             self.parameters.gather()
-        sharding.anchor()
-        for member in sharding.members:
+        for member in self.sharding.members:
             # Others that train begin with the next step.
-            member.has_begun = True if id(member.param) in begun else None
+            member.has_begun = True if member.param in begun else None
         self._begun = None
-        mirror([group for group in inner.param_groups if ANCHOR not in group], optimizer.param_groups)
-        for hook in load_hooks(optimizer)[1]:
-            hook(optimizer)
-        self.show_states()
 
     def add_param_group(self, param_group: dict[str, Any], plain: Callable[[dict[str, Any]], None]) -> None:
         """Add parameters of the model as a group, in buckets of their own; all ranks call it, without gradients."""
         sharding, optimizer = self.sharding, self._optimizer
 
         def add() -> None:
-            sharding.require_groups(optimizer.param_groups)
+            sharding.require_groups(optimizer)
             if optimizer.is_evaluating:
                 raise RuntimeError("the parameters hold the weights to evaluate: call train() before add_param_group()")
             if not self.gradients.is_idle:
@@ -534,24 +464,20 @@ class ShardedSchedule(Schedule):
             plain(param_group)
             require_listed_once("shard()", optimizer)
 
-        with unchanged_on_error(optimizer):
-            attempt_together(sharding.ranks, add, "add the param group", RuntimeError)
-            names = validate_across_ranks(optimizer, sharding.model, sharding.ranks, sharding.options)
+        attempt_together(sharding.ranks, add, "add the param group", RuntimeError)
+        names = validate_across_ranks(optimizer, sharding.model, sharding.ranks, sharding.options)
         self.sync_masters(optimizer)
         buckets, places = sharding.add_group(optimizer, names)
         self.gradients.take_in(buckets, places)
         self.parameters.take_in(sharding.model, buckets)
         self._ready = self._begun = None
-        self.show_states()
 
     def hold_weights(self, training: bool, plain: Callable[[], None]) -> None:
-        """Let the pieces hold the weights that train or those to evaluate, and send them to the other ranks."""
+        """Let the sections hold the weights that train or those to evaluate, and send them to the other ranks."""
         # What is on its way is read until it has arrived.
         self.sync_masters(self._optimizer)
         self._stepped = None
-        self.sharding.inner.train(training)
-        self._optimizer.is_evaluating = self.sharding.inner.is_evaluating
-        self.show_states()
+        plain()
         # Of all: what is frozen now may have been averaged before.
         self.parameters.gather()
 
@@ -574,7 +500,8 @@ class ShardedSchedule(Schedule):
         empty = [torch.zeros(0, dtype=dtype, device=sharding.device, requires_grad=True) for dtype in dtypes]
         for tensor in empty:
             tensor.grad = torch.zeros_like(tensor)
-        scaled = SimpleNamespace(param_groups=[*sharding.inner.param_groups, {"params": empty}])
+        sections = [member.piece for member in sharding.members if member.piece is not None]
+        scaled = SimpleNamespace(param_groups=[{"params": [*sections, *empty]}])
         flags = unscale(scaled, *args, **kwargs)
         for flag in flags.values():
             sharding.deciders.add(flag)
@@ -582,10 +509,11 @@ class ShardedSchedule(Schedule):
         return flags
 
     @contextmanager
-    def for_graph(self, optimizer: Any, *, alone: bool, replays: bool = False) -> Iterator[Any]:
-        """A block in which a step is captured or replayed on this rank's pieces, with all where graphs look for it."""
-        inner = self.sharding.inner
-        self._follow_groups(optimizer)
+    def for_graph(self, optimizer: Any, *, alone: bool, replays: bool = False) -> Iterator[None]:
+        """A block in which a step is captured or replayed, with all where graphs look for it."""
+        if not replays:
+            require_no_waits(optimizer)
+        self.sharding.require_groups(optimizer)
         if alone:
             self.complete_gradients(optimizer)
         else:
@@ -595,11 +523,9 @@ class ShardedSchedule(Schedule):
             self.parameters.wait_on_host()
         self._captures_alone = alone and not replays
         try:
-            yield inner
+            yield
         finally:
             self._captures_alone = False
-        if self._shown != self.sharding.schedule.times_made:
-            self.show_states()
         if replays:
             if alone:
                 self.gradients.forget()
@@ -607,24 +533,12 @@ class ShardedSchedule(Schedule):
 
     def prepare_capture(self, optimizer: Any) -> None:
         """Get ready; the graph has to hold backward too, or to be made by `tilestep.capture`."""
-        require_no_waits(optimizer)
-        with self.for_graph(optimizer, alone=False) as updating:
-            prepare_capture(updating)
+        with self.for_graph(optimizer, alone=False):
+            prepare_capture(optimizer)
 
     def push(self, optimizer: Any) -> None:
-        with self.for_graph(optimizer, alone=False, replays=True) as updating:
-            push(updating)
-
-
-def mirror(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:
-    """Give param groups the hyperparameters of others."""
-    for theirs, own in zip(source, target):
-        for key in GROUP_OPTIONS:
-            if key not in theirs:
-                own.pop(key, None)
-        for key, value in theirs.items():
-            if key not in STRUCTURE:
-                own[key] = value
+        with self.for_graph(optimizer, alone=False, replays=True):
+            push(optimizer)
 
 
 class ShardedOptimizer(Attached, metaclass=AttachedType):
@@ -743,24 +657,25 @@ def shard(
     names = validate_across_ranks(optimizer, model, ranks, options, also)
     route_unscaling(lambda optimizer: isinstance(optimizer, ShardedOptimizer), ShardedSchedule.route)
     state = optimizer.state_dict() if any(steps_behind(optimizer)) else None
-    if state is None:
-        optimizer.state.clear()
-    optimizer.drop_plan()
     sharding = Sharding(optimizer, model, names, apart_from_others(ranks, model), options, norm_groups)
     schedule = ShardedSchedule(optimizer, sharding)
-    # What each rank has counted alone; what they go on with is in the state.
-    optimizer.control.numbers = None
-    if state is not None:
-        # Before, each rank has remembered norms and losses of its own.
-        first = state["param_groups"][0]
-        first |= sharding.ranks.gather_objects({key: float(first[key]) for key in MEAN_KEYS if key in first})[0]
-        schedule.load_state_dict(state)
-        for numbers in optimizer.control.history.numbers:
-            sharding.ranks.broadcast(numbers)
-    else:
-        sharding.inner.rebuild(ahead=True)
-    optimizer.attach(("shard",), schedule=schedule, offers=schedule.offers)
-    schedule.show_states()
+    with unchanged_on_error(optimizer):
+        optimizer.drop_plan()
+        optimizer.state.clear()
+        optimizer.held = {}
+        # What each rank has counted alone; what they go on with is in the state.
+        optimizer.control.numbers, optimizer.control.copies = None, sharding.ranks.other_copies
+        optimizer.placement = sharding
+        optimizer.attach(("shard",), schedule=schedule, offers=schedule.offers)
+        if state is not None:
+            # Before, each rank has remembered norms and losses of its own.
+            first = state["param_groups"][0]
+            first |= sharding.ranks.gather_objects({key: float(first[key]) for key in MEAN_KEYS if key in first})[0]
+            optimizer.load_state_dict(state)
+            for numbers in optimizer.control.history.numbers:
+                sharding.ranks.broadcast(numbers)
+        else:
+            optimizer.rebuild(ahead=True)
     return cast(ShardedOptimizer, optimizer)
 
 

@@ -1,0 +1,106 @@
+"""What a sharded optimizer's `state_dict` has for a tensor of which this rank holds a range of elements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...compat import checkpoint_chunk, checkpoint_items, is_copy, is_empty_like, wrapper_tensor
+from .buckets import Box, boxes, memory_order
+
+
+class ShardedTensorPiece(torch.Tensor):
+    """A tensor of the full shape of which this rank has one range, counted along the memory of its parameter."""
+
+    # It holds no memory but the range; nothing is computed with it. A range of a tensor of several dimensions is not a
+    # block of it, but a few blocks side by side: as such a checkpoint stores it, and so reads it on any number of
+    # ranks.
+
+    local: torch.Tensor  # what of it is here, flat
+    own_range: tuple[int, int]  # first element and one past the last, in the order of the dimensions in memory
+    ranges: tuple[tuple[int, int], ...]  # the range of every rank
+    order: tuple[int, ...]  # its dimensions from the slowest in memory to the fastest
+    ranks: Any
+
+    @staticmethod
+    def __new__(
+        cls, local: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...], ranges: Any, ranks: Any
+    ) -> ShardedTensorPiece:
+        local = local.permute(order if local.shape == shape else memory_order(local)).reshape(-1)
+        made = wrapper_tensor(cls, shape, local.dtype, local.device)
+        made.local, made.order, made.ranges, made.ranks = local, order, ranges, ranks
+        made.own_range = ranges[ranks.rank]
+        return made
+
+    def _blocks(self) -> list[tuple[tuple[int, ...], torch.Size, torch.Tensor]]:
+        """Offsets, sizes and memory of the blocks of this rank, by the dimensions of the tensor."""
+        sizes = [self.shape[dim] for dim in self.order]
+        listed = boxes(sizes, *self.own_range) if self.numel() else [Box((0,) * len(sizes), tuple(sizes), 0)]
+        inverse = self._inverse()
+        blocks = []
+        for box in listed:
+            first = box.start - self.own_range[0]
+            memory = self.local[first : first + box.numel].view(box.sizes).permute(inverse)
+            blocks.append((tuple(box.offsets[dim] for dim in inverse), memory.shape, memory))
+        return blocks
+
+    def _inverse(self) -> list[int]:
+        return [self.order.index(dim) for dim in range(len(self.order))]
+
+    def collect(self, *, keep: bool) -> torch.Tensor | None:
+        """All of it, in CPU memory; every rank must call it."""
+        flat = torch.empty(self.numel(), dtype=self.dtype, device=self.device)
+        for rank, (start, stop) in enumerate(self.ranges):
+            if start == stop:
+                continue
+            part = flat[start:stop]
+            if rank == self.ranks.rank:
+                part.copy_(self.local)
+            # As bytes: neither NCCL nor gloo knows 16-bit integers.
+            self.ranks.send(part.view(torch.uint8), rank)
+        if not keep:
+            return None
+        return flat.cpu().view([self.shape[dim] for dim in self.order]).permute(self._inverse())
+
+    def __create_write_items__(self, fqn: str, tensor: Any) -> list[Any]:
+        chunks = [(offsets, sizes) for offsets, sizes, _ in self._blocks()]
+        return checkpoint_items(fqn, self.shape, self.dtype, chunks)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return [checkpoint_chunk(offsets, sizes) for offsets, sizes, _ in self._blocks()]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        for offsets, _, memory in self._blocks():
+            if index.offset is None or tuple(index.offset) == offsets:
+                return memory
+        raise ValueError(f"{index.fqn}: this rank has no block at {index.offset}")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        start, stop = self.own_range
+        return f"ShardedTensorPiece(shape={tuple(self.shape)}, dtype={self.dtype}, elements {start} to {stop} here)"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a piece of a sharded optimizer's state cannot be pickled or copied, as torch.save would: use "
+            "torch.distributed.checkpoint, or full_state_dict(); where one rank saves state_dict(), call "
+            "consolidate_state_dict() on all ranks before it"
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        piece = next((value for value in args if isinstance(value, cls)), None)
+        if piece is not None and is_empty_like(function) and tuple(args[1]) == piece.shape:
+            made = {key: (kwargs or {}).get(key) or getattr(piece, key) for key in ("dtype", "device")}
+            return cls._like(piece, torch.empty(piece.local.shape, **made))
+        if piece is None or not is_copy(function):
+            raise TypeError(
+                f"{function}: nothing is computed with a piece of a sharded optimizer's state; full_state_dict() gives "
+                "ordinary tensors"
+            )
+        kwargs = {key: value for key, value in (kwargs or {}).items() if key != "memory_format"}
+        return cls._like(piece, function(piece.local, **kwargs))
+
+    @classmethod
+    def _like(cls, piece: ShardedTensorPiece, local: torch.Tensor) -> ShardedTensorPiece:
+        return cls(local, tuple(piece.shape), piece.order, piece.ranges, piece.ranks)
