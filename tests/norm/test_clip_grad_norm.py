@@ -11,6 +11,7 @@ import torch
 from norm_referee import DTYPES, drawn, referee
 from scripts import run_python
 
+import tilestep
 from tilestep.errors import GradientError
 from tilestep.norm import clip_grad_norm_
 
@@ -63,6 +64,15 @@ def test_float16_rounds_every_bit_pattern_as_torch() -> None:
         norm = clip_grad_norm_(parameters, max_norm)
         expected = (every.float() * (max_norm / (norm.double() + 1e-6)).float()).half()
         assert torch.equal(parameters[0].grad.view(torch.int16), expected.view(torch.int16))
+
+
+def test_every_nan_has_the_bits_that_update_kernels_give_it() -> None:
+    patterns = torch.tensor([0x7F81, 0x7FFF, -0x7F, -1], dtype=torch.int16)
+    parameters = with_gradients([patterns.view(torch.bfloat16)])
+    clip_grad_norm_(parameters, 1.0)
+    tilestep.SGD(parameters, lr=1.0).step()
+    for tensor in (parameters[0], parameters[0].grad):
+        assert tensor.detach().view(torch.int16).tolist() == [0x7FC0] * 4
 
 
 def test_mixed_dtypes_and_layouts() -> None:
