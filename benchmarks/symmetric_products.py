@@ -11,7 +11,6 @@ from collections.abc import Callable
 import torch
 
 from tilestep.linalg import COEFFICIENTS, orthogonal
-from tilestep.linalg import orthogonal as gram
 from tilestep.linalg.symmetric import Blocks, symmetric_product
 
 __all__ = ["main"]
@@ -30,7 +29,8 @@ CUTS = [
     Blocks(128, 64, 64, 4, 4),
 ]
 
-NUMBERS = (5.0, *COEFFICIENTS, 1e-7)
+ROWS = [COEFFICIENTS] * 5
+NUMBERS = (1e-7, *COEFFICIENTS * 5)
 
 
 def milliseconds(work: Callable[[], object], rounds: int = 10) -> float:
@@ -75,7 +75,7 @@ def orthogonalizations(count: int, rows: int, columns: int) -> None:
     """Time a whole orthogonalization: on Gram matrices, in batches, and one by one as torch.optim.Muon has it."""
     batch = torch.randn(count, rows, columns, device="cuda").to(torch.bfloat16)
     out = torch.empty_like(batch)
-    on_grams = milliseconds(lambda: gram.gram_newton_schulz(batch, NUMBERS, out), 5)
+    on_grams = milliseconds(lambda: orthogonal.gram_newton_schulz(batch, ROWS, 1e-7, out), 5)
     taken, orthogonal.takes = orthogonal.takes, lambda *_: False
     try:
         batched = milliseconds(lambda: orthogonal.newton_schulz([batch], NUMBERS, out), 5)

@@ -39,10 +39,12 @@ Number = float | torch.Tensor | Callable[[Any], Any] | None
 OWN = {**inspect.get_annotations(tilestep.Optimizer.__init__), "params": "ParamsT"}
 
 
-def annotation(name: str, default: Any) -> str:
+def annotation(rule: tilestep.Rule, name: str, default: Any) -> str:
     """The type of a parameter, from its default."""
     if name in OWN:
         return OWN[name]
+    if callable(rule.ranges.get(name)):
+        return "Any"
     if isinstance(default, (bool, str)):
         return type(default).__name__
     if isinstance(default, (int, float)):
@@ -55,14 +57,14 @@ def annotation(name: str, default: Any) -> str:
 def signature(optimizer: type) -> str:
     """One class with its constructor."""
     parameters = []
-    starred = False
+    starred, rule = False, tilestep.registry[optimizer.__name__]
     for name, parameter in list(inspect.signature(optimizer.__init__).parameters.items())[1:]:
         if parameter.kind is parameter.KEYWORD_ONLY and not starred:
             parameters.append("*")
             starred = True
         shown = "..." if parameter.default == math.inf else repr(parameter.default)
         default = "" if parameter.default is parameter.empty else f" = {shown}"
-        parameters.append(f"{name}: {annotation(name, parameter.default)}{default}")
+        parameters.append(f"{name}: {annotation(rule, name, parameter.default)}{default}")
     return f"class {optimizer.__name__}(Optimizer):\n    def __init__(self, {', '.join(parameters)}) -> None: ..."
 
 

@@ -464,12 +464,19 @@ def test_a_refusal_that_the_rule_catches_is_one() -> None:
         traced(tries)
 
 
-def test_a_number_in_a_tuple_inside_a_tuple_is_refused() -> None:
+def test_a_number_in_a_tuple_inside_a_tuple_is_a_constant_of_the_graph() -> None:
     def pairs(param: Any, grad: Any, *, rates: Any = ((0.1, 0.2), (0.3, 0.4))) -> Any:
         return param - rates[1][0] * grad
 
-    with pytest.raises(RuleError, match="in rule pairs: hyperparameter 'rates' has a number in a tuple inside a tuple"):
-        tilestep.Optimizer([torch.nn.Parameter(torch.ones(3))], tilestep.rule(pairs))
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = tilestep.Optimizer([weight], tilestep.rule(pairs))
+    weight.grad = torch.ones(3)
+    for rates in (((0.1, 0.2), (0.3, 0.4)), ((0.1, 0.2), (0.5, 0.4)), [[0.1, 0.2], [1.0, 0.4]]):
+        optimizer.param_groups[0]["rates"] = rates
+        optimizer.step()
+    rates[1][0] = 2.0
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.full((3,), -3.8))
 
 
 def test_a_state_that_is_only_read_may_be_cloned() -> None:

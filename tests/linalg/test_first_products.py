@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from iterations import NUMBERS
 
 from tilestep.linalg import orthogonal
-from tilestep.linalg import orthogonal as gram
 from tilestep.linalg.operations import MATRIX_OPERATIONS
-
-NUMBERS = [5.0, *orthogonal.COEFFICIENTS, 1e-7]
 
 
 @pytest.mark.parametrize(("shape", "kernels"), [((64, 192), 4), ((192, 64), 4), ((64, 64), 2)])
@@ -23,8 +21,7 @@ def test_the_kernels_of_a_step_are_those_that_are_noted(
     assert operation.launches is not None
     device = torch.device("cpu")
     assert operation.launches(shape, NUMBERS, device) == []
-    for module in (orthogonal, gram):
-        monkeypatch.setattr(module, "pays", lambda batch: True)
+    monkeypatch.setattr(orthogonal, "pays", lambda batch: True)
     noted = operation.launches(shape, NUMBERS, device)
     asked: dict[tuple[Any, ...], int] = {}
 

@@ -163,11 +163,20 @@ def test_a_parameter_that_is_no_matrix_is_refused_by_name(shape: tuple[int, ...]
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
-        ({"adjust_lr_fn": "arbitrary"}, ValueError, "Invalid adjust_lr_fn: arbitrary"),
+        (
+            {"adjust_lr_fn": "arbitrary"},
+            ValueError,
+            "Invalid adjust_lr_fn: 'arbitrary'; it must be one of None, 'original'",
+        ),
         ({"lr": -1.0}, ValueError, "Invalid lr"),
         ({"momentum": -0.1}, ValueError, "Invalid momentum"),
         ({"ns_steps": 100}, ValueError, "Invalid ns_steps"),
-        ({"ns_coefficients": (1.0, 2.0)}, ValueError, "it takes 3 values"),
+        ({"ns_coefficients": (1.0, 2.0)}, ValueError, "Invalid ns_coefficients: .* it must be three numbers, a list"),
+        ({"ns_coefficients": "newton"}, ValueError, "Invalid ns_coefficients: 'newton'; it must be three numbers"),
+        ({"ns_coefficients": [[1.0, 2.0, torch.ones(())]]}, TypeError, "Invalid ns_coefficients: a tensor in a list"),
+        ({"ns_coefficients": [(3.0, -4.0, 2.0)] * 4, "ns_steps": 5}, TypeError, "4 steps with a list of 4 .*, not 5"),
+        ({"ns_steps": 2.5}, TypeError, "a whole number of steps"),
+        ({"lr_scale": -1.0}, ValueError, "Invalid lr_scale"),
     ],
 )
 def test_arguments_out_of_range_are_refused(kwargs: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -210,6 +219,50 @@ def test_numbers_may_change_between_steps() -> None:
         optimizer.param_groups[0].update(ns_steps=2, ns_coefficients=(1.5, -0.5, 0.0), lr=0.1)
     train(pairs, range(2, 4))
     assert_near(mine, theirs, 0.2)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_coefficients_are_lists_or_names_and_may_change(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if eager:
+        monkeypatch.setattr(engine, "build_segment", lambda device, *arguments: EagerSegment(*arguments))
+    rule = tilestep.registry["Muon"]
+    (param,) = params_of([(6, 10)], torch.float64)
+    expected, buffer = param.detach().clone(), torch.zeros(6, 10, dtype=torch.float64)
+    optimizer = tilestep.Muon([param], lr=0.1, ns_coefficients="aol")
+    [group] = optimizer.param_groups
+    rows = [[4.0, -7.0, 2.5], [2.0, -1.5, 0.5]]
+    for step, given in enumerate(
+        [
+            {"ns_coefficients": "aol"},
+            {"ns_coefficients": "polar_express", "ns_steps": 7},
+            {"ns_coefficients": rows, "ns_steps": None},
+            {"ns_coefficients": rows, "ns_steps": 2},
+            {"ns_coefficients": (3.0, -4.0, 2.0), "ns_steps": 3},
+        ]
+    ):
+        if step == 3:
+            rows[1][0] = 1.9  # in place
+        group.update(given)
+        train([(optimizer, [param])], range(step, step + 1))
+        expected, buffer = rule(expected, param.grad, buffer, lr=0.1, **given)
+        torch.testing.assert_close(param.detach(), expected, rtol=1e-12, atol=1e-12)
+    group["ns_steps"], group["ns_coefficients"] = 3, rows
+    before = param.detach().clone()
+    with pytest.raises(tilestep.RuleError, match="2 steps with a list of 2 coefficients, not 3"):
+        train([(optimizer, [param])], range(5, 6))
+    group["ns_coefficients"] = "newton"
+    with pytest.raises(ValueError, match="Invalid ns_coefficients: 'newton'"):
+        train([(optimizer, [param])], range(5, 6))
+    assert torch.equal(param.detach(), before)
+
+
+def test_the_update_may_be_scaled_by_the_larger_side() -> None:
+    mine = params_of([(4, 16), (16, 4), (8, 8)])
+    theirs = copies(mine)
+    ours = tilestep.Muon(mine, lr=0.02, adjust_lr_fn="spectral", lr_scale=0.2, weight_decay=0.0)
+    matching = tilestep.Muon(theirs, lr=0.02, adjust_lr_fn="match_rms_adamw", weight_decay=0.0)
+    train([(ours, mine), (matching, theirs)], range(3))
+    assert_near(mine, theirs, 1e-3)
 
 
 def test_groups_with_other_numbers_do_not_mix() -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from iterations import JORDAN, conditioned, exact, multiplied
 from scripts import all_equal_in_the_interpreter
 
-from tilestep.linalg import COEFFICIENTS
-from tilestep.linalg.orthogonal import gram_newton_schulz, newton_schulz, takes
+from tilestep.linalg import COEFFICIENTS, orthogonal
+from tilestep.linalg.coefficients import NAMES, flat, rows_of
+from tilestep.linalg.orthogonal import gram_newton_schulz, newton_schulz, restarts, takes
 from tilestep.linalg.symmetric import BLOCKS, Blocks
-
-NUMBERS = (5.0, *COEFFICIENTS, 1e-7)
 
 
 def test_the_interpreted_kernel_is_the_product() -> None:
@@ -57,62 +56,54 @@ def test_the_programs_are_the_tiles_that_reach_the_lower_triangle(blocks: Blocks
         assert blocks.count(rows) == len(reached)
 
 
-def multiplied(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, **options: Any) -> torch.Tensor:
-    """What the kernel computes, in torch: float32 sums, results rounded and exactly symmetric."""
-    tall = left.size(-2) > left.size(-1)
-    product = left.float().mT @ right.float() if tall else left.float() @ right.float().mT
-    total = options.get("alpha", 1.0) * product
-    if options.get("base") is not None:
-        total = total + options["beta"] * options["base"].float()
-    if options.get("scale") is not None:
-        total = total * options["scale"][:, None, None]
-    lower = total.tril()
-    total = lower + lower.tril(-1).mT
-    if options.get("shifted") is not None:
-        options["shifted"].copy_(total + options["shift"] * torch.eye(total.size(-1)))
-    return out.copy_(total)
-
-
-def exact(batch: torch.Tensor, steps: int) -> torch.Tensor:
-    a, b, c = COEFFICIENTS
-    value = batch.double()
-    value = value / value.norm(dim=(-2, -1), keepdim=True)
-    for _ in range(steps):
-        gram = value @ value.mT
-        value = a * value + (b * gram + c * gram @ gram) @ value
-    return value
-
-
-def kinds(rows: int, columns: int) -> torch.Tensor:
-    """Noise, and matrices whose singular values fall off, or of which few are large."""
-    generator = torch.Generator().manual_seed(1)
-    short = min(rows, columns)
-    left, _ = torch.linalg.qr(torch.randn(rows, short, generator=generator))
-    right, _ = torch.linalg.qr(torch.randn(columns, short, generator=generator))
-    noise = torch.randn(rows, columns, generator=generator)
-    falling = [left * 10 ** torch.linspace(0, -decades, short) @ right.mT for decades in (3, 5)]
-    few = 100 * left[:, :4] @ right[:, :4].mT + 0.05 * noise
-    return torch.stack([noise, *falling, few, left[:, :4] @ right[:, :4].mT, 1e-6 * noise])
-
-
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 7])
 @pytest.mark.parametrize("shape", [(96, 256), (256, 96), (128, 128)])
 def test_working_on_gram_matrices_is_as_near_to_float64_as_the_plain_iteration(
     shape: tuple[int, int], steps: int
 ) -> None:
-    batch = kinds(*shape).to(torch.bfloat16)
+    rows = [COEFFICIENTS] * steps
+    batch = conditioned(*shape).to(torch.bfloat16)
     before, out = batch.clone(), torch.empty_like(batch)
-    numbers = (float(steps), *NUMBERS[1:])
-    assert gram_newton_schulz(batch, numbers, out, multiplied) is out
+    assert gram_newton_schulz(batch, rows, 1e-7, out, multiplied) is out
     assert torch.equal(batch, before)
-    wanted = exact(batch, steps)
-    for place, plain in enumerate(newton_schulz([batch], numbers, None)):
+    wanted = exact(batch, rows)
+    for place, plain in enumerate(newton_schulz([batch], [1e-7, *flat(rows)], None)):
         size = wanted[place].norm()
         ours, theirs = ((product.double() - wanted[place]).norm() / size for product in (out[place], plain))
         assert ours < (1.1 if steps == 5 else 1.6) * theirs + 2e-3, place
 
 
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_gram_matrices_leave_the_singular_values_of_the_plain_iteration(
+    name: str, precision: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a matrix near rank one, in whose Gram matrix rounding is largest beside what is small."""
+    noise, falling, *rest = conditioned(128, 192)
+    left, values, right = torch.linalg.svd(falling, full_matrices=False)
+    values[0] = 30 * values[1:].norm()
+    batch = torch.stack([noise, falling, *rest[:2], (left * values) @ right]).to(precision).to(torch.float32)
+    rows = rows_of(name)
+    wanted = torch.linalg.svdvals(exact(batch, rows))
+
+    def apart(*, on_grams: bool) -> torch.Tensor:
+        monkeypatch.setattr(orthogonal, "takes", lambda *_: on_grams)
+        found = newton_schulz([batch], [1e-7, *flat(rows)], None, multiplied, precision)
+        return (torch.linalg.svdvals(found.double()) - wanted).square().mean(dim=-1).sqrt()
+
+    ours, plain = apart(on_grams=True), apart(on_grams=False)
+    assert bool((ours < 1.1 * plain + 5e-3).all()), (ours, plain)
+
+
+def test_gram_matrices_are_left_to_coefficients_that_do_not_grow_roundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orthogonal, "pays", lambda batch: True)
+    batch = torch.ones(1, 16, 32)
+    assert all(takes(batch, rows_of(name)) for name in NAMES)
+    assert not takes(batch, [(8.0, -20.0, 13.0)] * 3) and not takes(batch, [(2.0, -50.0, 1.0)]) and not takes(batch, [])
+    assert [len(steps) for steps in restarts(rows_of("deepseek-v4"))] == [3, 2, 2, 2, 1]
+
+
 def test_it_is_for_gpus_alone() -> None:
-    assert not takes(torch.ones(2, 512, 512, dtype=torch.bfloat16), NUMBERS)
-    nothing = gram_newton_schulz(torch.zeros(1, 32, 64, dtype=torch.bfloat16), NUMBERS, None, multiplied)
+    assert not takes(torch.ones(2, 512, 1024, dtype=torch.bfloat16), JORDAN)
+    nothing = gram_newton_schulz(torch.zeros(1, 32, 64, dtype=torch.bfloat16), JORDAN, 1e-7, None, multiplied)
     assert torch.equal(nothing, torch.zeros_like(nothing))

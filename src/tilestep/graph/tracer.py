@@ -623,12 +623,6 @@ def trace(
     graph = Graph(rule.name, outputs, list(recorder.guards.values()))
     graph.dims, graph.dtype, graph.reads_dtype = dims, dtype, recorder.build.reads_dtype
     graph.branches_on_sizes = any(guard.condition.level is Level.TENSOR for guard in graph.guards)
-    nested = [name for name in graph.hypers() if name.count(".") > 1]
-    if nested:
-        raise RuleError(
-            f"{rule.where}: in rule {rule.name}: hyperparameter {nested[0].partition('.')[0]!r} has a number in a "
-            "tuple inside a tuple; its entries must be numbers, flags, strings or None"
-        )
     touched = set(graph.loads()) | set(outputs)
     graph.states = tuple(name for name in rule.state_names if name in touched)
     kinds = {name: rule.states[name].shape for name in graph.states}
@@ -748,7 +742,11 @@ def _placeholders(recorder: Recorder, rule: Rule, shape: tuple[int, ...]) -> lis
 
 def _hyper_input(recorder: Recorder, key: str, value: Any) -> Any:
     if isinstance(value, (tuple, list)):
-        return tuple(_hyper_input(recorder, f"{key}.{index}", entry) for index, entry in enumerate(value))
+        # Numbers in tuples inside of tuples are constants of the graph, as flags are.
+        return tuple(
+            entry if isinstance(entry, (tuple, list)) else _hyper_input(recorder, f"{key}.{index}", entry)
+            for index, entry in enumerate(value)
+        )
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.Tensor)):
         return value
     return recorder.scalar(recorder.build.hyper(key))

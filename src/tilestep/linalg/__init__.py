@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from . import bases
+from .coefficients import COEFFICIENTS
 from .operations import MATRIX_OPERATIONS, keeping_to, limit_workspace
-from .orthogonal import COEFFICIENTS, orthogonalize
+from .orthogonal import orthogonalize

@@ -1,59 +1,72 @@
-"""The nearest orthogonal matrix: Newton-Schulz iterations in bfloat16, on Gram matrices where they are smaller."""
+"""The nearest orthogonal matrix: Newton-Schulz iterations in 16 bits, on Gram matrices where they are smaller."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..errors import MatrixError, RuleError
+from .coefficients import SAFETY, Row, flat, rows_of
 from .operations import Launch, MatrixOperation, register
 from .symmetric import pays, symmetric_launch, symmetric_product
 
-STEPS_OF_A_GRAM = 3
-"""Steps until the Gram matrix is made anew: by then rounding has grown to about what a step in bfloat16 makes."""
+STEPS_OF_A_GRAM = (3, 2)
+"""Steps with the first Gram matrix, and with each later one, whose eigenvalues are near one: by then rounding has grown
+to about what a step in bfloat16 makes."""
+
+_STEEPEST = 40.0
+"""The largest coefficient, and the largest product of slopes before a Gram matrix is used: roundings grow by them."""
 
 _ELONGATED = 1.4
 """With a smaller ratio of the sides, Gram matrices take more products than they save."""
 
-_STEEPEST = 4.0
 
-
-def takes(batch: torch.Tensor, numbers: Sequence[float]) -> bool:
+def takes(batch: torch.Tensor, rows: Sequence[Row]) -> bool:
     """Whether a batch is faster this way: on a GPU, large, one side longer, and no coefficients that grow roundings."""
-    steps, a, _, c, _ = numbers
     short, long = sorted(batch.shape[-2:])
-    return long >= _ELONGATED * short and steps >= 1 and abs(a) <= _STEEPEST and c != 0 and pays(batch)
+    growths = [math.prod(a for a, _, _ in steps[:-1]) for steps in restarts(rows)]
+    is_tame = all(abs(number) <= _STEEPEST for number in (*flat(rows), *growths))
+    return len(rows) > 0 and long >= _ELONGATED * short and is_tame and pays(batch)
+
+
+def restarts(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    """The steps that share a Gram matrix, in order."""
+    first, later = STEPS_OF_A_GRAM
+    yield rows[:first]
+    for start in range(first, len(rows), later):
+        yield rows[start : start + later]
 
 
 def gram_newton_schulz(
     batch: torch.Tensor,
-    numbers: Sequence[float],
+    rows: Sequence[Row],
+    eps: float,
     out: torch.Tensor | None,
     multiply: Callable[..., torch.Tensor] = symmetric_product,
 ) -> torch.Tensor:
-    """Newton-Schulz for a batch; as near to the exact iteration as the plain one in bfloat16.
+    """Newton-Schulz for a batch; as near to the exact iteration as the plain one in the batch's dtype.
 
     With G = X X^T and P = a + b G + c G^2 the step X <- P X takes G to P G P, and steps after one another take X to
     Q X with Q the product of their P. All of these commute and are symmetric, so half of each is enough. They are kept
-    in float16, which below one has more digits than bfloat16; X stays in bfloat16 and keeps its norm until it is
-    first multiplied.
+    in float16, which below one has more digits than bfloat16; X keeps its dtype, and its norm until it is first
+    multiplied.
 
     Source: for working on Gram matrices alone, Dao-AILab's "Gram Newton-Schulz" (2025).
     """
-    steps, a, b, c, eps = int(numbers[0]), *numbers[1:]
     is_tall = batch.size(-2) > batch.size(-1)
     norm = torch.linalg.vector_norm(batch, dim=(-2, -1), dtype=torch.float32)
     inverse = norm.clamp_(min=eps).reciprocal_()
-    matrix, scale = batch, inverse
-    for start in range(0, steps, STEPS_OF_A_GRAM):
-        count = min(STEPS_OF_A_GRAM, steps - start)
-        squared = scale * scale if start == 0 else None
-        factor = _factor(matrix, squared, scale if start == 0 else None, count, (a, b, c), multiply)
+    matrix, scale, done = batch, inverse, 0
+    for steps in restarts(rows):
+        squared = scale * scale if done == 0 else None
+        factor = _factor(matrix, squared, scale if done == 0 else None, steps, multiply)
+        done += len(steps)
         pair = (matrix, factor) if is_tall else (factor, matrix)
-        is_last = start + count == steps
-        matrix = torch.bmm(*pair, out=out if is_last else None)
+        matrix = torch.bmm(*pair, out=out if done == len(rows) else None)
     return matrix
 
 
@@ -61,12 +74,10 @@ def _factor(
     matrix: torch.Tensor,
     squared: torch.Tensor | None,
     scale: torch.Tensor | None,
-    count: int,
-    coefficients: tuple[float, float, float],
+    steps: Sequence[Row],
     multiply: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """The factor that several steps multiply a matrix by, bfloat16[B, short, short], including `scale`."""
-    a, b, c = coefficients
+    """The factor that several steps multiply a matrix by, [B, short, short] in its dtype, including `scale`."""
     short = min(matrix.shape[-2:])
 
     def product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype = torch.float16, **rest: Any) -> Any:
@@ -74,77 +85,86 @@ def _factor(
 
     gram = product(matrix, matrix, scale=squared)
     factor: torch.Tensor | None = None
-    for step in range(count):
-        is_last = step == count - 1
-        if factor is None:
-            factor = torch.empty_like(gram)
-            update = product(gram, gram, base=gram, alpha=c, beta=b, shifted=factor, shift=a)
+    for step, (a, b, c) in enumerate(steps):
+        is_last = step == len(steps) - 1
+        shifted = torch.empty_like(gram) if factor is None else None
+        if c:
+            update = product(gram, gram, base=gram, alpha=c, beta=b, shifted=shifted, shift=a)
         else:
-            update = product(gram, gram, base=gram, alpha=c, beta=b)
+            update = gram * b
+            if shifted is not None:
+                shifted.copy_(update).diagonal(dim1=-2, dim2=-1).add_(a)
+        if factor is None:
+            factor = shifted
+        else:
             dtype, last_scale = (matrix.dtype, scale) if is_last else (torch.float16, None)
             factor = product(update, factor, dtype, base=factor, beta=a, scale=last_scale)
         if not is_last:
             half = product(update, gram, base=gram, beta=a)
             gram = product(update, half, base=half, beta=a)
     assert factor is not None
-    if count == 1:
+    if len(steps) == 1:
         factor = (factor if scale is None else factor * scale[:, None, None]).to(matrix.dtype)
     return factor
 
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients of Jordan's quintic: the largest slope at zero that keeps singular values near one."""
-
-_MOST_STEPS = 100
+PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def orthogonalize(matrix: Any, steps: Any = 5, coefficients: Any = COEFFICIENTS, eps: Any = 1e-7) -> Any:
-    """A matrix with the singular vectors of this one and singular values near one, computed in bfloat16.
+def orthogonalize(
+    x: Any,
+    steps: Any = None,
+    coefficients: Any = "jordan",
+    eps: Any = 1e-7,
+    *,
+    precision: str = "bfloat16",
+    safety: float = SAFETY,
+) -> Any:
+    """A matrix with the singular vectors of this one and singular values near one.
 
     With X the matrix over its Frobenius norm, each step is X <- a X + (b G + c G^2) X where G = X X^T; a tall matrix is
-    worked on from its short side. In five steps of the default coefficients singular values come to 0.7 ... 1.2.
+    worked on from its short side.
 
     Args:
-        matrix: two dimensions, any floating dtype; in a rule, a value of the parameter's shape or a product.
-        steps: iterations, less than 100.
-        coefficients: a, b, c.
+        x: two dimensions, any floating dtype; in a rule, a value of the parameter's shape or a product.
+        steps: iterations, less than 100; None for as many as the coefficients have, 5 for three numbers.
+        coefficients: a, b, c for all steps; a list of such, one a step; or the name of a published set: "jordan"
+            ("simple"), "quintic", "polar_express", "polar_express_dion", "cans" and "cubic5" with 5 steps, "aol" with
+            4, "deepseek-v4" ("deepseekv4") with 10. Further steps repeat the last of them, for "quintic" and "aol" all
+            from the first on; lists, "polar_express_dion" and "cubic5" take no other number.
         eps: the least norm to divide by.
+        precision: what products are computed in, "bfloat16", "float16" or "float32".
+        safety: "polar_express" is for singular values up to this.
 
     Returns:
-        A matrix of the same shape and dtype, holding bfloat16 values.
+        A matrix of the same shape and dtype, holding bfloat16 values (float16 values, float32 values).
 
     Raises:
         MatrixError: unless the matrix has two dimensions.
-        RuleError: unless `coefficients` has three entries and `steps` is less than 100.
+        RuleError: for coefficients that are none of these, or another number of steps than they take.
 
-    Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); torch.optim.Muon.
+    Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), and torch.optim.Muon for
+    "jordan"; You for "quintic"; Amsel et al., "The Polar Express" (2025); Grishina et al., "Accelerating Newton-Schulz
+    Iteration for Orthogonalization via Chebyshev-type Polynomials" (2025) for "cans"; Boissin et al., "Turbo-Muon"
+    (2025) for "aol", here without its preconditioning; DeepSeek-V4 (2026); for "cubic5", NVIDIA's
+    Emerging-Optimizers, whose digits all but the polar_express sets have; dion for "polar_express_dion".
 
     Example:
         >>> import torch
         >>> matrix = torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.0, -2.0]])
         >>> [[round(entry, 1) for entry in row] for row in orthogonalize(matrix).tolist()]
         [[1.1, 0.0, 0.0], [0.0, 0.0, -0.7]]
+        >>> [[round(entry, 1) for entry in row] for row in orthogonalize(matrix, 8, "polar_express").tolist()]
+        [[1.0, 0.0, 0.0], [0.0, 0.0, -1.0]]
     """
     from ..rules.protocol import as_scalar  # rules use this module
 
-    if matrix.dim() != 2:
-        raise MatrixError(f"orthogonalize takes a matrix, not a tensor of {matrix.dim()} dimensions")
-    if len(coefficients) != 3:
-        raise RuleError(f"orthogonalize takes three coefficients, not {len(coefficients)}")
-    return _op(matrix, [as_scalar(number) for number in (steps, *coefficients, eps)])
-
-
-@torch.library.custom_op(
-    "tilestep::orthogonalize", mutates_args=(), schema="(Tensor matrix, Tensor[] numbers) -> Tensor"
-)
-def _op(matrix: torch.Tensor, numbers: list[torch.Tensor]) -> torch.Tensor:
-    batch = matrix.to(torch.bfloat16).unsqueeze(0)
-    return newton_schulz([batch], [float(number) for number in numbers], None)[0].to(matrix.dtype, copy=True)
-
-
-@_op.register_fake
-def _(matrix: torch.Tensor, numbers: list[torch.Tensor]) -> torch.Tensor:
-    return torch.empty_like(matrix)
+    if x.dim() != 2:
+        raise MatrixError(f"orthogonalize takes a matrix, not a tensor of {x.dim()} dimensions")
+    if precision not in PRECISIONS:
+        raise RuleError(f"orthogonalize: precision={precision!r}; it must be one of {', '.join(PRECISIONS)}")
+    numbers = [eps, *flat(rows_of(coefficients, steps, safety))]
+    return _operations[precision](x, [as_scalar(number) for number in numbers])
 
 
 def newton_schulz(
@@ -152,21 +172,27 @@ def newton_schulz(
     numbers: Sequence[float],
     out: torch.Tensor | None,
     multiply: Callable[..., torch.Tensor] = symmetric_product,
+    precision: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """`orthogonalize` for a batch."""
-    steps, a, b, c, eps = int(numbers[0]), *numbers[1:]
-    if not 0 <= steps < _MOST_STEPS:
-        raise RuleError(f"orthogonalize takes less than {_MOST_STEPS} steps, not {steps}")
-    batch = operands[0].to(torch.bfloat16)
-    if takes(batch, numbers):
-        return gram_newton_schulz(batch, numbers, out, multiply)
+    """`orthogonalize` for a batch; numbers are eps, then a, b, c of each step."""
+    eps, rows = numbers[0], list(zip(*[iter(numbers[1:])] * 3))
+    if out is not None and out.dtype is not precision:
+        return out.copy_(newton_schulz(operands, numbers, None, multiply, precision))
+    batch = operands[0].to(precision) if precision is torch.bfloat16 else operands[0].to(torch.float32)
+    if batch.dtype is precision and takes(batch, rows):
+        return gram_newton_schulz(batch, rows, eps, out, multiply)
     is_tall = batch.size(-2) > batch.size(-1)
     norm = torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True).clamp_(min=eps)
-    batch = torch.div(batch, norm, out=out if steps == 0 else None)
-    for step in range(steps):
+    if batch.dtype is not precision:
+        batch = torch.div(batch, norm).to(precision)
+        if takes(batch, rows):
+            return gram_newton_schulz(batch, rows, eps, out, multiply)
+    else:
+        batch = torch.div(batch, norm, out=None if rows else out)
+    for step, (a, b, c) in enumerate(rows):
         update = _update(batch, is_tall, b, c, multiply)
         factors = (batch, update) if is_tall else (update, batch)
-        batch = torch.baddbmm(batch, *factors, beta=a, out=out if step == steps - 1 else None)
+        batch = torch.baddbmm(batch, *factors, beta=a, out=out if step == len(rows) - 1 else None)
     return batch
 
 
@@ -174,18 +200,20 @@ def _update(
     batch: torch.Tensor, is_tall: bool, b: float, c: float, multiply: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
     """b G + c G^2 with G the Gram matrix of the short side."""
-    if c and pays(batch):
+    if pays(batch):
         short = min(batch.shape[-2:])
-        gram = multiply(batch, batch, batch.new_empty(batch.size(0), short, short))
-        return multiply(gram, gram, torch.empty_like(gram), base=gram, alpha=c, beta=b)
+        gram = multiply(batch, batch, batch.new_empty(batch.size(0), short, short), alpha=1.0 if c else b)
+        return multiply(gram, gram, torch.empty_like(gram), base=gram, alpha=c, beta=b) if c else gram
     gram = torch.bmm(batch.mT, batch) if is_tall else torch.bmm(batch, batch.mT)
     # Without c there is nothing to multiply; torch's bfloat16 baddbmm on the CPU forgets beta when alpha is 0.
     return torch.baddbmm(gram, gram, gram, beta=b, alpha=c) if c else gram * b
 
 
-def _launches(shape: tuple[int, int], numbers: Sequence[float], device: torch.device) -> list[Launch]:
+def _launches(
+    shape: tuple[int, int], numbers: Sequence[float], device: torch.device, precision: torch.dtype
+) -> list[Launch]:
     """The kernels of `newton_schulz` for matrices of a shape, noted in a run that multiplies nothing."""
-    batch = torch.zeros(1, *shape, dtype=torch.bfloat16, device=device)
+    batch = torch.zeros(1, *shape, dtype=precision, device=device)
     if not pays(batch):
         return []
     launches: dict[int, Launch] = {}
@@ -195,19 +223,39 @@ def _launches(shape: tuple[int, int], numbers: Sequence[float], device: torch.de
         launches[id(launch[0])] = launch
         return out
 
-    newton_schulz([batch], numbers, None, note)
+    newton_schulz([batch], numbers, None, note, precision)
     return list(launches.values())
 
 
-register(
-    MatrixOperation(
-        "orthogonalize",
-        1,
-        lambda space: space,
-        newton_schulz,
-        torch.bfloat16,
-        # The matrix once more, and a handful of Gram matrices.
-        workspace=lambda rows, columns: rows * columns + 5 * min(rows, columns) ** 2,
-        launches=_launches,
+def _registered(precision: torch.dtype) -> Callable[..., torch.Tensor]:
+    """`orthogonalize` with products in this precision, as graphs and rules call it."""
+    is_narrow = precision is torch.bfloat16
+    # Elements of float16 that are not normalized may vanish, so that it takes float32.
+    dtype = torch.bfloat16 if is_narrow else torch.float32
+    name = "orthogonalize" if is_narrow else f"orthogonalize_{str(precision).removeprefix('torch.')}"
+    register(
+        MatrixOperation(
+            name,
+            1,
+            lambda space: space,
+            partial(newton_schulz, precision=precision),
+            dtype,
+            # The matrix once more, and a handful of Gram matrices.
+            workspace=lambda rows, columns: rows * columns + 5 * min(rows, columns) ** 2,
+            launches=partial(_launches, precision=precision),
+        )
     )
-)
+
+    @torch.library.custom_op(f"tilestep::{name}", mutates_args=(), schema="(Tensor matrix, Tensor[] numbers) -> Tensor")
+    def call(matrix: torch.Tensor, numbers: list[torch.Tensor]) -> torch.Tensor:
+        batch, known = matrix.to(dtype).unsqueeze(0), [float(number) for number in numbers]
+        return newton_schulz([batch], known, None, precision=precision)[0].to(matrix.dtype, copy=True)
+
+    @call.register_fake
+    def _(matrix: torch.Tensor, numbers: list[torch.Tensor]) -> torch.Tensor:
+        return torch.empty_like(matrix)
+
+    return call
+
+
+_operations = {name: _registered(precision) for name, precision in PRECISIONS.items()}

@@ -334,13 +334,16 @@ def _with_functions(old: Any, loaded: Any) -> Any:
 
 
 def save_numbers(optimizer: Optimizer, saved: Sequence[dict[str, Any]]) -> None:
-    """Replace functions of the step by their values at the group's last step."""
+    """Replace functions of the step by their values at the group's last step, and what torch keeps otherwise."""
     # Sync dtypes are left out: checkpoints do not depend on ranks.
     for group, other in zip(optimizer.param_groups, saved):
         for key in ("grad_sync_dtype", "param_sync_dtype"):
             other.pop(key, None)
         if "state_dtype" in other:
             other["state_dtype"] = saved_choice(other["state_dtype"])
+        rule = optimizer.rule_of(group)
+        if rule.saved is not None:
+            other.update(rule.saved(group))
         functions = [key for key, value in other.items() if key != "params" and changes(value)]
         if functions:
             # This waits for the device, as saving the checkpoint will.

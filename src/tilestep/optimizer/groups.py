@@ -119,6 +119,9 @@ def check_flags(rule: Rule, group: Mapping[str, Any]) -> None:
 def _check_kinds(rule: Rule, numbers: Mapping[str, Any]) -> None:
     """Raise for hyperparameters of another kind than the rule's; numbers out of range are taken later, as by torch."""
     for key, value in numbers.items():
+        if callable(rule.ranges.get(key)):
+            rule.check({key: value})
+            continue
         default = rule.hyperparameters[key]
         alike = type(value) is type(default) and type(value) in PYTHON_TYPES
         if not alike and (value is not None or not rule.range_of(key).or_none):
@@ -149,15 +152,17 @@ def _host_values(rule: Rule, group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _on_host(group[key], key) for key in rule.hyperparameters if key in group}
 
 
-def _on_host(value: Any, key: str) -> Any:
+def _on_host(value: Any, key: str, depth: int = 0) -> Any:
     """A value with Python's numbers in place of numpy's and of tensors that the host can read."""
     if type(value) in PYTHON_TYPES:
         return value
     value = as_python(value)
     if isinstance(value, (tuple, list)):
-        return tuple(_on_host(entry, key) for entry in value)
+        return tuple(_on_host(entry, key, depth + 1) for entry in value)
     if not isinstance(value, torch.Tensor):
         return value
+    if depth > 1:
+        raise TypeError(f"Invalid {key}: a tensor in a list inside of a list; it must be a number there")
     if value.numel() != 1 or value.is_complex():
         kind = f"a tensor of shape {tuple(value.shape)}" + ", complex" * value.is_complex()
         raise ValueError(f"Invalid {key}: {kind}; it must have one element, a real number")

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
-from ..linalg.orthogonal import COEFFICIENTS, orthogonalize
-from .protocol import at_least, between, rule
+from ..linalg.coefficients import COEFFICIENTS, refusal, rows_of
+from ..linalg.orthogonal import orthogonalize
+from .protocol import at_least, between, one_of, rule
 
-_ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")
+
+def _as_torch_has_it(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The number of steps, which torch's Muon wants to be told."""
+    is_told = group["ns_steps"] is not None or isinstance(group["ns_coefficients"], str)
+    return {} if is_told else {"ns_steps": len(rows_of(group["ns_coefficients"]))}
 
 
 @rule(
@@ -18,9 +24,14 @@ _ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")
         "weight_decay": at_least(0),
         "momentum": at_least(0),
         "eps": at_least(0),
-        "ns_steps": between(0, 100),
+        "ns_coefficients": refusal,
+        "ns_steps": between(0, 100, or_none=True),
+        "adjust_lr_fn": one_of(None, "original", "match_rms_adamw", "spectral", "spectral_unclamped"),
+        "lr_scale": at_least(0),
     },
+    keyword_only=("lr_scale",),
     fallback="AdamW",
+    saved=_as_torch_has_it,
 )
 def muon(
     param: Any,
@@ -33,34 +44,37 @@ def muon(
     nesterov: bool = True,
     ns_coefficients: Any = COEFFICIENTS,
     eps: Any = 1e-7,
-    ns_steps: Any = 5,
+    ns_steps: Any = None,
     adjust_lr_fn: str | None = None,
+    lr_scale: Any = 1.0,
 ) -> tuple[Any, ...]:
     """Momentum, orthogonalized; for the matrices of a model's hidden layers.
 
     Equations:
         b <- b + (1 - momentum) * (g - b)
         u = g + momentum * (b - g) with nesterov, else b
-        p <- p - lr * weight_decay * p - lr * ratio * orthogonalize(u)
+        p <- p - lr * weight_decay * p - lr * lr_scale * ratio * orthogonalize(u)
     with ratio = sqrt(max(1, rows / columns)), or 0.2 * sqrt(max(rows, columns)) for `adjust_lr_fn="match_rms_adamw"`,
-    or sqrt(rows / columns) for "spectral_unclamped".
-    The orthogonalization is `tilestep.orthogonalize`, `ns_steps` Newton-Schulz steps in bfloat16.
+    or sqrt(max(rows, columns)) for "spectral", or sqrt(rows / columns) for "spectral_unclamped".
+    The orthogonalization is `tilestep.orthogonalize` in bfloat16. `ns_coefficients` are three numbers, a list of such,
+    one a step, or the name of a set, as "polar_express"; `ns_steps` is by default as many as these have, 5 for three
+    numbers.
 
     Parameters must be matrices; `tilestep.muon_groups` gives the others to another rule in the same optimizer.
 
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); Liu et al., "Muon is
     Scalable for LLM Training" (2025) for match_rms_adamw; Bernstein, "Deriving Muon" (2025) for spectral_unclamped;
-    torch.optim.Muon.
+    NVIDIA's Emerging-Optimizers for spectral; torch.optim.Muon.
     """
-    if adjust_lr_fn not in _ADJUSTMENTS:
-        raise ValueError(f"Invalid adjust_lr_fn: {adjust_lr_fn}; it must be one of {_ADJUSTMENTS}")
     momentum_buffer = momentum_buffer + (1 - momentum) * (grad - momentum_buffer)
     update = grad + momentum * (momentum_buffer - grad) if nesterov else momentum_buffer
     orthogonal = orthogonalize(update, steps=ns_steps, coefficients=ns_coefficients, eps=eps)
     rows, columns = param.size(-2), param.size(-1)
     if adjust_lr_fn == "match_rms_adamw":
         ratio = 0.2 * math.sqrt(max(rows, columns))
+    elif adjust_lr_fn == "spectral":
+        ratio = math.sqrt(max(rows, columns))
     else:
         ratio = math.sqrt(rows / columns if adjust_lr_fn == "spectral_unclamped" else max(1, rows / columns))
-    param = param * (1 - lr * weight_decay) - lr * ratio * orthogonal
+    param = param * (1 - lr * weight_decay) - lr * lr_scale * ratio * orthogonal
     return param, momentum_buffer

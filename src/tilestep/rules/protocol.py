@@ -85,6 +85,23 @@ def between(
     return Interval(low=low, high=high, open_low=open_low, open_high=open_high, or_none=or_none)
 
 
+Allowed = Callable[[Any], str]
+"""What a hyperparameter must be, if a value is not that; else empty."""
+
+
+def one_of(*values: Any) -> Allowed:
+    """The choice between some values, for `ranges=` of `tilestep.rule`.
+
+    Args:
+        values: the values.
+
+    Example:
+        >>> one_of(None, "sum", "mean")("max")
+        "it must be one of None, 'sum', 'mean'"
+    """
+    return lambda value: "" if value in values else f"it must be one of {', '.join(map(repr, values))}"
+
+
 _SHAPES = ("param", "scalar", "row", "column", "left", "right")
 
 _NOT_FOR_STATES = {
@@ -222,7 +239,7 @@ class Rule:
         *,
         name: str | None = None,
         states: Mapping[str, State] | None = None,
-        ranges: Mapping[str, Interval | tuple[Interval, ...]] | None = None,
+        ranges: Mapping[str, Interval | tuple[Interval, ...] | Allowed] | None = None,
         options: Mapping[str, Any] | None = None,
         keyword_only: tuple[str, ...] = (),
         positional: tuple[str, ...] = (),
@@ -231,6 +248,7 @@ class Rule:
         uncounted: bool = False,
         at_once: bool = False,
         numbered: int = 0,
+        saved: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
         composition: tuple[Any, ...] | None = None,
     ) -> None:
         self.function = function
@@ -248,6 +266,7 @@ class Rule:
         self.uncounted = uncounted
         self.at_once = at_once
         self.numbered = numbered
+        self.saved = saved
         self.composition = composition
         self._bound: Callable[..., Any] | None = None
         self._read_signature()
@@ -345,6 +364,11 @@ class Rule:
             if key not in self.hyperparameters:
                 possible = ", ".join(self.hyperparameters)
                 raise TypeError(f"{self.name} has no hyperparameter {key!r}; it has {possible}")
+            allowed = self.ranges.get(key)
+            if callable(allowed):
+                if wrong := allowed(value):
+                    raise ValueError(f"Invalid {key}: {value!r}; {wrong}")
+                continue
             entries = value if isinstance(value, (tuple, list)) else (value,)
             default = self.hyperparameters[key]
             if isinstance(default, (tuple, list)) and len(entries) != len(default):
@@ -373,7 +397,8 @@ class Rule:
             'in [0, 1)'
         """
         interval = self.ranges.get(key, Interval())
-        return interval[index] if isinstance(interval, tuple) else interval
+        interval = interval[index] if isinstance(interval, tuple) else interval
+        return interval if isinstance(interval, Interval) else Interval()
 
     def __call__(self, *buffers: Any, **hyperparameters: Any) -> tuple[Any, ...]:
         """The new values of the parameter and every state buffer, computed by the rule's own PyTorch code."""
@@ -561,7 +586,7 @@ def rule(
     *,
     name: str | None = None,
     states: Mapping[str, State] | None = None,
-    ranges: Mapping[str, Interval | tuple[Interval, ...]] | None = None,
+    ranges: Mapping[str, Interval | tuple[Interval, ...] | Allowed] | None = None,
     options: Mapping[str, Any] | None = None,
     keyword_only: tuple[str, ...] = (),
     positional: tuple[str, ...] = (),
@@ -570,6 +595,7 @@ def rule(
     uncounted: bool = False,
     at_once: bool = False,
     numbered: int = 0,
+    saved: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
     by_position: tuple[str, ...] = (),
     others: str | None = None,
 ) -> Any:
@@ -582,7 +608,8 @@ def rule(
         name: the name of the optimizer class made from it; a named rule enters the registry, in place of an earlier one
             of the same name, but not of one that comes with tilestep.
         states: how state buffers start; buffers that are not named start as zeros with the parameter's shape.
-        ranges: the valid values of hyperparameters; for a tuple, one interval for all entries or a tuple of intervals.
+        ranges: the valid values of hyperparameters: an interval; for a tuple, one interval for all entries or a tuple
+            of intervals; or a function of the value that returns what it must be, and "" if it is that.
         options: further keys kept in `param_groups` that the rule does not read.
         keyword_only: hyperparameters that the class takes by keyword only.
         positional: options, and names of `keyword_only`, that the class takes by position too, after all others.
@@ -593,6 +620,8 @@ def rule(
             of a training that has begun, though the rule reads `step`.
         at_once: whether torch's optimizer of this name has state before any step: checkpoints have it then.
         numbered: how many of its states bitsandbytes' optimizer of this name has, which numbers them in this order.
+        saved: a function from a param group to the keys that checkpoints have otherwise, as torch's optimizer of this
+            name needs them.
         by_position: the earlier name of `positional`.
         others: the earlier name of `fallback`.
 
@@ -624,6 +653,7 @@ def rule(
             uncounted=uncounted,
             at_once=at_once,
             numbered=numbered,
+            saved=saved,
         )
         if name is not None:
             _check_free(name, made)

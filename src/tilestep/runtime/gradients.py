@@ -340,7 +340,7 @@ class GroupWatch:
         self._statics = statics_of(chosen)
         self._tensors = [value for _, value in flat_numbers(chosen) if isinstance(value, torch.Tensor)]
         self._device_tensors = {name: value for name, value in flat_numbers(chosen) if _on_device(value)}
-        self.is_mutable = bool(self._tensors) or any(isinstance(value, list) for value in self.values)
+        self.is_mutable = bool(self._tensors) or any(map(_has_list, self.values))
         self._seen = _numbers(chosen) if self.is_mutable else []
 
     @property
@@ -405,12 +405,17 @@ class GroupWatch:
 _NUMBERS = (float, int)
 
 
+def _has_list(value: Any) -> bool:
+    return isinstance(value, list) or (type(value) is tuple and any(map(_has_list, value)))
+
+
 def _both_numbers(left: Any, right: Any) -> bool:
     """Whether two values are the same object, both plain numbers, or tuples of these; a bool is no number."""
     if left is right:
         return True
     if type(left) is tuple and type(right) is tuple and len(left) == len(right):
-        return all(map(_both_numbers, left, right))
+        # Numbers in tuples inside of tuples are constants of graphs.
+        return tuple not in map(type, left) and all(map(_both_numbers, left, right))
     return type(left) in _NUMBERS and type(right) in _NUMBERS
 
 

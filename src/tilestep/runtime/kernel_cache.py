@@ -45,12 +45,12 @@ _specs: weakref.WeakValueDictionary[Any, KernelSpec] = weakref.WeakValueDictiona
 def statics_of(hyperparameters: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     """The static description of hyperparameters: flags, strings and None, and which entries are numbers."""
 
-    def kind(value: Any) -> Any:
+    def kind(value: Any, depth: int = 0) -> Any:
         value = value if type(value) in PYTHON_TYPES else as_python(value)
         if isinstance(value, (tuple, list)):
-            return tuple(kind(entry) for entry in value)
+            return tuple(kind(entry, depth + 1) for entry in value)
         is_number = isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool)
-        return NUMBER if is_number else value
+        return NUMBER if is_number and depth < 2 else value
 
     kinds = []
     for key, value in hyperparameters.items():
