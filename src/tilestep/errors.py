@@ -133,24 +133,6 @@ class BuildError(TilestepError, RuntimeError):
     """
 
 
-class RankError(TilestepError, RuntimeError):
-    """Ranks cannot continue together: a rank died, or is late. It is a `RuntimeError` too.
-
-    Args:
-        message: what happened.
-        ranks: the dead ranks of the default process group; the attribute `ranks`.
-
-    Example:
-        >>> import tilestep
-        >>> tilestep.RankError("rank 3 has ended", [3]).ranks
-        [3]
-    """
-
-    def __init__(self, message: str, ranks: list[int]) -> None:
-        super().__init__(message)
-        self.ranks = ranks
-
-
 def first_line(error: BaseException) -> str:
     """The first line of an error's message; of one without a message its type's name."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

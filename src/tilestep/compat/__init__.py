@@ -557,11 +557,6 @@ def count_scaled_losses() -> int:
 # torch.distributed: process groups, DTensors, checkpoints.
 
 
-def default_store() -> Any | None:
-    """The store through which the processes of the default group met; None if torch does not tell."""
-    return getattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: None)()
-
-
 def root_mesh(mesh: Any) -> Any | None:
     """The device mesh that a mesh is a slice of; None if torch does not tell."""
     root = getattr(mesh, "_get_root_mesh", None)

@@ -267,7 +267,7 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
         state[one.share.param] = state.entry(_distributed(one.state, one.share.holder, one.graph))
     planned = [one for one in planned if not one.is_unreal]
     sharded = [(one.share.label, one.share.param) for one in planned if is_distributed(one.share.param)]
-    mesh_ranks = ReductionGroup.of_tensors(sharded) if sharded else None
+    mesh_ranks = ReductionGroup.of_tensors(sharded, optimizer.control.number) if sharded else None
     for one in planned:
         share = one.share
         before = state.get(share.param)
@@ -302,6 +302,7 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
             for engine, params in zip(engines, plan.members)
         ]
         plan.shared_sums = [SharedSums(mesh_ranks, engine.segments) for engine in engines]
+        plan.sends = bool(exchanges) or any(sums.sends for sums in plan.shared_sums)
     if any(param.is_complex() for params in plan.members for param in params):
         plan.complex_members = [
             ComplexMembers([entry.label for entry in engine.entries], params, engine.params)
@@ -576,15 +577,3 @@ def _reduces(rule: Rule, group: Mapping[str, Any], param: torch.Tensor) -> bool:
     program = spec_of(rule, group, local_part(param), param.shape).program
     reduces = program.global_reductions or any(tile and (tile.reductions or tile.parts) for tile in program.tiles)
     return bool(reduces or program.matrices.scratch or program.slices.views or program.graph.slice_states)
-
-
-def sends_in_steps(optimizer: Optimizer) -> bool:
-    """Whether steps send something to other ranks, if the optimizer is not sharded."""
-    control, groups = optimizer.control, optimizer.param_groups
-    spread = [(group, param) for group in groups for param in group["params"] if is_distributed(param)]
-    if not spread or control.takes_loss:
-        return bool(control.takes_loss)
-    if hasattr(optimizer, "found_inf") or (control.joint is None and control.needs_norm(groups)):
-        return True
-    shapes = {(id(group), param.shape): (group, param) for group, param in spread}
-    return any(_reduces(optimizer.rule_of(group), group, param) for group, param in shapes.values())

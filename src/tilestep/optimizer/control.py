@@ -50,11 +50,10 @@ from ..backends.spec import (
 from ..combinations import DDP, FSDP1, follow_wrappers, kind_of, refuse, wrappers_around
 from ..devices import combined, moved
 from ..errors import GradientError
-from ..placement import ReductionGroup
+from ..placement import ReductionGroup, is_distributed, next_number
 from ..placement.local import local_part
 from ..runtime import DeviceEngine, StepInputs, build_ahead
 from ..runtime.limits import Sigma, StepHistory, StepLimit, ZClip
-from .agreement import RankComparison
 from .parameters import Optimizer
 from .plan import StepPlan
 
@@ -244,6 +243,8 @@ class DataParallelRanks:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
+        self._number = optimizer.control.number
+        self._reductions: dict[Any, ReductionGroup] = {}
         self._own: set[int] = set()
         self._wrappers: list[Any] = [
             weakref.ref(wrapper) for wrapper in wrappers_around(self.holds) if kind_of(wrapper) == DDP
@@ -267,8 +268,11 @@ class DataParallelRanks:
         self._own = set()  # groups may change before the next wrapper is made
         self._wrappers = [reference for reference in self._wrappers if reference() is not None]
         groups = {wrapper.process_group for reference in self._wrappers if (wrapper := reference()) is not None}
+        self._reductions = {
+            group: self._reductions.get(group) or ReductionGroup([group], number=self._number) for group in groups
+        }
         for group in sorted(groups, key=dist.get_process_group_ranks):
-            ReductionGroup([group]).average(values)
+            self._reductions[group].average(values)
 
 
 class StepControl:
@@ -284,8 +288,8 @@ class StepControl:
         self.joint: JointGradNorm | None = None  # the norm that it shares with other optimizers
         self.copies: DataParallelRanks | ReductionGroup | None = None
         """The ranks that have other data and the same parameters; None until they are needed."""
-        self.compared = False  # whether ranks that share parameters have compared the numbers of their groups
-        self.comparison: RankComparison | None = None  # with ranks that have not taken their first step yet
+        self.has_sent = False  # whether a step has compared its tag with other ranks', if passes send something
+        self.number: int | None = None  # among the optimizers that send numbers to the same ranks, see `take_number`
         self.flat_part = ""  # what messages call the first piece of one of FSDP1's flat parameters
 
     def __getstate__(self) -> dict[str, Any]:
@@ -294,6 +298,17 @@ class StepControl:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["policy"])  # type: ignore[misc]
         vars(self).update(state)
+
+    def take_number(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Number the optimizer among those that send numbers to the same ranks, if it does and has no number."""
+        if self.number is not None or not (dist.is_available() and dist.is_initialized()):
+            return
+        sharded = (param for group in groups for param in group["params"] if is_distributed(param))
+        param: Any = next(sharded, None)
+        if param is not None:
+            self.number = next_number(tuple(param.device_mesh.mesh.flatten().tolist()))
+        elif self.takes_loss:
+            self.number = next_number("losses")
 
     def needs_norm(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Whether a step needs the norm of its gradients: for a clip, a skip, or a scaler's overflow check."""
@@ -351,7 +366,11 @@ class StepControl:
             self._find_norm(optimizer, plan, inputs)
         self.history.has_norm = inputs.needs_norm
         if ranks is not None:
-            _agree(inputs, ranks, has_whole_norm=self.joint is not None)
+            has_sent = _agree(inputs, ranks, has_whole_norm=self.joint is not None)
+            if plan.sends and not (has_sent or self.has_sent):
+                # Passes send as well: their first message would come after the first pass has written.
+                ranks.add(torch.zeros(1, dtype=torch.float64, device=device))
+            self.has_sent = True
         kind = (unscales, inputs.found_inf is not None, inputs.check_overflow, inputs.skip_nonfinite, inputs.limits)
         if kind != plan.kind:
             plan.kind = kind
@@ -484,18 +503,18 @@ def adaptive_clips(groups: Sequence[Mapping[str, Any]]) -> tuple[ZClip, ...]:
     return clips
 
 
-def _agree(inputs: StepInputs, group: ReductionGroup, *, has_whole_norm: bool) -> None:
-    """Combine over all ranks the norm, the loss and the overflow of a step."""
+def _agree(inputs: StepInputs, group: ReductionGroup, *, has_whole_norm: bool) -> bool:
+    """Combine over all ranks the norm, the loss and the overflow of a step; whether there were any."""
     own_sum = None if has_whole_norm else inputs.power_sum
     numbers = [number for number in (own_sum, inputs.loss, inputs.found_inf) if number is not None]
     if not numbers:
-        return
+        return False
     device = numbers[0].device
     if len(numbers) == 1 and own_sum is not None and own_sum.dtype is torch.float64:
         # The tensor is computed anew at every step and used for the decision alone.
         inputs.power_sum = own_sum if own_sum.dim() == 1 else own_sum.reshape(1)
         group.add(inputs.power_sum)
-        return
+        return True
     if inputs.loss is not None:
         # The ranks' losses are averaged.
         numbers.append(torch.ones_like(inputs.loss))
@@ -509,6 +528,7 @@ def _agree(inputs: StepInputs, group: ReductionGroup, *, has_whole_norm: bool) -
         inputs.power_sum = together[:1]
     if inputs.found_inf is not None:
         inputs.found_inf = together[-1].to(inputs.found_inf.dtype)
+    return True
 
 
 def _tensor(value: Any, device: torch.device) -> torch.Tensor | None:

@@ -36,7 +36,6 @@ from ..schedules.schedule import AT_STEP, Schedule
 from ..storage import entries_of, kept_in_blocks, values_of
 from ..taps import Change, Stats, StepStats, Taps, require_no_options
 from ..tensor_watch import taken_gradients
-from .agreement import compare_ranks
 from .build import (
     begin_at_once,
     begins_together,
@@ -44,7 +43,6 @@ from .build import (
     check_params,
     flat_part,
     require_no_real,
-    sends_in_steps,
     spec_of,
 )
 from .checkpoint import load, save_numbers, states_of_groups, unchanged_on_error
@@ -193,6 +191,7 @@ class Optimizer(torch.optim.Optimizer):
         self._ready = True
         let_callers_go()
         check_params(self)
+        self.control.take_number(self.param_groups)
 
     def attach(
         self, names: Sequence[str], *, schedule: Schedule | None = None, offers: Mapping[str, Any] | None = None
@@ -380,6 +379,7 @@ class Optimizer(torch.optim.Optimizer):
         with torch.inference_mode(False), torch.no_grad(), self.schedule.making_plan():
             self.drop_plan()
             self.control.flat_part = flat_part(self)
+            self.control.take_number(self.param_groups)
             with keeping_to(self.workspace_limit):
                 self._plan = plan = build_plan(self, ahead=ahead)
             self.placement.take_part(plan)
@@ -651,9 +651,6 @@ class Optimizer(torch.optim.Optimizer):
             [0.0, 0.0]
         """
         evaluated = None
-        if not self.control.compared:
-            has_loss = loss is not None or closure is not None
-            compare_ranks(self, has_loss=has_loss, sends=partial(sends_in_steps, self))
         if closure is not None:
             with torch.enable_grad():
                 evaluated = closure()

@@ -49,6 +49,7 @@ class StepPlan:
     mesh_ranks: ReductionGroup | None = None  # the ranks of the meshes, if some parameters are DTensors
     ranks: Any = None  # the ranks that decide steps together, if there are several
     sharers: Any = None  # the ranks that hold parts of the same parameters, if there are several
+    sends: bool = False  # whether passes send something to other ranks
     local_gradients: Sequence[LocalGradients] = ()  # for each engine the local parts of its gradients, with DTensors
     shared_sums: Sequence[SharedSums] = ()  # for each engine its reductions over tensors on several ranks
     scans: dict[int, Scan] = field(default_factory=dict)  # by the place of an engine the quick look at its tensors

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import zlib
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..compat import gather_together, group_device_types, root_mesh
+from ..compat import gather_together, group_device_types, is_capturing, root_mesh
 from ..devices import is_host
 from ..errors import GradientError
 from .local import is_distributed, is_whole, sharded_dims, slices_here, spans_ranks
@@ -38,26 +39,78 @@ _OPERATIONS: tuple[Any, Any] = (dist.ReduceOp.SUM, dist.ReduceOp.AVG) if dist.is
 _groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
 """Process groups made here, for each initialization of torch.distributed."""
 
+_counts: weakref.WeakKeyDictionary[Any, Counter[Hashable]] = weakref.WeakKeyDictionary()
+"""The optimizers numbered so far, for each initialization of torch.distributed."""
+
+
+def next_number(among: Hashable) -> int:
+    """The number of an optimizer among those of the same ranks, in the order in which they are constructed."""
+    counts = _counts.setdefault(dist.group.WORLD, Counter())
+    counts[among] += 1
+    return counts[among]
+
+
+def message_length(numbers: int) -> int:
+    """The length of a message of so many numbers: the same for most optimizers."""
+    # A backend that gets messages of different lengths from optimizers in different orders hangs or ends the process.
+    return max(1024, 1 << (numbers - 1).bit_length())
+
+
+class Received(NamedTuple):
+    """Numbers that all ranks have combined, on their way to the host, and what they must be."""
+
+    expected: list[float]
+    values: torch.Tensor
+    event: torch.cuda.Event | None
+
+    @classmethod
+    def begin(cls, expected: list[float], values: torch.Tensor) -> Received:
+        """Begin to copy numbers to the host."""
+        if not values.is_cuda:
+            return cls(expected, values.clone(), None)
+        pinned = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+        pinned.copy_(values, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return cls(expected, pinned, event)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether reading them does not wait for the device."""
+        return self.event is None or self.event.query()
+
+    def as_expected(self) -> bool:
+        """Whether the ranks agree; waits for the device."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.values.tolist() == self.expected
+
 
 class ReductionGroup:
     """Ranks that combine numbers, with the same result on each of them, to the last bit."""
 
     # They are those of process groups, which are reduced over one after the other and hold each part of a tensor once;
     # or, by `of_tensors`, all ranks of the meshes of some DTensors.
+    # The messages of an optimizer with a number begin with a tag, a hash of that number. Ranks that step optimizers in
+    # different orders combine messages of both: then the combined tag differs from that of one optimizer. A CPU knows
+    # it before it uses the numbers. The host of a GPU waits for the first message; later it looks at tags that have
+    # arrived, without a wait.
 
     def __init__(
         self,
         groups: Sequence[Any] | None,
-        monitor: Any = None,
         *,
         ranks: Sequence[int] | None = None,
         meshes: Sequence[Any] = (),
+        number: int | None = None,
     ) -> None:
         if groups is not None and ranks is None:
             ranks = dist.get_process_group_ranks(groups[0])
         self.ranks: Sequence[int] = ranks or ()
-        self._process_groups, self._meshes, self._monitor = groups, meshes, monitor
+        self._process_groups, self._meshes, self._number = groups, meshes, number
         self._shares: dict[Any, float] = {}
+        self._frames: dict[Any, tuple[torch.Tensor, torch.Tensor, list[float]]] = {}
+        self._received: Received | None = None  # the last tag that was sent to the host
 
     @cached_property
     def _groups(self) -> list[tuple[Any, bool]]:
@@ -70,8 +123,8 @@ class ReductionGroup:
         return [(group, kinds is None or "cpu" in kinds) for group, kinds in zip(groups, able)]
 
     @classmethod
-    def of_tensors(cls, tensors: Sequence[tuple[str, Any]]) -> ReductionGroup:
-        """All ranks of the meshes of labelled DTensors."""
+    def of_tensors(cls, tensors: Sequence[tuple[str, Any]], number: int | None = None) -> ReductionGroup:
+        """All ranks of the meshes of labelled DTensors; `number` is that of the optimizer whose numbers these are."""
         # Several meshes may be given if one holds the others, or if all are slices of one mesh; then a tensor on a
         # smaller mesh, and a plain one, is held by the other ranks too, as by tensor-parallel ranks whose norms'
         # weights FSDP shards. A sum over all tensors is one all-reduce: each rank adds its part of a shard once, and of
@@ -82,7 +135,7 @@ class ReductionGroup:
             if not any(mesh is tensor.device_mesh for mesh in meshes):
                 meshes.append(tensor.device_mesh)
                 labels.append(label)
-        return cls(None, ranks=_ranks_of(meshes, labels), meshes=meshes)
+        return cls(None, ranks=_ranks_of(meshes, labels), meshes=meshes, number=number)
 
     @property
     def size(self) -> int:
@@ -121,21 +174,19 @@ class ReductionGroup:
         return self._shares[mesh, placements, gone]
 
     def add(self, values: torch.Tensor) -> None:
-        """Replace numbers by their sums over the ranks; no rank waits on the host for a GPU's."""
-        for group, takes_host in self._groups:
-            self._all_reduce(group, takes_host, values, dist.ReduceOp.SUM)
+        """Replace numbers by their sums over the ranks; after the first time no rank waits on the host for a GPU."""
+        self._combine(values, dist.ReduceOp.SUM)
 
     def average(self, values: torch.Tensor) -> None:
         """Replace numbers by their means over the ranks of process groups, as `add` does by their sums."""
         self.add(values)
-        values.div_(math.prod(dist.get_world_size(group) for group, _ in self._groups))
+        values.div_(self._count)
 
     def largest(self, values: torch.Tensor) -> None:
         """Replace numbers by the largest over the ranks; NaN on one gives NaN on all."""
         is_nan = values.isnan()
         both = torch.stack([torch.where(is_nan, -torch.inf, values), is_nan.to(values.dtype)])
-        for group, takes_host in self._groups:
-            self._all_reduce(group, takes_host, both, dist.ReduceOp.MAX)
+        self._combine(both, dist.ReduceOp.MAX)
         values.copy_(torch.where(both[1] > 0, torch.nan, both[0]))
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
@@ -145,25 +196,70 @@ class ReductionGroup:
         group, takes_host = self._groups[0]
         values = values if takes_host else _on_gpu(values)
         gathered = [torch.empty_like(values) for _ in self.ranks]
-        with self._monitor or nullcontext():
-            dist.all_gather(gathered, values, group)
+        dist.all_gather(gathered, values, group)
         return gathered
 
-    def _all_reduce(self, group: Any, takes_host: bool, values: torch.Tensor, operation: Any) -> None:
-        sent = values if takes_host else _on_gpu(values)
-        try:
-            dist.all_reduce(sent, operation, group)
-        except RuntimeError as error:
-            if self._monitor is not None:
-                self._monitor.explain(error)
-                raise
-            ranks = dist.get_process_group_ranks(group)
-            raise RuntimeError(
-                f"ranks {ranks} decide steps together, and others of them did not take part: a rank has failed, or its "
-                f"optimizer has not the same max_grad_norm, skip_above or skip_nonfinite, or does not step ({error})"
-            ) from error
-        if sent is not values:
-            values.copy_(sent)
+    @cached_property
+    def _count(self) -> int:
+        """How many ranks the messages are sent to."""
+        return math.prod(dist.get_world_size(group) for group, _ in self._groups)
+
+    def _combine(self, values: torch.Tensor, operation: Any) -> None:
+        if not self._groups:
+            return
+        if self._number is None:
+            for group, takes_host in self._groups:
+                _all_reduce(group, takes_host, values, operation)
+            return
+        frame = values.shape, values.device, operation
+        if frame not in self._frames:
+            self._frames[frame] = self._frame(*frame)
+        head, tail, expected = self._frames[frame]
+        message = torch.cat([head, values.reshape(-1), tail])
+        for group, takes_host in self._groups:
+            _all_reduce(group, takes_host, message, operation)
+        self._compare(message[: len(head)], expected)
+        values.copy_(message[len(head) : len(head) + values.numel()].view_as(values))
+
+    def _frame(
+        self, shape: torch.Size, device: torch.device, operation: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
+        """The tag before numbers, the zeros after them, and the tag that all ranks have together."""
+        tag = float(zlib.crc32(repr((self._number, tuple(shape))).encode()))  # its sums are exact
+        head = torch.tensor([tag, -tag], dtype=torch.float64, device=device)
+        count = len(head) + math.prod(shape)
+        tail = torch.zeros(message_length(count) - count, dtype=torch.float64, device=device)
+        times = self._count if operation == dist.ReduceOp.SUM else 1
+        return head, tail, [tag * times, -tag * times]
+
+    def _compare(self, tag: torch.Tensor, expected: list[float]) -> None:
+        if is_capturing():
+            return
+        before = self._received
+        if before is not None and not before.arrived:
+            return
+        self._received = Received.begin(expected, tag)
+        waits = before is None or self._received.event is None
+        if not (self._received if waits else before).as_expected():  # type: ignore[union-attr]
+            raise ValueError(
+                f"ranks {list(self.ranks)} disagree on the optimizer that steps, or on whether step() gets a loss: "
+                "their sums were mixed up. Construct the optimizers of the same ranks in the same order on all of "
+                "them, step them in the same order, and give a loss on all ranks or on none"
+            )
+
+
+def _all_reduce(group: Any, takes_host: bool, values: torch.Tensor, operation: Any) -> None:
+    sent = values if takes_host else _on_gpu(values)
+    try:
+        dist.all_reduce(sent, operation, group)
+    except RuntimeError as error:
+        ranks = dist.get_process_group_ranks(group)
+        raise RuntimeError(
+            f"ranks {ranks} decide steps together, and others of them did not take part: a rank has failed, or its "
+            f"optimizer has not the same max_grad_norm, skip_above or skip_nonfinite, or does not step ({error})"
+        ) from error
+    if sent is not values:
+        values.copy_(sent)
 
 
 def _on_gpu(values: torch.Tensor) -> torch.Tensor:
@@ -211,39 +307,40 @@ class Awaited(NamedTuple):
     """Communication that has begun."""
 
     works: Sequence[Any]
-    monitor: Any
 
     def wait(self) -> None:
         """Let the host, or the current stream of a GPU, wait for it."""
-        try:
-            for work in self.works:
+        for work in self.works:
+            if work is not None:
                 work.wait()
-        except RuntimeError as error:
-            if self.monitor is not None:
-                self.monitor.explain(error)
-            raise
 
 
-ARRIVED = Awaited((), None)  # what runs in the order of the current stream: there is nothing to wait for
+ARRIVED = Awaited(())  # what runs in the order of the current stream: there is nothing to wait for
 
 
 class Ranks:
     """The process groups of a sharded optimizer, as one rank sees them, and the messages of its buckets."""
 
-    def __init__(self, shard: Any, replicate: Any, monitor: Any, members: tuple[int, ...] = ()) -> None:
+    def __init__(self, shard: Any, replicate: Any, name: Any = None, in_steps: Ranks | None = None) -> None:
         self.shard = shard
         self.replicate = replicate
         self.rank = dist.get_rank(shard)
         self.size = dist.get_world_size(shard)
         self.copies = 1 if replicate is None else dist.get_world_size(replicate)
         self.count = self.size * self.copies  # all ranks, those that hold copies too
-        self.monitor = monitor
-        self.members = members  # all of them, by their rank among all processes
+        self.name = name  # of the sharded optimizer: the same on all ranks, and no other optimizer's
+        self._in_steps = in_steps
         self.reductions = self.with_others(())  # over the ranks that split the state; copies have the same results
 
     def __deepcopy__(self, memo: Any) -> Ranks:
         # Process groups cannot be copied, and a copy of what has them has the same ranks.
         return self
+
+    @property
+    def in_steps(self) -> Ranks:
+        """The groups in which ranks compare what they step: the same for all optimizers of these ranks."""
+        # In groups of their own, optimizers in different orders would wait for each other.
+        return self._in_steps or self
 
     def apart(self) -> Ranks:
         """The same ranks over groups of their own, in which no other messages come between; all of them call it."""
@@ -253,16 +350,16 @@ class Ranks:
             else dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
             for group in (self.shard, self.replicate)
         )
-        return Ranks(shard, replicate, self.monitor, self.members)
+        return Ranks(shard, replicate, self.name, self)
 
     def with_others(self, groups: Sequence[Any]) -> ReductionGroup:
         """Reductions over the ranks that split the state, and then over groups with other parts of the model."""
-        return ReductionGroup([self.shard, *groups], self.monitor)
+        return ReductionGroup([self.shard, *groups])
 
     @property
     def other_copies(self) -> ReductionGroup:
         """Reductions over the ranks that hold the same part of the state."""
-        return ReductionGroup([] if self.replicate is None else [self.replicate], self.monitor, ranks=())
+        return ReductionGroup([] if self.replicate is None else [self.replicate], ranks=())
 
     @property
     def can_be_captured(self) -> bool:
@@ -283,72 +380,55 @@ class Ranks:
 
     def add_copies(self, values: torch.Tensor, *, mean: bool = False) -> None:
         """Replace numbers by their sums over the ranks with copies; by their means where it `can_average` them."""
-        with self.monitor:
-            dist.all_reduce(values, _OPERATIONS[mean], self.replicate)
+        dist.all_reduce(values, _OPERATIONS[mean], self.replicate)
 
-    def begin_to_add(self, values: torch.Tensor) -> Any:
+    def begin_to_add(self, values: torch.Tensor) -> Awaited:
         """Begin to replace numbers by their sums over the ranks that split the state; gives what to wait for."""
         # On a GPU it runs in the current stream.
-        try:
-            work = dist.all_reduce(values, dist.ReduceOp.SUM, self.shard, async_op=not values.is_cuda)
-        except RuntimeError as error:
-            self.monitor.explain(error)
-            raise
-        return ARRIVED if work is None else Awaited((work,), self.monitor)
+        return Awaited((dist.all_reduce(values, dist.ReduceOp.SUM, self.shard, async_op=not values.is_cuda),))
 
-    def reduce_scatter(self, section: torch.Tensor, flat: torch.Tensor, *, mean: bool = False) -> Any:
+    def reduce_scatter(self, section: torch.Tensor, flat: torch.Tensor, *, mean: bool = False) -> Awaited:
         """Begin to sum flat memory up over the ranks that split the state, each receiving its section."""
         # On a GPU it runs in the current stream: the library's own would only be waited for by ours.
-        try:
-            work = _reduce_scatter(section, flat, _OPERATIONS[mean], self.shard, async_op=not flat.is_cuda)
-        except RuntimeError as error:
-            self.monitor.explain(error)
-            raise
-        return ARRIVED if work is None else Awaited((work,), self.monitor)
+        return Awaited((_reduce_scatter(section, flat, _OPERATIONS[mean], self.shard, async_op=not flat.is_cuda),))
 
-    def all_gather(self, flats: Sequence[torch.Tensor], sections: Sequence[torch.Tensor]) -> Any:
+    def all_gather(self, flats: Sequence[torch.Tensor], sections: Sequence[torch.Tensor]) -> Awaited:
         """Begin to give all of these ranks every section; several tensors go in one message, where the backend can."""
-        try:
-            began, work = gather_together(self.shard, flats, sections) if len(flats) > 1 else (False, None)
-            if began:
-                return ARRIVED if work is None else Awaited((work,), self.monitor)
-            works = [
+        began, work = gather_together(self.shard, flats, sections) if len(flats) > 1 else (False, None)
+        if began:
+            return Awaited((work,))
+        return Awaited(
+            [
                 _all_gather(flat, section, group=self.shard, async_op=not flat.is_cuda)
                 for flat, section in zip(flats, sections)
             ]
-        except RuntimeError as error:
-            self.monitor.explain(error)
-            raise
-        works = [work for work in works if work is not None]
-        return Awaited(works, self.monitor) if works else ARRIVED
+        )
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Give every rank what the first one has."""
-        with self.monitor:
-            for group in self.groups:
-                dist.broadcast(tensor, dist.get_global_rank(group, 0), group)
+        for group in self.groups:
+            dist.broadcast(tensor, dist.get_global_rank(group, 0), group)
 
     def send(self, tensor: torch.Tensor, source: int) -> None:
         """Give the ranks that split the state what one of them has."""
-        with self.monitor:
-            dist.broadcast(tensor, dist.get_global_rank(self.shard, source), self.shard)
+        dist.broadcast(tensor, dist.get_global_rank(self.shard, source), self.shard)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """One object of each rank, on every rank."""
         values = [value]
         for group in self.groups:
-            values = [one for part in self._gather_in(group, values) for one in part]
+            values = [one for part in _gather_in(group, values) for one in part]
         return values
 
     def gather_in_shard(self, value: Any) -> list[Any]:
         """One object of each rank that splits the state, on each of them."""
-        return self._gather_in(self.shard, value)
+        return _gather_in(self.shard, value)
 
-    def _gather_in(self, group: Any, value: Any) -> list[Any]:
-        values: list[Any] = [None] * dist.get_world_size(group)
-        with self.monitor:
-            dist.all_gather_object(values, value, group)
-        return values
+
+def _gather_in(group: Any, value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
 
 
 @dataclass
@@ -390,6 +470,11 @@ class SharedSums:
         self._parts = [
             [_parts_of(group, sharded, index, adds=adds) for adds in (True, False)] for index in range(depth)
         ]
+
+    @property
+    def sends(self) -> bool:
+        """Whether there is something to combine."""
+        return any(parts for kinds in self._parts for parts in kinds)
 
     def calls(self, index: int) -> list[partial[None]]:
         """What lets every segment know the reductions over whole tensors that tile pass `index` has begun."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,10 +27,6 @@ class Schedule:
     def applied_groups(self) -> tuple[str, ...]:
         """The groups that were updated since the last step, before the next one."""
         return ()
-
-    def shared(self) -> Mapping[tuple[int, ...], Sequence[str]]:
-        """For ranks that share the optimizer's parameters the names of these, sorted, if it is sharded."""
-        return {}
 
     def step(self, plain: Callable[[], None]) -> None:
         """Take a step."""

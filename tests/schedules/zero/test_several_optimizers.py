@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -67,15 +68,57 @@ def two_of_separate_modules_with_groups_of_their_own() -> None:
 
 def in_other_orders() -> None:
     """Ranks that stepped them in other orders waited for each other until a timeout, which named none of them."""
-    model: Any = Branches()
-    optimizers = [tilestep.shard(sgd(params), model, bucket_cap_mb=TINY) for params in halves(model)]
-    model(inputs(3, 4), [0, 1, 2, 3, 4, 5]).backward()
     rank = dist.get_rank()
-    with pytest.raises(ValueError, match=rf"rank {rank} has a step .* of branches.{rank}.bias before .*the same order"):
-        optimizers[rank].step()
+    mesh = init_device_mesh(torch.get_default_device().type, (1, 2), mesh_dim_names=("shard", "replicate"))
+    for own_mesh, before, clip in itertools.product((None, mesh), (0, 1), (None, 1.0)):
+        model: Any = Branches()
+        optimizers = [
+            tilestep.shard(
+                tilestep.SGD(params, lr=0.1, max_grad_norm=clip),  # type: ignore[attr-defined]
+                model,
+                own_mesh,
+                bucket_cap_mb=TINY,
+            )
+            for params in halves(model)
+        ]
+        for step in range(before + 1):
+            model(inputs(3, 4), [0, 1, 2, 3, 4, 5]).backward()
+            for optimizer in optimizers if step < before else ():
+                optimizer.step()
+        said = (
+            r"rank 0 has .* of branches\.0\.weight \(.*same order\); rank 1 has .* of branches\.1\.weight .*nothing was"
+        )
+        for optimizer in optimizers:
+            optimizer.wait()
+        old = [param.detach().clone() for param in model.parameters()]
+        with pytest.raises(ValueError, match=said):
+            optimizers[rank].step()
+        assert all(map(torch.equal, model.parameters(), old))
+        # In one order they go on from there.
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.wait()
+        assert not any(map(torch.equal, model.parameters(), old))
 
 
-CHECKS = [two_of_one_model, two_of_separate_modules_with_groups_of_their_own, in_other_orders]
+def of_two_models_in_other_orders() -> None:
+    """Optimizers of the same group of ranks, with the same numbers of parameters and with others."""
+    rank = dist.get_rank()
+    for sizes in ((2, 2), (1, 3)):
+        models = [nn.Sequential(*(nn.Linear(3, 3) for _ in range(size))) for size in sizes]
+        optimizers = [tilestep.shard(sgd(model.parameters()), model, bucket_cap_mb=TINY) for model in models]
+        for model in models:
+            model(inputs(2, 3)).sum().backward()
+        with pytest.raises(ValueError, match=r"optimizer \d+, of 0\.weight .* optimizer \d+, of 0\.weight"):
+            optimizers[rank].step()
+
+
+CHECKS = [
+    two_of_one_model,
+    two_of_separate_modules_with_groups_of_their_own,
+    in_other_orders,
+    of_two_models_in_other_orders,
+]
 
 
 test_two_ranks = each_passes(CHECKS, 2)

@@ -108,14 +108,6 @@ def test_scalers_are_routed_once_and_for_some_optimizers(monkeypatch: pytest.Mon
     assert not compat.route_unscaling(lambda _: True, lambda *_: None)
 
 
-def test_the_store_of_the_default_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it errors say that a rank is gone, not which one."""
-    module = torch.distributed.distributed_c10d
-    assert hasattr(module, "_get_default_store"), f"torch {torch.__version__} keeps its store elsewhere (compat)"
-    monkeypatch.delattr(module, "_get_default_store")
-    assert compat.default_store() is None
-
-
 def test_the_number_of_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the private call, streams are asked for as objects."""
     if torch.version.cuda:

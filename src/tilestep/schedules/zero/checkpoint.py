@@ -21,7 +21,6 @@ from ...optimizer.states import StateTemplate, begin_ahead_again, fill_buffers, 
 from ...rules import Rule
 from ...storage import entries_of
 from .core import Member, Sharding
-from .ranks import rank_monitor
 from .tensor_piece import ShardedTensorPiece
 
 
@@ -141,7 +140,7 @@ def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str], *, ke
         The folder of the new checkpoint, which `torch.distributed.checkpoint.load` takes too.
 
     Raises:
-        RankError: if a rank died; earlier checkpoints can still be loaded.
+        RuntimeError: if a rank died, from torch; earlier checkpoints can still be loaded.
         ValueError: for `keep` below 1.
 
     Example:
@@ -161,11 +160,10 @@ def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str], *, ke
     import torch.distributed.checkpoint as dcp
 
     root = Path(folder)
-    with _naming_lost_ranks():
-        number = _from_first_rank(lambda: _begin(root))
-        begun, whole = root / f"checkpoint-{number}{_BEGUN}", root / f"checkpoint-{number}"
-        dcp.save(state, checkpoint_id=begun)
-        _from_first_rank(lambda: _finish(begun, whole, keep))
+    number = _from_first_rank(lambda: _begin(root))
+    begun, whole = root / f"checkpoint-{number}{_BEGUN}", root / f"checkpoint-{number}"
+    dcp.save(state, checkpoint_id=begun)
+    _from_first_rank(lambda: _finish(begun, whole, keep))
     return whole
 
 
@@ -184,7 +182,6 @@ def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> Pa
 
     Raises:
         FileNotFoundError: if there is none.
-        RankError: if a rank died.
 
     Example:
         >>> import tempfile, torch, tilestep
@@ -203,29 +200,11 @@ def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> Pa
     from .planner import LoadPlanner
 
     root = Path(folder)
-    with _naming_lost_ranks():
-        newest = _from_first_rank(lambda: _newest(root))
-        if newest is None:
-            raise FileNotFoundError(f"there is no finished checkpoint in {root}")
-        dcp.load(state, checkpoint_id=root / newest, planner=LoadPlanner())
+    newest = _from_first_rank(lambda: _newest(root))
+    if newest is None:
+        raise FileNotFoundError(f"there is no finished checkpoint in {root}")
+    dcp.load(state, checkpoint_id=root / newest, planner=LoadPlanner())
     return root / newest
-
-
-@contextmanager
-def _naming_lost_ranks() -> Iterator[None]:
-    """A block in which errors of communication, those of torch's checkpoints too, say which rank is gone."""
-    import torch.distributed.checkpoint as dcp
-
-    monitor = rank_monitor() if dist.is_initialized() else None
-    if monitor is not None:
-        monitor.watch_all()
-    try:
-        yield
-    except (RuntimeError, dcp.CheckpointException) as error:
-        explained = monitor.explained(error) if monitor is not None else None
-        if explained is not None and explained.ranks:
-            raise explained from error
-        raise
 
 
 def _from_first_rank(find: Callable[[], Any]) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...compat import copy_all, is_capturing, zero_all
-from ...placement import Ranks
+from ...placement import Ranks, message_length
 from ...runtime.capturing import require
 from ...tensor_watch import survey
 from ..accumulation import GradientRounds, TakesGradients, gradientless
@@ -225,10 +225,9 @@ class GradientSync(TakesGradients):
         self._all_have = (True,) * len(self.params)
         self._none_used, self._all_used = bytearray(len(self.params)), bytearray(b"\1" * len(self.params))
         self._used_here = bytearray(self._none_used)
-        size = len(self.params) + HyperparameterDigest.PARTS
+        size = message_length(HyperparameterDigest.PARTS + len(self.params))
         self.used = torch.zeros(size, dtype=torch.float32, device=buckets[0].flat.device)
-        """For each parameter how many ranks had a gradient of it since the last step; then what `digest` compares."""
-        self._used_work: Any = None
+        """What `digest` compares; then for each parameter how many ranks had a gradient of it since the last step."""
         self._used_known = bytes(self._none_used)
         self._used_sent = self.used.clone()
         self._used_is_due = False  # whether there was a round since other ranks were last told
@@ -272,7 +271,7 @@ class GradientSync(TakesGradients):
     def begin_round(self) -> Set[int]:
         """Have every bucket take gradients; sums of earlier rounds are added to theirs."""
         if self._is_awaited or self._in_order:
-            self._await_all(is_capturing())
+            self._await_all()
         for sums in self.sums:
             sums.open()
         self._next = 0
@@ -336,44 +335,34 @@ class GradientSync(TakesGradients):
         self.summed_in_graph = is_capturing()
 
     def _send_used(self, captures: bool) -> None:
-        """Begin to tell the other ranks what this one has used, once for each step, and with what it will step."""
+        """Tell the other ranks what this one has used, once for each step, and with what it will step."""
         # Not in backward, where nothing runs in order: another optimizer's may come first on another rank.
         self._used_is_due = False
+        digest = HyperparameterDigest.PARTS
         with self.channel.after_compute(self.used, self._used_sent):
             if self._used_here != self._used_known:
                 self._used_known = bytes(self._used_here)
                 source = torch.tensor(list(self._used_known), dtype=torch.float32, device="cpu")
                 if self.used.is_cuda:
                     source = source.pin_memory()
-                self._used_sent[: len(source)].copy_(source, non_blocking=True)
+                self._used_sent[digest : digest + len(source)].copy_(source, non_blocking=True)
             if not captures:
-                self.digest.write(self._used_sent[-HyperparameterDigest.PARTS :])
+                self.digest.write(self._used_sent[:digest])
             self.used.copy_(self._used_sent)
-            self._used_work = self.ranks.begin_to_add(self.used)
-            self._is_awaited = True
-            if self._in_order:
-                self._finish_used(captures)
+            ranks = self.ranks.in_steps
+            # Ranks that step another optimizer may have begun sums that this rank never joins: compared before these
+            # are waited for.
+            ranks.begin_to_add(self.used).wait()
+            if ranks.copies > 1:
+                ranks.add_copies(self.used)
+            if not captures:
+                self.digest.receive(self.used[:digest])
 
-    def ask_again(self) -> None:
-        """Have the next `finish` tell the other ranks once more; all of them call it."""
-        self._used_is_due = True
-
-    def _finish_used(self, captures: bool) -> None:
-        """What remains once the numbers of the ranks that split the state are added up."""
-        self._used_work.wait()
-        self._used_work = None
-        if self.ranks.copies > 1:
-            self.ranks.add_copies(self.used)
-        if not captures:
-            self.digest.receive(self.used[-HyperparameterDigest.PARTS :])
-
-    def _await_all(self, captures: bool) -> None:
+    def _await_all(self) -> None:
         # In this order on every rank: copies exchange sections here.
         for sums in self.sums:
             if sums.work is not None:
                 self._finish(sums)
-        if self._used_work is not None:
-            self._finish_used(captures)
         if self._in_order:
             self.channel.join()
         self._is_awaited = False
@@ -394,8 +383,14 @@ class GradientSync(TakesGradients):
             self.digest.trains = self._with_kept(trains) if self._keeps else trains
         if self._used_is_due:
             self._send_used(captures)
+        if not captures and self.ranks.count > 1:
+            try:
+                self.digest.check()
+            except ValueError:
+                self._used_is_due = True  # the next `finish` asks again, on all ranks
+                raise
         if self._is_awaited or self._in_order:
-            self._await_all(captures)
+            self._await_all()
         return versions, trains, self._all_have if 0 not in self._used_here else self._had_gradients()
 
     def _with_kept(self, trains: bytes) -> bytes:
@@ -419,7 +414,7 @@ class GradientSync(TakesGradients):
         self.rounds.trains, self._keeps = trained, False
         self.trains = self.digest.trains
         if self._is_awaited or self._in_order:
-            self._await_all(is_capturing())
+            self._await_all()
 
     def _was_given(self) -> bool:
         """Whether gradients were set by hand since the last round."""
@@ -439,7 +434,7 @@ class GradientSync(TakesGradients):
         ]
         if unsure and self.ranks.count > 1:
             require(not is_capturing(), "a parameter has no gradient here, and only the device knows of other ranks")
-            counts = self.used.tolist()
+            counts = self.used[HyperparameterDigest.PARTS :].tolist()
             for place in unsure:
                 had[place] = counts[place] > 0
         return tuple(had)
@@ -450,7 +445,7 @@ class GradientSync(TakesGradients):
         if self.rounds.ends_with_pass:
             # A backward pass was broken off; other ranks may be further in this round.
             self.end_round()
-        self._await_all(is_capturing())
+        self._await_all()
         rounds, summed = self._rounds, [(sums.was_summed, sums.keeps) for sums in self.sums]
         self.forget()
         # A rank that drops its gradients alone must not begin a round that the others have behind them, and takes part

@@ -58,8 +58,8 @@ class ShardedSchedule(Schedule):
         self.sharding = sharding
         buckets, ranks, options, model = sharding.buckets, sharding.ranks, sharding.options, sharding.model
         self.channel = SideStream(buckets[0].flat.device, priority=-1)
-        self.digest = HyperparameterDigest(self._reference, ranks)
-        self.gradients = GradientSync(buckets, sharding.places, ranks, options, self.channel, self.digest, model)
+        digest = HyperparameterDigest(self._reference, ranks, sharding.members[0].name)
+        self.gradients = GradientSync(buckets, sharding.places, ranks, options, self.channel, digest, model)
         self.parameters = ParameterSync(model, buckets, options, self.channel)
         self._parts = UpdateInParts(self.parameters, sharding.bucket_of) if self.channel.in_order else None
         sharding.parts = self._parts
@@ -86,10 +86,6 @@ class ShardedSchedule(Schedule):
     def making_plan(self) -> AbstractContextManager[None]:
         self.sharding.require_groups(self._optimizer)
         return super().making_plan()
-
-    def shared(self) -> Mapping[tuple[int, ...], Sequence[str]]:
-        sharding = self.sharding
-        return {sharding.ranks.members: sorted(member.name for member in sharding.members)}
 
     def step(self, plain: Callable[..., None]) -> None:
         """Update this rank's sections and send them to the others."""
@@ -167,12 +163,6 @@ class ShardedSchedule(Schedule):
         if not gradients.is_alone:
             refuse_another_taker(gradients.params, gradients)
         versions, trains, has_gradient = gradients.finish(captures)
-        if not captures and self.sharding.ranks.count > 1:
-            try:
-                self.digest.check()
-            except ValueError:
-                gradients.ask_again()
-                raise
         if gradients.digest.trains != gradients.trains:
             gradients.follow_trains()
         self._follow_parameters(versions)
