@@ -175,7 +175,8 @@ class ReductionGroup:
 
     def add(self, values: torch.Tensor) -> None:
         """Replace numbers by their sums over the ranks; after the first time no rank waits on the host for a GPU."""
-        self._combine(values, dist.ReduceOp.SUM)
+        if self._groups:
+            self._combine(values, dist.ReduceOp.SUM)
 
     def average(self, values: torch.Tensor) -> None:
         """Replace numbers by their means over the ranks of process groups, as `add` does by their sums."""
@@ -184,6 +185,8 @@ class ReductionGroup:
 
     def largest(self, values: torch.Tensor) -> None:
         """Replace numbers by the largest over the ranks; NaN on one gives NaN on all."""
+        if not self._groups:
+            return
         is_nan = values.isnan()
         both = torch.stack([torch.where(is_nan, -torch.inf, values), is_nan.to(values.dtype)])
         self._combine(both, dist.ReduceOp.MAX)
@@ -205,8 +208,6 @@ class ReductionGroup:
         return math.prod(dist.get_world_size(group) for group, _ in self._groups)
 
     def _combine(self, values: torch.Tensor, operation: Any) -> None:
-        if not self._groups:
-            return
         if self._number is None:
             for group, takes_host in self._groups:
                 _all_reduce(group, takes_host, values, operation)

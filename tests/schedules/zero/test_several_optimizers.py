@@ -70,7 +70,9 @@ def in_other_orders() -> None:
     """Ranks that stepped them in other orders waited for each other until a timeout, which named none of them."""
     rank = dist.get_rank()
     mesh = init_device_mesh(torch.get_default_device().type, (1, 2), mesh_dim_names=("shard", "replicate"))
-    for own_mesh, before, clip in itertools.product((None, mesh), (0, 1), (None, 1.0)):
+    # The host of a GPU waits for the first digest alone.
+    on_cpu = torch.get_default_device().type == "cpu"
+    for own_mesh, before, clip in itertools.product((None, mesh), (0, 1) if on_cpu else (0,), (None, 1.0)):
         model: Any = Branches()
         optimizers = [
             tilestep.shard(

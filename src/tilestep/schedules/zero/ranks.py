@@ -262,17 +262,17 @@ class HyperparameterDigest:
         """Raise on all ranks if they differ; before a step."""
         if not self._received:
             return
-        waits = self._received[-1].event is None
+        waits = all_wait = self._received[-1].event is None
         if not waits:
             optimizer = self._optimizer()
             unclipped = [group.get("max_grad_norm") is None for group in optimizer.param_groups] if optimizer else None
             shape = unclipped, self.trains
-            waits, self._shape = shape != self._shape, shape
+            waits, all_wait, self._shape = shape != self._shape, self._shape is None, shape
         while self._received and (waits or len(self._received) > 1):
             sums = self._received.popleft()
             if not sums.as_expected():
                 self._received.clear()
-                raise ValueError(self._difference(known_now=sums.event is None))
+                raise ValueError(self._difference(known_now=all_wait))
 
     def _difference(self, *, known_now: bool) -> str:
         optimizer = self._optimizer()
