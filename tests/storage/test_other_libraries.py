@@ -340,7 +340,9 @@ def test_what_cannot_be_read_is_refused_by_name_and_changes_nothing() -> None:
     refused({"step": 1, "exp_avg": opaque, "exp_avg_sq": opaque}, "'exp_avg' of .* class Opaque")
 
 
-@pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit", "AdEMAMix8bit", "SGD8bit", "RMSprop8bit", "Adagrad8bit"])
+@pytest.mark.parametrize(
+    "name", ["AdamW8bit", "LAMB8bit", "Lion8bit", "AdEMAMix8bit", "SGD8bit", "RMSprop8bit", "Adagrad8bit"]
+)
 def test_real_checkpoints_of_bitsandbytes(name: str) -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
     generator = torch.Generator().manual_seed(0)
@@ -376,6 +378,25 @@ def test_real_checkpoints_of_bitsandbytes(name: str) -> None:
         assert len(names) == len(values)
         for name, value in zip(names, values):
             torch.testing.assert_close(mine.state[param][name], value, rtol=3e-7, atol=0)
+
+
+def test_what_bitsandbytes_keeps_beside_its_states() -> None:
+    """The norm of LAMB's last update is not read; AdEMAMix's warmups are named in a warning."""
+    params, checkpoint, wanted = saved("bitsandbytes")
+    for state in checkpoint["state"].values():
+        state["__bnb_optimizer_quant_state__"]["unorm_vec"] = torch.ones(1)
+    mine: Any = tilestep.LAMB(params)
+    mine.load_state_dict(checkpoint)
+    assert set(mine.state[params[0]]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert torch.equal(mine.state[params[0]]["exp_avg_sq"], wanted[0]["exp_avg_sq"])
+    for state in checkpoint["state"].values():
+        nested = state["__bnb_optimizer_quant_state__"]
+        nested["state1"], nested["absmax1"] = (torch.stack([nested[name]] * 2) for name in ("state1", "absmax1"))
+    checkpoint["param_groups"][0].update(betas=(0.8, 0.9, 0.99), alpha=2.0, t_alpha=100, t_beta3=None)
+    mixed: Any = tilestep.AdEMAMix(params)
+    with pytest.warns(UserWarning, match="t_alpha=100 is not taken over: set alpha_warmup=") as caught:
+        mixed.load_state_dict(checkpoint)
+    assert not any("t_beta3" in str(warning.message) for warning in caught)
 
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])

@@ -5,6 +5,7 @@ None of the libraries is needed: this reads what they write.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..optimizer.checkpoint import READERS, Saved, placed_like
 from ..placement.local import local_part
 from ..rules import Rule, registry
 
+_WARMUPS = {"t_alpha": "alpha_warmup", "t_beta3": "beta3_warmup"}  # of bitsandbytes' AdEMAMix, and ours
 _NESTED = "__bnb_optimizer_quant_state__"  # bitsandbytes' key for the tensors of a state
 _CODES, _SCALES = "::quantized", "::scales"  # FlashOptim's suffixes of names of states
 _CORRECTION = "error_bits"  # FlashOptim's correction of a 16-bit parameter
@@ -24,7 +26,15 @@ def read_bitsandbytes(saved: Saved) -> Mapping[str, Any]:
     """bitsandbytes' states, which have numbers and no names, under the names of the rule's states."""
     values = {**saved.values, **saved.values.get(_NESTED, {})}
     values.pop(_NESTED, None)
-    return _named(saved.label, _of_maps(saved.label, values), saved.rule) if "state1" in values else values
+    if "state1" not in values:
+        return values
+    for key, ours in _WARMUPS.items():
+        if saved.group.get(key) is not None and saved.param is not None:
+            warnings.warn(
+                f"the checkpoint's {key}={saved.group[key]} is not taken over: set {ours}= of the param group",
+                stacklevel=2,
+            )
+    return _named(saved.label, _of_maps(saved.label, values), saved.rule)
 
 
 def read_torchao(saved: Saved) -> Mapping[str, Any]:
@@ -84,7 +94,9 @@ def _of_groups(label: str, name: str, codes: Any, scales: Any) -> Any:
 
 def _of_maps(label: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """bitsandbytes' states: codes of 8 bits index a map, and 256 neighbours are scaled by their largest magnitude."""
-    others = {name: value for name, value in values.items() if not name.startswith(("absmax", "qmap", "state"))}
+    others = {
+        name: value for name, value in values.items() if not name.startswith(("absmax", "qmap", "state", "unorm"))
+    }
     for number in "12":
         codes, scale = values.get(f"state{number}"), values.get(f"absmax{number}")
         if codes is None or codes.is_floating_point():
