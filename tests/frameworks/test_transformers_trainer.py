@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from block_rows import FORMATS
 
 import tilestep
 
@@ -99,3 +100,45 @@ def test_updates_in_backward_are_refused_by_the_trainer_s_clip(tmp_path: Path) -
     made = trainer(tmp_path, lambda m: tilestep.overlap(plain(m), m, during="backward"), gradient_accumulation_steps=1)
     with pytest.raises(tilestep.GradientError, match="max_grad_norm"):
         made.train()
+
+
+STATES = (*FORMATS, "bfloat16", None)
+"""What `state_dtype` can say."""
+
+
+@pytest.mark.parametrize("format", STATES)
+def test_from_tilestep_to_torch_and_back(format: str | None, tmp_path: Path) -> None:
+    """A training goes on with torch's AdamW from a checkpoint in any format, or raises; and with tilestep again."""
+    from tilestep.integrations.transformers import TilestepTrainer
+
+    def go_on(kind: Any, steps: int, checkpoint: Path | None = None, **options: Any) -> list[float]:
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path), per_device_train_batch_size=4, learning_rate=1e-3, report_to=[], logging_steps=1,
+            use_cpu=True, disable_tqdm=True, max_steps=steps, save_steps=2, lr_scheduler_type="constant",
+            optim="adamw_torch",
+        )  # fmt: skip
+        trained = kind(wide(), arguments, train_dataset=Tokens(), **options)
+        trained.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        return [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
+
+    def wide() -> Any:
+        torch.manual_seed(0)
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=64, n_layer=1, n_head=2)
+        )
+
+    wanted = go_on(transformers.Trainer, 6)
+    makes = {"optimizer_cls_and_kwargs": (tilestep.AdamW, {"lr": 1e-3, "state_dtype": format})}
+    go_on(TilestepTrainer, 2, **makes)
+    first, second = tmp_path / "checkpoint-2", tmp_path / "checkpoint-4"
+    saved = torch.load(first / "optimizer.pt")
+    codes = [name for state in saved["state"].values() for name in state if name.endswith("_codes")]
+    assert bool(codes) is (format in FORMATS)
+    if codes:
+        with pytest.raises(KeyError, match="exp_avg"):
+            go_on(transformers.Trainer, 4, first)
+        torch.save(tilestep.full_precision(saved), first / "optimizer.pt")
+    go_on(transformers.Trainer, 4, first)
+    # Only the states differ, by their rounding.
+    tolerance = {"int4": 0.05}.get(format or "", 1e-2)
+    assert go_on(TilestepTrainer, 6, second, **makes) == pytest.approx(wanted, rel=tolerance)

@@ -82,6 +82,17 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return torch.where(tensor.isnan(), torch.full_like(tensor, torch.nan), tensor).view(kind)
 
 
+def as_earlier(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint as revisions before these names had it: codes under the name of the state, and no NaN beside."""
+    states = {
+        key: {
+            name.removesuffix("_codes"): value.clone() for name, value in state.items() if not isinstance(value, float)
+        }
+        for key, state in state_dict["state"].items()
+    }
+    return {**state_dict, "state": states}
+
+
 def check_blocks(name: str, shapes: list[tuple[int, ...]], *, strided: bool = False, over_rows: bool = False) -> None:
     """Two steps: the first keeps numbers as `stored_in` does, the second reads them as `values_of` does."""
     for signed, rule in (RULES_OVER_ROWS if over_rows else RULES).items():
@@ -165,12 +176,12 @@ def check_float8(dtype: torch.dtype = torch.float32, device: str = "cpu", few: b
         rounded = numbers * 2.0**-120 * 2.0**120
         wanted = (rounded if signed else rounded.abs()).to(torch.float8_e4m3fn).view(torch.uint8)
         wanted = wanted if signed else torch.where(numbers != 0, wanted.clamp(min=1), wanted)
-        assert torch.equal(state["kept"].cpu().view(torch.uint8), wanted)
+        assert torch.equal(state["kept_codes"].cpu().view(torch.uint8), wanted)
         assert (state["kept_scales"] == 448).all()
         every = torch.arange(256 if signed else 128, dtype=torch.int32).to(torch.uint8)
         codes = every.repeat(-(-numbers.numel() // len(every)))
         codes = codes[: numbers.numel()].view(numbers.shape).view(torch.float8_e4m3fn)
-        state["kept"].copy_(codes)
+        state["kept_codes"].copy_(codes)
         optimizer.step()
         assert torch.equal(as_bits(param.detach().cpu()), as_bits(codes.to(dtype)))
 
@@ -210,7 +221,7 @@ def check_largest_roots(dtype: torch.dtype = torch.float32, device: str = "cpu")
         given[:, 5] = torch.linspace(1, 4, 257)[:-1]
         param.grad = given.to(dtype).to(device)
         optimizer.step()
-        codes = optimizer.state[param]["kept"].cpu()
+        codes = optimizer.state[param]["kept_codes"].cpu()
         found = codes[:, 5] if format == "int8" else codes[:, 2] >> 4
         assert (found >= largest - 1).all() and (found == largest).any(), (format, dtype)
 
@@ -219,6 +230,8 @@ __all__ = [
     "BACKENDS",
     "FORMATS",
     "SHAPES",
+    "as_bits",
+    "as_earlier",
     "backend",
     "check_blocks",
     "check_float8",

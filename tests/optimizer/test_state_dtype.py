@@ -167,6 +167,6 @@ def test_a_state_called_as_the_scales_of_another_is_refused() -> None:
         return param - lr * grad / (1 + abs(m - m_scales)), m + grad, m_scales + grad * grad
 
     param = torch.nn.Parameter(torch.ones(80, 64))
-    with pytest.raises(tilestep.StateError, match="a state 'm_scales', and scales of its state 'm' are kept under"):
+    with pytest.raises(tilestep.StateError, match="a state 'm_scales', and codes or scales of its state 'm' are"):
         tilestep.Optimizer([param], scaled, state_dtype="int8")
     tilestep.Optimizer([param], scaled, state_dtype={"m_scales": "int8"})

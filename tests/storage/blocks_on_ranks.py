@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import tempfile
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from block_rows import as_earlier
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -135,7 +137,7 @@ def formats_by_group() -> None:
 
 def parameters_without_names() -> None:
     """An embedding that the optimizer cannot tell from other parameters is one of those under shard() too."""
-    nets = [nn.Sequential() for _ in range(2)]
+    nets = [nn.Sequential() for _ in range(4)]
     for net in nets:
         net.add_module("emb", nn.Linear(130, 90, bias=False))
         nn.init.ones_(net.emb.weight)
@@ -144,8 +146,26 @@ def parameters_without_names() -> None:
     for net, one in zip(nets, (plain, optimizer)):
         train(net, one, range(2))
     compare(nets[1], nets[0])
-    saved = optimizer.full_state_dict()["state"][0]
-    assert saved["exp_avg_sq"].dtype is plain.state[nets[0].emb.weight]["exp_avg_sq"].dtype is torch.uint8
+    saved = optimizer.full_state_dict()
+    (state,), (wanted,) = saved["state"].values(), plain.state.values()
+    assert state["exp_avg_sq_codes"].dtype is wanted["exp_avg_sq_codes"].dtype is torch.uint8
+    # Codes under the names of earlier revisions load too.
+    other = tilestep.shard(tilestep.AdamW(nets[2].parameters(), lr=1e-2, state_dtype="int8"), nets[2])
+    other.load_state_dict(as_earlier(saved))
+    (again,) = other.full_state_dict()["state"].values()
+    assert again.keys() == state.keys() and all(torch.equal(again[name], value) for name, value in state.items())
+    momentum: Any = tilestep.SGD(nets[3].parameters(), lr=1e-2, momentum=0.9, state_dtype="int8")
+    momentum = tilestep.shard(momentum, nets[3])
+    train(nets[3], momentum, range(1))
+    (state,) = momentum.full_state_dict()["state"].values()
+    assert state["momentum_buffer_codes"].dtype is torch.int8 and math.isnan(state["momentum_buffer"])
+    before = state["momentum_buffer_codes"].clone()
+    momentum.load_state_dict(momentum.state_dict())
+    (state,) = momentum.full_state_dict()["state"].values()
+    assert (
+        torch.equal(state["momentum_buffer_codes"], before)
+        and "momentum_buffer" not in momentum.state[nets[3].emb.weight]
+    )
 
 
 def sums_over_tensors_of_which_one_rank_has_some_whole() -> None:

@@ -105,7 +105,7 @@ def test_every_code_is_kept_as_itself(format: str, signed: bool, scale: float) -
     if codes.elements == 2:
         kept = kept[:, ::2] | (kept[:, 1::2] << 4)
     kept = kept.to(torch.int16 if codes.dtype == torch.float16 else torch.uint8).view(codes.dtype)
-    arrays = {"state": kept, scales.name: torch.full((len(kept), 1), scale, dtype=torch.bfloat16)}
+    arrays = {codes.name: kept, scales.name: torch.full((len(kept), 1), scale, dtype=torch.bfloat16)}
     shape = (len(kept), 128)
     values = values_of(storage, arrays, "state", shape=shape)
     again = {name: torch.zeros_like(array) for name, array in arrays.items()}

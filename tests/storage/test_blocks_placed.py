@@ -43,7 +43,7 @@ def test_codes_are_on_the_host(format: str) -> None:
     """test_conformance.py has that they are the same."""
     home = StreamedState(torch.device("cpu"), 20_000, 2)
     optimizer, params = run(format, home=home)
-    states = [optimizer.state[param][name] for param in params[:4] for name in ("exp_avg", "exp_avg_sq")]
+    states = [optimizer.state[param][name] for param in params[:4] for name in ("exp_avg_codes", "exp_avg_sq_codes")]
     assert all(map(home.memory.holds, states))
     assert format != "int4" or sum(state.nbytes for state in states) < 1.2 * sum(p.numel() for p in params[:4])
 
@@ -106,7 +106,7 @@ def test_what_is_never_negative_is_kept_by_its_root(rule: str) -> None:
     param.grad = torch.ones(64, 96)
     optimizer.step()
     state = optimizer.state[param]
-    assert (state["step_size"] if rule == "Rprop" else state["exp_avg_sq"]).dtype is torch.uint8
+    assert state["step_size_codes" if rule == "Rprop" else "exp_avg_sq_codes"].dtype is torch.uint8
 
 
 test_on_ranks = each_passes(CHECKS, 2)

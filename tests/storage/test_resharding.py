@@ -6,6 +6,7 @@ Gradients have few digits, so that their sums are the same on any number of rank
 from __future__ import annotations
 
 import copy
+import itertools
 import tempfile
 from collections.abc import Sequence
 from functools import partial
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from block_rows import as_earlier
 from rank_processes import each_passes
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -161,17 +163,24 @@ def go_over(by_fsdp: bool, sizes: Sequence[int] = SIZES) -> None:
 @pytest.mark.parametrize("mine", [None, "int8", "int4", torch.bfloat16])
 @pytest.mark.parametrize("theirs", [None, "int8", "int4", "float8_e4m3"])
 def test_other_formats_are_taken_by_value(theirs: Any, mine: Any, tmp_path: Path) -> None:
-    """torch's own planner reads codes as if they were numbers."""
+    for rule, is_earlier in itertools.product(("AdamW", "SGD"), (False, True)):
+        go_through_a_folder(tmp_path / f"{rule}{is_earlier}", rule, theirs, mine, is_earlier=is_earlier)
+
+
+def go_through_a_folder(tmp_path: Path, rule: str, theirs: Any, mine: Any, *, is_earlier: bool) -> None:
+    """A distributed checkpoint with one format into an optimizer with another; codes may have their earlier names."""
 
     def stepped(format: Any) -> Any:
         param = nn.Parameter(torch.ones(64, 300))
-        optimizer = tilestep.AdamW([("weight", param)], state_dtype=format)
+        options = {"momentum": 0.9} if rule == "SGD" else {}
+        optimizer = getattr(tilestep, rule)([("weight", param)], state_dtype=format, **options)
         param.grad = torch.randn(64, 300, generator=torch.Generator().manual_seed(0))
         optimizer.step()
         return optimizer
 
     saved, optimizer = stepped(theirs), stepped(mine)
-    dcp.save({"optimizer": saved.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    given = as_earlier(saved.state_dict()) if is_earlier else saved.state_dict()
+    dcp.save({"optimizer": given}, checkpoint_id=tmp_path, no_dist=True)
     wanted = copy.deepcopy(optimizer)
     wanted.load_state_dict(copy.deepcopy(saved.state_dict()))
     state = {"optimizer": optimizer.state_dict()}
@@ -184,12 +193,27 @@ def test_other_formats_are_taken_by_value(theirs: Any, mine: Any, tmp_path: Path
     assert all(torch.equal(bits(restored[name]), bits(value)) for name, value in values.items())
 
 
-def test_codes_of_a_flattened_checkpoint_are_refused(tmp_path: Path) -> None:
-    codes = {"state.weight.exp_avg": torch.ones(4, dtype=torch.int8)}
-    dcp.save(codes, checkpoint_id=tmp_path, no_dist=True)
-    state = {"state.weight.exp_avg": torch.ones(4)}
-    with pytest.raises(dcp.CheckpointException, match=r"state\.weight\.exp_avg as torch\.int8, and it is to be"):
-        dcp.load(state, checkpoint_id=tmp_path, planner=tilestep.LoadPlanner(), no_dist=True)
+CODES, SCALES = torch.ones(4, 128, dtype=torch.int8), torch.ones(4, 1, dtype=torch.bfloat16)
+FLATTENED: dict[str, dict[str, torch.Tensor]] = {
+    "codes": {"exp_avg_codes": CODES, "exp_avg_scales": SCALES},
+    "codes of earlier revisions": {"exp_avg": CODES, "exp_avg_scales": SCALES},
+    "numbers": {"exp_avg": torch.ones(4, 128)},
+}
+
+
+@pytest.mark.parametrize("saved", ["codes", "codes of earlier revisions"])
+def test_codes_of_a_flattened_checkpoint_are_read_as_codes_alone(saved: str, tmp_path: Path) -> None:
+    def flat(kind: str) -> dict[str, torch.Tensor]:
+        return {f"state.weight.{name}": value.clone() for name, value in FLATTENED[kind].items()}
+
+    dcp.save(flat(saved), checkpoint_id=tmp_path / "codes", no_dist=True)
+    dcp.save(flat("numbers"), checkpoint_id=tmp_path / "numbers", no_dist=True)
+    state = {name: torch.zeros_like(value) for name, value in flat("codes").items()}
+    dcp.load(state, checkpoint_id=tmp_path / "codes", planner=tilestep.LoadPlanner(), no_dist=True)
+    assert all(map(torch.equal, state.values(), flat("codes").values()))
+    for kind, folder in (("numbers", "codes"), ("codes", "numbers")):
+        with pytest.raises(dcp.CheckpointException, match=r"the checkpoint has state\.weight\.exp_avg.* not flattened"):
+            dcp.load(flat(kind), checkpoint_id=tmp_path / folder, planner=tilestep.LoadPlanner(), no_dist=True)
 
 
 def shards() -> None:

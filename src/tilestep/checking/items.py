@@ -30,6 +30,7 @@ from ..storage import (
     is_coarse,
     kept_in_blocks,
     shape_of_entries,
+    states_in_blocks,
     stored_in,
     values_of,
 )
@@ -60,10 +61,14 @@ class Snapshot:
     def of(cls, param: torch.Tensor, state: Mapping[str, Any]) -> Snapshot:
         """A snapshot of a parameter that has a gradient."""
         assert param.grad is not None
+        own = {"step", *MASTER_KEYS, TRAINING}
+        blocks = states_in_blocks(state)
+        arrays = {array.name for name, storage in blocks.items() for array in storage.arrays(name)}
+        names = [name for name, value in state.items() if isinstance(value, torch.Tensor)]
         buffers = {
             name: _numbers(param, state, name).detach().clone()
-            for name, value in state.items()
-            if isinstance(value, torch.Tensor) and name not in ("step", *MASTER_KEYS, TRAINING)
+            for name in (*names, *blocks)
+            if name not in own and name not in arrays
         }
         return cls(exact_values(param, state), param.grad.detach().clone(), buffers, float(state["step"]) + 1)
 
@@ -143,7 +148,8 @@ def compare(
     nudged = replace(before, grad=torch.nextafter(before.grad, before.grad * 2)) if coarse else before
     rough = expected(rule, nudged if compute is torch.float64 else before, hyperparameters, compute)
     exact = exact_values(param, state)
-    actual = {"param": exact, **{name: _numbers(param, state, name) for name in rule.state_names if name in state}}
+    kept_names = state.keys() | states_in_blocks(state)
+    actual = {"param": exact, **{name: _numbers(param, state, name) for name in rule.state_names if name in kept_names}}
     masters = [kind.storage(param.dtype) for kind in MASTER_FORMATS.values() if kind.key in state]
     precision = max(torch.finfo(exact.dtype).eps, 2.0**-16 if any(map(is_coarse, masters)) else 0.0)
     old = {"param": before.param, **before.states}

@@ -423,7 +423,7 @@ def loaded_states(
         if saved and not one.param.is_meta
     ]
     absent = [
-        (name, id(request.state))
+        (request.blocks[1] if request.blocks else name, id(request.state))
         for name, missing in requests.items()
         if name not in MASTER_KEYS
         for request in missing
@@ -503,7 +503,9 @@ def _entry(optimizer: Optimizer, one: _Planned) -> Entry:
     full = share.whole if part is holder or is_view else holder
     entry = Entry(share.label, part, arrays, scalars, share.group_index, full)
     entry.matrices = {name: one.state[name] for name in one.graph.matrix_states}
-    entry.only_read = set(one.graph.states).difference(one.graph.outputs)
+    read = set(one.graph.states).difference(one.graph.outputs)
+    arrays_of = [array for name in read & one.spec.storages.keys() for array in one.spec.storages[name].arrays(name)]
+    entry.only_read = read.union(array.name for array in arrays_of)
     entry.exchange = one.exchange
     entry.in_norm = share.group.get("in_norm", True)
     return entry

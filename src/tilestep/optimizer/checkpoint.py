@@ -18,7 +18,16 @@ from ..placement.local import copy_into, distribute, gathered, is_distributed, l
 from ..rules import Rule, State
 from ..rules.protocol import at_step, changes
 from ..rules.scalars import PYTHON_TYPES
-from ..storage import Storage, dtype_name, kept_in_blocks, scale_names, shape_of_entries, values_of
+from ..storage import (
+    Storage,
+    block_names,
+    dtype_name,
+    kept_in_blocks,
+    shape_of_entries,
+    states_in_blocks,
+    values_of,
+    with_code_names,
+)
 from .build import loaded_states
 from .control import with_limits
 from .groups import GROUP_OPTIONS, about_group, check_group, find_rule, without_defaults
@@ -33,7 +42,7 @@ def full_precision(state_dict: Mapping[str, Any], rule: str = "") -> dict[str, A
     """Convert a `state_dict` to float32 states with the parameters' shapes, for torch's optimizers and other code.
 
     Blocks are decoded, 16-bit states are widened. Masters and corrections of parameters are left out: save the
-    parameters in float32 instead. The argument is not changed.
+    parameters in float32 instead. The argument is not changed. Of codes themselves torch's optimizers raise.
 
     Args:
         state_dict: of a tilestep optimizer (of a sharded one, the result of `full_state_dict()`), or of a low-bit
@@ -51,7 +60,7 @@ def full_precision(state_dict: Mapping[str, Any], rule: str = "") -> dict[str, A
         >>> optimizer = tilestep.AdamW([weight], state_dtype="int8")
         >>> weight.grad = torch.ones(64, 128)
         >>> optimizer.step()
-        >>> optimizer.state[weight]["exp_avg"].dtype
+        >>> optimizer.state[weight]["exp_avg_codes"].dtype
         torch.int8
         >>> theirs = torch.optim.AdamW([weight])
         >>> theirs.load_state_dict(tilestep.full_precision(optimizer.state_dict()))
@@ -72,36 +81,34 @@ def full_precision(state_dict: Mapping[str, Any], rule: str = "") -> dict[str, A
 
 def _widened(values: Mapping[str, Any]) -> dict[str, Any]:
     """One parameter's state in float32."""
+    blocks = states_in_blocks(values)
+    arrays = {array.name for name, storage in blocks.items() for array in storage.arrays(name)}
     widened: dict[str, Any] = {}
-    beside: set[str] = set(MASTER_KEYS)
     for name, value in values.items():
-        blocks = kept_in_blocks(values, name) if isinstance(value, torch.Tensor) else None
-        if blocks is not None:
-            beside.update(array.name for array in blocks.arrays(name)[1:])
-            widened[name] = _values(blocks, name, values)
+        if name in arrays or name in MASTER_KEYS:
             continue
         if isinstance(value, torch.Tensor) and value.dim():
-            _refuse_lost_codes("the checkpoint", name, values, ())
+            _refuse_lost_codes("the checkpoint", name.removesuffix("_codes"), values, ())
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not torch.float64:
             widened[name] = value.to(torch.float32, copy=True)
         elif isinstance(value, torch.Tensor) and value.dtype is torch.complex32:
             widened[name] = value.to(torch.complex64)
         else:
             widened[name] = value
-    return {name: value for name, value in widened.items() if name not in beside}
+    return widened | {name: _values(storage, name, values) for name, storage in blocks.items()}
 
 
 def _values(blocks: Storage, name: str, values: Mapping[str, Any]) -> Any:
     """A state in blocks as float32 numbers; a DTensor as a DTensor of its local part."""
-    codes = values[name]
-    elements = blocks.arrays(name)[0].elements
+    first = blocks.arrays(name)[0]
+    codes, elements = values[first.name], first.elements
     local = {array.name: local_part(values[array.name]) for array in blocks.arrays(name)}
 
     def shape_of(tensor: Any) -> torch.Size:
         # Formats that pack neighbours are for even rows alone.
         return torch.Size((*tensor.shape[:-1], tensor.shape[-1] * elements)) if elements > 1 else tensor.shape
 
-    return placed_like(values_of(blocks, local, name, shape=shape_of(local[name])), codes, shape_of(codes))
+    return placed_like(values_of(blocks, local, name, shape=shape_of(local[first.name])), codes, shape_of(codes))
 
 
 def placed_like(numbers: torch.Tensor, like: Any, shape: torch.Size) -> Any:
@@ -142,7 +149,7 @@ READERS: list[Callable[[Saved], Mapping[str, Any]]] = []
 
 def read_by_value(saved: Saved) -> Mapping[str, Any]:
     """A parameter's saved state, with the states that other libraries or `scaled_states` have scaled as numbers."""
-    values = saved.values
+    values = with_code_names(saved.values)
     # A rule may have a state of such a name itself.
     own = () if saved.rule is None else saved.rule.state_names
     for scale in [name for name in values if name.endswith("_scale") and name not in own]:
@@ -226,8 +233,9 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> set[torch.Tenso
                     # The checkpoint was written while the parameters held their averages.
                     state[TRAINING] = distribute(torch.empty_like(local_part(holder), requires_grad=False), holder)
                     copy_into(state[TRAINING], values[TRAINING].detach())
-            numbers = {number for group in state_dict["param_groups"] for number in group["params"]}
-            others = {key: value for key, value in state_dict["state"].items() if key not in numbers}
+            # `dcp.load` puts what is no tensor, as the NaN of `mark_codes`, under a parameter's number as a string.
+            numbers = {str(number) for group in state_dict["param_groups"] for number in group["params"]}
+            others = {key: value for key, value in state_dict["state"].items() if str(key) not in numbers}
             ahead = set(states).difference(saved) | _before_first_steps(optimizer, saved)
             optimizer.take_states({**states, **others}, ahead, state_dict["param_groups"])
             for hook in load_hooks(optimizer)[1]:
@@ -352,6 +360,16 @@ def save_numbers(optimizer: Optimizer, saved: Sequence[dict[str, Any]]) -> None:
             other.update({key: _numbers(at_step(other[key], step, key)) for key in functions})
 
 
+def mark_codes(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Let NaN stand under the names of states in blocks where torch's optimizers would begin them without a word."""
+    # torch's SGD and Muon count no steps: a state that a checkpoint lacks begins at the next step. Of a number they
+    # raise. Optimizers with a step count ask for their states by name, and raise where they are not there.
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"]):
+        if not optimizer.rule_of(group).counts_steps:
+            for state in [state_dict["state"].get(number, {}) for number in saved["params"]]:
+                state.update(dict.fromkeys(states_in_blocks(state), math.nan))
+
+
 def _numbers(value: Any) -> Any:
     """A hyperparameter with its tensors as numbers."""
     if isinstance(value, (tuple, list)):
@@ -375,7 +393,8 @@ def _saved_states(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[t
         reader = readers.get((index, param.dtype))
         if reader is None:
             reader = readers[index, param.dtype] = _StateReader(optimizer.rule_of(group), param.dtype, group)
-        if not reader.names.issuperset(values) or not _PLAIN.issuperset(map(type, values.values())):
+        may_have_blocks = not reader.beside.isdisjoint(values)
+        if may_have_blocks or not reader.names.issuperset(values) or not _PLAIN.issuperset(map(type, values.values())):
             values = read_by_value(Saved(label, values, saved, reader.rule, param))
             reader.check_names(label, values, live.get(param, {}))
         checked[param] = optimizer.placement.own_state(share, reader.rule, reader.read(label, param, values))
@@ -383,14 +402,15 @@ def _saved_states(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[t
 
 
 def _refuse_lost_codes(label: str, name: str, values: Mapping[str, Any], own: Container[str]) -> None:
-    """Raise for a state that is in no blocks and has their scales: its codes would be taken for numbers."""
-    for scales in scale_names(name):
-        if isinstance(values.get(scales), torch.Tensor) and scales not in own:
-            raise StateError(
-                f"state {name!r} of {label} is {dtype_name(values[name].dtype)} beside {scales!r}, which is "
-                f"{dtype_name(values[scales].dtype)}: one of both was cast, as torch's optimizers do when they load, "
-                "and codes cannot be read without their scales; convert checkpoints by tilestep.full_precision before"
-            )
+    """Raise for a state with arrays of blocks that no format has: its codes would be taken for numbers."""
+    there = [key for key in (name, *block_names(name)) if key not in own or key == name]
+    found = {key: dtype_name(values[key].dtype) for key in there if isinstance(values.get(key), torch.Tensor)}
+    if found.keys() - {name}:
+        raise StateError(
+            f"state {name!r} of {label} is {' and '.join(f'{key!r} in {kept}' for key, kept in found.items())}: codes "
+            "and scales were cast, as torch's optimizers do when they load, or other code has begun the state anew; "
+            "convert checkpoints by tilestep.full_precision before other optimizers load them"
+        )
 
 
 class _StateReader:
@@ -403,9 +423,8 @@ class _StateReader:
         starts = {**dict.fromkeys((TRAINING, *MASTER_KEYS), _LIKE_PARAM)}
         starts.update(starts_of(rule, rule.state_names, dtype, group))
         self._starts = {name: start for name, start in starts.items() if start.shape != "scalar"}
-        beside = {scale for name in starts for scale in scale_names(name)}
-        self._beside = beside
-        self.names = {"step", *starts, *beside}  # what a state of the rule may have
+        self.beside = {array for name in starts for array in block_names(name)}  # arrays of states in blocks
+        self.names = {"step", *starts, *self.beside}  # what a state of the rule may have
 
     def check_names(self, label: str, saved: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         """Raise if a checkpoint has buffers that neither the rule nor this parameter's state has."""
@@ -423,11 +442,8 @@ class _StateReader:
         if not _PLAIN.issuperset(map(type, values.values())) and not is_distributed(param):
             # The checkpoint is of an optimizer of DTensors.
             values = {name: gathered(value) if is_distributed(value) else value for name, value in values.items()}
-        has_blocks = not self._beside.isdisjoint(values)
+        has_blocks = not self.beside.isdisjoint(values)
         for name, start in self._starts.items():
-            value = values.get(name)
-            if not isinstance(value, torch.Tensor):
-                continue
             blocks = kept_in_blocks(values, name) if has_blocks else None
             for array in () if blocks is None else blocks.arrays(name):
                 shape, wanted = tuple(values[array.name].shape), shape_of_entries(param.shape, array.elements)
@@ -436,10 +452,14 @@ class _StateReader:
                         f"state {array.name!r} of {label} has shape {shape} in the checkpoint, it needs {wanted} for "
                         f"{blocks}"
                     )
-            if blocks is not None:
-                continue
-            if has_blocks and name not in MASTER_KEYS:
+            value = values.get(name)
+            if has_blocks and name not in MASTER_KEYS and (blocks is None or isinstance(value, torch.Tensor)):
                 _refuse_lost_codes(label, name, values, rule.state_names)
+            if blocks is not None:
+                values.pop(name, None)  # what `mark_codes` has put there
+                continue
+            if not isinstance(value, torch.Tensor):
+                continue
             is_number = (value.is_floating_point() and value.dtype.itemsize > 1) or value.is_complex()
             if name not in MASTER_KEYS and not is_number:
                 raise StateError(
@@ -459,7 +479,7 @@ class _StateReader:
             # torch's optimizers have cast the integers to floating point, which has lost them.
             del values[self._integers]
         if values.get("step") is None and any(isinstance(value, torch.Tensor) for value in values.values()):
-            if rule.uses_step and not rule.uncounted:
+            if rule.counts_steps:
                 raise StateError(f"the checkpoint has no step count ('step') for {label}, which {rule.name} needs")
             # torch's optimizers without step counts make their buffers at the first step.
             values["step"] = 1.0

@@ -45,7 +45,7 @@ from .build import (
     require_no_real,
     spec_of,
 )
-from .checkpoint import load, save_numbers, states_of_groups, unchanged_on_error
+from .checkpoint import load, mark_codes, save_numbers, states_of_groups, unchanged_on_error
 from .control import SkipPolicy, StepControl, TimesMean
 from .graphs import Graphs, step_in_capture
 from .groups import about_group, check_group, current_value, find_rule, without_defaults
@@ -886,6 +886,7 @@ class Optimizer(torch.optim.Optimizer):
             states = state_dict["state"].items()
             plain = {key: dict(value) if isinstance(value, ParameterState) else value for key, value in states}
             state_dict = {**state_dict, "state": plain}
+            mark_codes(self, state_dict)
         save_numbers(self, state_dict["param_groups"])
         self.control.save(state_dict)
         return state_dict
@@ -1034,8 +1035,8 @@ def swap_in_averages(optimizer: Optimizer) -> None:
             own = local_state(share.label, state, param, names, overs, squares, entries)
             buffers: dict[str, torch.Tensor] = {}
             for name in rule.state_names:
-                if isinstance(own.get(name), torch.Tensor):
-                    blocks = kept_in_blocks(own, name)
+                blocks = kept_in_blocks(own, name)
+                if blocks is not None or isinstance(own.get(name), torch.Tensor):
                     kept = as_real(own[name]) if blocks is None else values_of(blocks, own, name, shape=part.shape)
                     buffers[name] = kept.to(part.device, compute)
             training = exact_values(part, own).to(part.device, compute)

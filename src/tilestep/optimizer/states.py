@@ -29,12 +29,12 @@ from ..storage import (
     Plain,
     Stochastic,
     Storage,
+    block_names,
     codec_of,
     dtype_name,
     kept_in_blocks,
     lie_in_rows,
     rows_of,
-    scale_names,
     shape_of_entries,
     state_format,
     stored_in,
@@ -114,12 +114,13 @@ def state_formats(
         elif codec_of(chosen).has_blocks:
             chosen = _in_blocks(chosen, kept, signed, shape, graph, label, exactly=is_chosen_by_name)
         formats[state] = Plain(compute_dtype(param)) if chosen == Plain(torch.float32) else chosen
-    beside = {array.name: state for state, kept in formats.items() for array in kept.arrays(state)[1:]}
+    beside = {array.name: state for state, kept in formats.items() for array in kept.arrays(state)}
+    beside = {name: state for name, state in beside.items() if name != state}
     if taken := beside.keys() & rule.states.keys():
         name = min(taken)
         raise StateError(
-            f"{label}: {rule.name} has a state {name!r}, and scales of its state {beside[name]!r} are kept under that "
-            "name; rename one, or keep it as 'float32', 'bfloat16' or 'float16'"
+            f"{label}: {rule.name} has a state {name!r}, and codes or scales of its state {beside[name]!r} are kept "
+            "under that name; rename one, or keep it as 'float32', 'bfloat16' or 'float16'"
         )
     return formats
 
@@ -285,9 +286,12 @@ def _noted(name: str) -> Callable[..., Any]:
 
     def changing(self: ParameterState, *args: Any, **kwargs: Any) -> Any:
         # The weights that train come and go with eval() and train(); no kernel reads them there.
-        before = [(key, value) for key, value in self.items() if isinstance(value, torch.Tensor) and key != TRAINING]
+        before = {key: value for key, value in self.items() if isinstance(value, torch.Tensor) and key != TRAINING}
         result = original(self, *args, **kwargs)
-        if self.count is not None and any([self.get(key) is not value for key, value in before]):
+        if self.count is not None and (
+            any([self.get(key) is not value for key, value in before.items()])
+            or any([isinstance(self[key], torch.Tensor) for key in self.keys() - before.keys() - {TRAINING}])
+        ):
             self.count.changes += 1
         return result
 
@@ -429,9 +433,9 @@ class StateTemplate:
             is_number = name in graph.matrix_states or name in graph.scalar_states
             own = Array(name, graph.state_dtypes.get(name, compute_dtype(param))) if is_number else None
             self.arrays[name] = formats[name].arrays(name) if own is None else (own,)
-        self.scales = set(chain.from_iterable(map(scale_names, formats)))
+        self.block_names = set(chain.from_iterable(map(block_names, formats)))
         """Names that arrays of states in blocks can have, of whatever format."""
-        self.own = {*MASTER_KEYS, *rule.state_names, *chain.from_iterable(map(scale_names, rule.state_names))}
+        self.own = {*MASTER_KEYS, *rule.state_names, *chain.from_iterable(map(block_names, rule.state_names))}
         """Names of which a value that a state does not have is not kept."""
         self.names = rule.state_names
         self.buffers = self.own.difference(graph.scalar_states, graph.matrix_states)  # those that lie as the parameter
@@ -452,21 +456,23 @@ class StateTemplate:
         other = None if kind is None else other_master(kind, values)
         if kind is not None and other is not None:
             values = {**values, kind.key: kind.buffer_of(param, other.values(param, values[other.key]))}
-        if not self.scales.isdisjoint(values):
+        if not self.block_names.isdisjoint(values):
             values = _by_value(values, self.formats, param)
         state: dict[str, Any] = {}
         for name, start in self.starts.items():
             value: Any = values.get(name)
-            if value is None and start.zero_if_late is not None:
-                _check_late(label, name, start.zero_if_late, group, values)
             arrays = self.arrays[name]
+            stored: list[Any] = [values.get(array.name) for array in arrays]
+            if value is None and stored[0] is None and start.zero_if_late is not None:
+                _check_late(label, name, start.zero_if_late, group, values)
             if start.shape == "scalar":
                 dtype = arrays[0].dtype
                 state[name] = _scalar(_start(start, group) if value is None else value, dtype, live is not None)
                 continue
             is_like_param = start.shape == "param"
-            stored: list[Any] = [values.get(array.name) for array in arrays]
-            fits = value is not None and (not is_like_param or arrays[0].elements > 1 or value.shape == param.shape)
+            # Numbers under the name of a state in blocks are set by other code, and replace its codes.
+            fits = stored[0] is not None and (value is None or value is stored[0])
+            fits = fits and (not is_like_param or arrays[0].elements > 1 or stored[0].shape == param.shape)
             fits = fits and all(
                 buffer is not None
                 and buffer.dtype is array.dtype
@@ -498,13 +504,12 @@ def _by_value(state: Mapping[str, Any], formats: Mapping[str, Storage], param: t
     """A state with the values of those of its states that are in blocks of another format."""
     by_value: dict[str, Any] | None = None
     for name in formats:
-        has_scales = isinstance(state.get(name), torch.Tensor) and not state.keys().isdisjoint(scale_names(name))
-        storage = kept_in_blocks(state, name) if has_scales else None
+        storage = kept_in_blocks(state, name) if state.get(name) is None else None
         if storage is None or storage.arrays(name) == formats[name].arrays(name):
             continue
         by_value = dict(state) if by_value is None else by_value
         by_value[name] = values_of(storage, state, name, shape=param.shape)
-        for array in storage.arrays(name)[1:]:
+        for array in storage.arrays(name):
             del by_value[array.name]
     return state if by_value is None else by_value
 
@@ -522,11 +527,12 @@ def begin_again(state: dict[str, Any], rule: Rule, param: torch.Tensor, group: M
     # Only where the step count is 0, which the device decides: a graph may have stepped without the host's knowledge.
     part = as_real(local_part(param))
     fresh = state["step"] == 0
-    starts = starts_of(rule, [name for name in rule.state_names if name in state], param.dtype, group)
-    for name, start in starts.items():
+    kept_so = {name: kept_in_blocks(state, name) for name in rule.state_names}
+    names = [name for name, blocks in kept_so.items() if blocks is not None or name in state]
+    for name, start in starts_of(rule, names, param.dtype, group).items():
         if not isinstance(start.init, str):
             continue
-        blocks = kept_in_blocks(state, name)
+        blocks = kept_so.get(name)
         names = [name] if blocks is None else [array.name for array in blocks.arrays(name)]
         buffers = {key: as_real(local_part(state[key])) for key in names}
         source = _beginning(start, part, group)
@@ -534,7 +540,7 @@ def begin_again(state: dict[str, Any], rule: Rule, param: torch.Tensor, group: M
             begun = {name: source.to(buffers[name].device, buffers[name].dtype)}
         else:
             begun = {key: torch.empty_like(buffer) for key, buffer in buffers.items()}
-            stored_in(blocks, begun, name, source.to(begun[name].device), shape=part.shape)
+            stored_in(blocks, begun, name, source.to(begun[names[0]].device), shape=part.shape)
         for key, buffer in buffers.items():
             # Nothing chooses between elements of a floating point type of eight bits.
             dtype = torch.uint8 if buffer.dtype.itemsize == 1 else buffer.dtype
@@ -579,9 +585,12 @@ def fill_buffers(requests: BufferRequests, home: StateMemory) -> None:
     # All arrays of a state in blocks are there now.
     for name, missing in requests.items():
         for one in missing:
-            if one.blocks is not None and name == one.blocks[1] and (one.source is not None or one.start.init != 0):
+            if one.blocks is None or (one.source is None and one.start.init == 0):
+                continue
+            storage, state = one.blocks
+            if name == storage.arrays(state)[0].name:
                 source = _beginning(one.start, one.param, one.group) if one.source is None else one.source
-                stored_in(one.blocks[0], one.state, name, source.to(one.state[name].device), shape=one.param.shape)
+                stored_in(storage, one.state, state, source.to(one.state[name].device), shape=one.param.shape)
 
 
 def _scalar(value: Any, dtype: torch.dtype, copies: bool) -> torch.Tensor:

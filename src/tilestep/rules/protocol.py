@@ -341,6 +341,16 @@ class Rule:
         code = getattr(self.function, "__code__", None)
         return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(self.function)
 
+    @property
+    def counts_steps(self) -> bool:
+        """Whether torch's optimizer of this name has a step count in its state; without one it makes missing states.
+
+        Example:
+            >>> registry["AdamW"].counts_steps, registry["SGD"].counts_steps
+            (True, False)
+        """
+        return self.uses_step and not self.uncounted
+
     def check(self, hyperparameters: Mapping[str, Any]) -> None:
         """Validate hyperparameters; a function of the step is checked by its value at step 1.
 

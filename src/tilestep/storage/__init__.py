@@ -14,7 +14,15 @@ from .master import Master
 from .masters import MASTER_FORMATS, MasterFormat
 from .plain import Plain
 from .remainder import Remainder
-from .states import STATE_FORMATS, entries_of, kept_in_blocks, scale_names, state_format
+from .states import (
+    STATE_FORMATS,
+    block_names,
+    entries_of,
+    kept_in_blocks,
+    state_format,
+    states_in_blocks,
+    with_code_names,
+)
 from .stochastic import Stochastic, bits_graph, keys_graph, random_tensor, stream_of
 
 for _module in iter_modules(__path__):

@@ -30,7 +30,7 @@ class Float16Blocks(Blocks):
     precision = torch.float16
 
     def arrays(self, name: str) -> tuple[Array, ...]:
-        return (Array(name, torch.float16), Array(f"{name}_scales16", torch.bfloat16, BLOCK))
+        return (Array(f"{name}_codes", torch.float16), Array(f"{name}_scales16", torch.bfloat16, BLOCK))
 
     def load(self, elements: Sequence[Term]) -> Term:
         element, scale = elements

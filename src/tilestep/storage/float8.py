@@ -55,7 +55,7 @@ class Float8Blocks(Blocks):
     words = ("float8_e4m3 blocks", "float8_e4m3 blocks without a sign")
 
     def arrays(self, name: str) -> tuple[Array, ...]:
-        return (Array(name, torch.float8_e4m3fn), Array(f"{name}_scales", torch.bfloat16, BLOCK))
+        return (Array(f"{name}_codes", torch.float8_e4m3fn), Array(f"{name}_scales", torch.bfloat16, BLOCK))
 
     def load(self, elements: Sequence[Term]) -> Term:
         element, scale = elements

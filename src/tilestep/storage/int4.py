@@ -23,7 +23,7 @@ class Int4Blocks(Blocks):
     words = ("int4 blocks", "uint4 blocks of the root")
 
     def arrays(self, name: str) -> tuple[Array, ...]:
-        codes = Array(name, torch.int8 if self.signed else torch.uint8, 2)
+        codes = Array(f"{name}_codes", torch.int8 if self.signed else torch.uint8, 2)
         return (codes, Array(f"{name}_scales4", torch.bfloat16, BLOCK))
 
     def load(self, elements: Sequence[Term]) -> Term:

@@ -25,7 +25,7 @@ class Int8Blocks(Blocks):
     words = ("int8 blocks", "uint8 blocks of the root")
 
     def arrays(self, name: str) -> tuple[Array, ...]:
-        codes = Array(name, torch.int8 if self.signed else torch.uint8)
+        codes = Array(f"{name}_codes", torch.int8 if self.signed else torch.uint8)
         return (codes, Array(f"{name}_scales", torch.bfloat16, BLOCK))
 
     def load(self, elements: Sequence[Term]) -> Term:

@@ -62,6 +62,26 @@ def kept_in_blocks(tensors: Mapping[str, Any], name: str) -> Storage | None:
     return None
 
 
+def states_in_blocks(tensors: Mapping[str, Any]) -> dict[str, Storage]:
+    """The states of a parameter that are kept in blocks, with their formats."""
+    suffixes = {arrays[0].name for _, arrays in _blocks("")}
+    names = [name.removesuffix(suffix) for name in tensors for suffix in suffixes if name.endswith(suffix)]
+    found = {name: kept_in_blocks(tensors, name) for name in names}
+    return {name: storage for name, storage in found.items() if storage is not None}
+
+
+def with_code_names(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A saved state with the names of today: earlier revisions kept the codes under the name of the state."""
+    renamed = {
+        name: f"{name}{codes.name}"
+        for name, value in tensors.items()
+        for _, (codes, scales) in _blocks("")
+        if getattr(value, "dtype", None) is codes.dtype
+        and getattr(tensors.get(f"{name}{scales.name}"), "dtype", None) is scales.dtype
+    }
+    return {renamed.get(name, name): value for name, value in tensors.items()} if renamed else tensors
+
+
 @functools.cache
 def _blocks(name: str) -> tuple[tuple[Storage, tuple[Array, ...]], ...]:
     """The formats of blocks with the arrays of a state of this name."""
@@ -73,7 +93,7 @@ def entries_of(tensors: Mapping[str, Any], names: Iterable[str]) -> dict[str, in
     """For arrays of states in blocks of how many neighbours one of their entries is."""
     entries: dict[str, int] = {}
     for name in names:
-        if tensors.keys().isdisjoint(scale_names(name)):
+        if tensors.keys().isdisjoint(block_names(name)):
             continue
         storage = kept_in_blocks(tensors, name)
         if storage is not None:
@@ -82,9 +102,9 @@ def entries_of(tensors: Mapping[str, Any], names: Iterable[str]) -> dict[str, in
 
 
 @functools.cache
-def scale_names(name: str) -> tuple[str, ...]:
-    """The names that arrays beside a state can have."""
-    return tuple(dict.fromkeys(array.name for _, arrays in _blocks(name) for array in arrays[1:]))
+def block_names(name: str) -> tuple[str, ...]:
+    """The names that the arrays of a state in blocks can have: of its codes, and of its scales."""
+    return tuple(dict.fromkeys(array.name for _, arrays in _blocks(name) for array in arrays))
 
 
 def state_format(choice: Any, signed: bool = True) -> Storage:

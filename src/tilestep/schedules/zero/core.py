@@ -18,7 +18,7 @@ from ...optimizer.parameters import iter_params
 from ...optimizer.states import TRAINING
 from ...placement import Listed, Placement, Ranks, ReductionGroup, Share, SharedSums
 from ...rules import Rule
-from ...storage import BLOCK, entries_before, entries_of, kept_in_blocks, rows_of, shape_of_entries, values_of
+from ...storage import BLOCK, entries_before, entries_of, rows_of, shape_of_entries, states_in_blocks, values_of
 from .buckets import ALIGNMENT, Bucket, Division, Options, Slot, make_buckets, memory_order, view_of
 from .tensor_piece import ShardedTensorPiece
 
@@ -137,11 +137,9 @@ class Member:
         if entries and not self.is_whole and not self.division.keeps_blocks:
             # Pieces that may begin inside of a block take what it has by value.
             saved = dict(saved)
-            for name in [name for name in rule.state_names if name in entries]:
-                storage = kept_in_blocks(saved, name)
-                assert storage is not None
+            for name, storage in states_in_blocks(saved).items():
                 saved[name] = values_of(storage, saved, name, shape=self.param.shape)
-                for array in storage.arrays(name)[1:]:
+                for array in storage.arrays(name):
                     del saved[array.name]
             entries = {}
         like_param = {name for name in rule.state_names if rule.states[name].shape != "scalar"}

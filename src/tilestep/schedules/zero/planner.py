@@ -14,9 +14,7 @@ import torch.distributed.checkpoint as dcp
 from ...errors import StateError
 from ...optimizer.groups import OWN_KEYS
 from ...optimizer.masters import MASTER_KEYS
-from ...storage import kept_in_blocks
-
-_CODES = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn})
+from ...storage import block_names, states_in_blocks, with_code_names
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
@@ -27,7 +25,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
     accepts one that lacks any state. This planner keeps the optimizer's values for what torch does not have, and raises
     if anything else is missing. For an optimizer without state, before its first step, it loads the state as full
     tensors in CPU memory. It does the same for states in other blocks than the optimizer's (`state_dtype`), which
-    `load_state_dict` converts by value; `DefaultLoadPlanner` would read their codes as numbers. It refuses a checkpoint
+    `load_state_dict` converts by value; `DefaultLoadPlanner` finds no such keys. It refuses a checkpoint
     with another format of masters (`master_weights`), and says what to do.
 
     Example:
@@ -51,6 +49,12 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             _begin_states(state_dict, metadata)
         super().set_up_planner(state_dict, metadata, is_coordinator)
         saved = self.state_dict if metadata is None else metadata.state_dict_metadata
+        # Codes that earlier revisions have saved are under the names that NaN has here, see `mark_codes`.
+        self.state_dict = {
+            _saved_key(str(key), saved): value
+            for key, value in self.state_dict.items()
+            if isinstance(value, torch.Tensor) or f"{key}_codes" not in self.state_dict or f"{key}_codes" in saved
+        }
         for key, value in self.state_dict.items():
             place, _, name = str(key).rpartition(".")
             others = [other for other in MASTER_KEYS if f"{place}.{other}" in saved]
@@ -59,13 +63,16 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
                     f"the checkpoint keeps {place} with {others[0]}, this optimizer with {name}: load it in place into "
                     "an optimizer with the checkpoint's master_weights, and that one's full_state_dict() into this one"
                 )
-            entry = None if metadata is None else getattr(saved.get(key), "properties", None)
+            state = str(key).removesuffix("_codes")
+            theirs = [array for array in (state, *block_names(state)) if array in saved]
+            entry = getattr(saved.get(key), "properties", None)
             dtypes = (getattr(value, "dtype", None), getattr(entry, "dtype", None))
-            if dtypes[0] is not dtypes[1] and None not in dtypes and not _CODES.isdisjoint(dtypes):
+            is_in_blocks = [any(array in keys for array in block_names(state)) for keys in (self.state_dict, saved)]
+            if any(is_in_blocks) and theirs and (key not in saved or dtypes[0] is not dtypes[1]):
                 raise StateError(
-                    f"the checkpoint has {key} as {dtypes[1]}, and it is to be read into {dtypes[0]}: load it into the "
-                    "state_dict() of the optimizer, not flattened, which takes other formats by value, or give the "
-                    "optimizer the state_dtype of the checkpoint"
+                    f"the checkpoint has {' and '.join(theirs)}, and it is to be read into {key} of {dtypes[0]}: load "
+                    "it into the state_dict() of the optimizer, not flattened, which takes other formats by value, or "
+                    "give the optimizer the state_dtype of the checkpoint"
                 )
         counts = any(str(key).endswith(".step") for key in saved)
         places = {str(key).rpartition(".")[0] for key in saved}
@@ -80,6 +87,13 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         self.state_dict = {
             key: value for key, value in self.state_dict.items() if key in saved or not is_never_saved(str(key))
         }
+
+
+def _saved_key(key: str, saved: Mapping[str, Any]) -> str:
+    """The key of an entry in a checkpoint: earlier revisions kept codes under the name of their state."""
+    earlier = key.removesuffix("_codes")
+    is_earlier = key not in saved and earlier in saved and not saved.keys().isdisjoint(block_names(earlier))
+    return earlier if is_earlier else key
 
 
 def _begin_states(state_dict: Any, metadata: Any) -> None:
@@ -114,14 +128,16 @@ def _begin_states(state_dict: Any, metadata: Any) -> None:
 def _take_out_other_blocks(own: dict[str, Any], entries: Mapping[str, Any]) -> list[str]:
     """Remove the states that a checkpoint has in other blocks, or in none; the names that it has of these."""
     dtypes = {name: entry.properties for name, entry in entries.items() if hasattr(entry, "size")}
-    pairs = {name: (kept_in_blocks(own, name), kept_in_blocks(dtypes, name)) for name in own if name in dtypes}
+    mine, theirs = states_in_blocks(own), states_in_blocks(with_code_names(dtypes))
     names: list[str] = []
-    for name, (mine, theirs) in pairs.items():
-        if mine == theirs:
+    for name in mine.keys() | theirs.keys():
+        kept, saved = mine.get(name), theirs.get(name)
+        if kept == saved or (kept is None and name not in own) or (saved is None and name not in dtypes):
             continue
-        for array in (name,) if mine is None else [array.name for array in mine.arrays(name)]:
-            del own[array]
-        names += [name] if theirs is None else [array.name for array in theirs.arrays(name)]
+        for array in (name, *(() if kept is None else [array.name for array in kept.arrays(name)])):
+            own.pop(array, None)
+        arrays = [] if saved is None else [array.name for array in saved.arrays(name)]
+        names += [array if array in entries else name for array in arrays] or [name]
     return names
 
 
