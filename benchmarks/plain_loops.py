@@ -377,7 +377,7 @@ def plain_step(
         record.grad, record.param = param.grad.data_ptr(), copy["param"].data_ptr()
         record.master = next((copy[key].data_ptr() for key in _MASTERS if key in copy), None)
         for field, key in (("first", "exp_avg"), ("second", "exp_avg_sq")):
-            setattr(record, field, copy[key].data_ptr())
+            setattr(record, field, (copy[key] if key in copy else copy[f"{key}_codes"]).data_ptr())
             scales = next((copy[other] for other in copy if other.startswith(f"{key}_scales")), None)
             setattr(record, f"{field}_scales", None if scales is None else scales.data_ptr())
     # Tiles count as if rows were of whole blocks.
