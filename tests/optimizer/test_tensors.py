@@ -52,6 +52,28 @@ def test_the_gradient_s_layout_changes_from_step_to_step() -> None:
         assert_close(mine, theirs)
 
 
+@pytest.mark.parametrize(
+    ("rule", "layout", "gradient_layout", "by_coordinates"),
+    [
+        ("SGD", "channels last", "channels last", False),
+        ("SGD", "channels last", "contiguous", True),
+        ("Adafactor", "contiguous", "contiguous", False),
+        ("Adafactor", "channels last", "channels last", True),
+    ],
+)
+def test_tensors_without_gaps_are_walked_by_coordinates_too(
+    rule: str, layout: str, gradient_layout: str, by_coordinates: bool
+) -> None:
+    """Kernels that walk every array by its strides serve dense tensors: for gaps alone they could be copies."""
+    start = torch.randn(4, 3, 5, 3, generator=torch.Generator().manual_seed(0))
+    params = [torch.nn.Parameter(LAYOUTS[layout](start))]
+    params[0].grad = LAYOUTS[gradient_layout](start)
+    optimizer = getattr(tilestep, rule)(params)
+    optimizer.step()
+    [engine] = optimizer._current_plan().engines
+    assert [bool((segment.layout_index >= 0).any()) for segment in engine.segments] == [by_coordinates]
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_a_real_backward_with_either_zero_grad(set_to_none: bool) -> None:
     torch.manual_seed(0)
