@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,8 +86,8 @@ def eventually(condition: object, seconds: float = 20.0) -> bool:
     return False
 
 
-def left_over(directory: Path) -> list[str]:
-    return [path.name for path in directory.iterdir() if path.suffix != ".lock"]
+def left_over(directory: Path, *suffixes: str) -> list[str]:
+    return [path.name for path in directory.iterdir() if path.suffix not in (".lock", *suffixes)]
 
 
 ENDS = {
@@ -142,6 +143,21 @@ def test_no_compiler_outlives_its_process(
     assert load_library("answer", ANSWER).answer() == 42
 
 
+def test_the_end_of_a_process_joins_the_thread_that_builds(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if native_build._file_name() is None:
+        pytest.skip("the native extension is turned off")
+    compiler_that(SLEEPS, tmp_path / "sleeps", monkeypatch)
+    monkeypatch.setattr(native_build, "_builder", None)
+    native_build._start()
+    thread = native_build._builder
+    assert thread is not None and eventually(lambda: list(directory.glob(".build-scan-*/temporary")), 60)
+    native_build._end()
+    assert not thread.is_alive()
+    assert eventually(lambda: not compilers_alive(directory)) and not left_over(directory)
+
+
 def test_a_compiler_that_hangs_is_ended_in_time(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +170,37 @@ def test_a_compiler_that_hangs_is_ended_in_time(
     with pytest.raises(BuildError, match="has not finished answer-"):
         load_library("other", ANSWER)
     assert time.monotonic() - begin < 0.5, "not as long for each kernel"
+
+
+def test_ctrl_c_ends_a_build_at_once_and_says_so_in_few_lines(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.nn.Parameter(torch.arange(5.0))
+    weight.grad = torch.ones(5)
+    optimizer = tilestep.SGD([weight], lr=0.5, max_grad_norm=1.0)
+    compiler = compiler_that(SLEEPS, tmp_path / "sleeps", monkeypatch)
+    pressed: list[float] = []
+
+    def press() -> None:
+        if eventually(lambda: list(directory.glob(".build-*/temporary")), 60):
+            pressed.append(time.monotonic())
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process ignores interrupts
+    threading.Thread(target=press, daemon=True).start()
+    try:
+        with pytest.raises(KeyboardInterrupt, match=f"while {compiler} built norm-") as interrupted:
+            optimizer.step()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert time.monotonic() - pressed[0] < 2.0
+    said = traceback.format_exception(interrupted.value)
+    assert sum(text.count("\n") for text in said) <= 16, "".join(said)
+    assert eventually(lambda: not compilers_alive(directory)) and not left_over(directory, ".so")
+    monkeypatch.delenv("CXX")
+    forget()
+    optimizer.step()
+    assert weight.tolist() == pytest.approx([value - 0.5 / 5**0.5 for value in range(5)])
 
 
 def test_a_compiler_that_does_not_say_its_version_is_not_waited_for(

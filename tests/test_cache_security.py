@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
 import sys
+import tempfile
+import uuid
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -120,6 +125,23 @@ def test_a_folder_that_becomes_writable_later_is_not_used(directory: Path) -> No
         assert cached_path is None or cached_path.parent != directory
         assert load_library("other", ANSWER.replace("42", "43")).answer() == 43
     assert sorted(directory.iterdir()) == before, "nothing is written there"
+
+
+def test_a_folder_that_cannot_be_written_to_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each attempt fails with the name of another temporary file."""
+    make = tempfile.NamedTemporaryFile
+
+    def read_only(*arguments: Any, dir: Any = None, **options: Any) -> Any:
+        if dir is None:
+            return make(*arguments, **options)
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), f"{dir}/tmp{uuid.uuid4().hex}")
+
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", read_only)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert [answer(), load_library("other", PLANTED).answer()] == [42, 666]
+    [warning] = caught
+    assert re.search(r"each process: \S+/kernels: Read-only file system$", str(warning.message))
 
 
 @pytest.mark.parametrize("damage", ["cut", "zeroed", "half zeroed", "empty", "changed", "renamed"])

@@ -23,8 +23,9 @@ def run(folder: Path, *words: str) -> str:
     run = functools.partial(run_python, *words, cwd=folder, imports=IMPORTS)
     done = run(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT / "src"))
     if "terminate called without an active exception" in done.stderr:
-        # Under FSDP2 torch's meshes keep gloo's threads after `destroy_process_group`. One of them may let go of a
-        # tensor while the interpreter ends, once in twelve to forty runs, which aborts the process.
+        # FSDP2 keeps gloo's threads after `destroy_process_group`. One that wakes late drops the last reference
+        # to a tensor of a finished collective while the interpreter ends; taking the GIL then ends the thread inside a
+        # destructor (pytorch/pytorch#179291). A script without tilestep aborts alike if these threads are slowed down.
         done = run(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT / "src"))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

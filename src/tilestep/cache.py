@@ -98,8 +98,9 @@ def cache_directory() -> Path:
             return directory
     except OSError as error:
         _warn_once(
-            f"tilestep works without its cache, kernels are built again in each process: {directory}: {error}",
-            str(error),
+            "tilestep works without its cache, kernels are built again in each process: "
+            f"{directory}: {error.strerror or error}",
+            f"without {directory}",  # errors name temporary files
         )
         return Path(_process_directory().name)
 

@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(asked: str, names: Iterable[str]) -> str:
+    """A question with the names that are like the one asked for; empty if none is.
+
+    Example:
+        >>> did_you_mean("weight_decy", ["lr", "betas", "weight_decay"])
+        'did you mean weight_decay?'
+    """
+    spelled = {name.lower(): name for name in sorted(names)}
+    close = [name for name in spelled if asked and name.startswith(asked.lower())][:3]
+    close = close or difflib.get_close_matches(asked.lower(), spelled, n=3)
+    return f"did you mean {' or '.join(spelled[name] for name in close)}?" if close else ""
+
 
 class TilestepError(Exception):
     """Base class of all errors that tilestep defines.
@@ -129,6 +145,15 @@ class BuildError(TilestepError, RuntimeError):
     Example:
         >>> import tilestep
         >>> issubclass(tilestep.BuildError, RuntimeError)
+        True
+    """
+
+
+class BuildInterrupted(KeyboardInterrupt):
+    """Ctrl-C while a kernel was built; the message has the compiler. The next step builds it again.
+
+    Example:
+        >>> issubclass(BuildInterrupted, KeyboardInterrupt)
         True
     """
 

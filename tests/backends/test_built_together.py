@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +33,36 @@ def said(rule: str, mode: str, directory: Path) -> dict[str, Any]:
 def kernels(files: dict[str, str]) -> list[tuple[str, str]]:
     """Kernels and launchers by name and contents: tensors that are aligned otherwise give one another key."""
     return sorted((Path(name).name, contents) for name, contents in files.items())
+
+
+def test_ctrl_c_waits_for_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that wait are not begun; the ones that are compiled end in their threads."""
+    runtime = pytest.importorskip("triton.runtime._async_compile")
+    begun, end = [], threading.Event()
+    monkeypatch.setattr(compat, "_KNOWN_TRITON", ("",))
+
+    def compilation(place: int) -> None:
+        def work() -> Any:
+            begun.append(place)
+            if len(begun) == 2:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+            end.wait(60)
+
+        runtime.active_mode.get().submit(place, work, lambda kernel: kernel)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    start = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt, match="while Triton built 5 kernels"):
+            compat.compile_together([functools.partial(compilation, place) for place in range(5)], 2)
+        assert time.monotonic() - start < 30
+    finally:
+        end.set()
+        signal.signal(signal.SIGINT, before)
+    for thread in threading.enumerate():
+        if thread.name.startswith("tilestep-build"):
+            thread.join(30)
+    assert sorted(begun) == [0, 1]
 
 
 def test_kernels_and_their_count_are_those_of_serial_builds(tmp_path: Path) -> None:

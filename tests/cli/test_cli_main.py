@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
 
 import tilestep
 from tilestep import cli
+from tilestep.bench import results
 
 
 def run(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -26,6 +28,17 @@ def test_version_names_what_a_bug_report_needs(capfd: pytest.CaptureFixture[str]
     named = dict(line.split(maxsplit=1) for line in out.splitlines())
     assert named["tilestep"] == tilestep.__version__
     assert named.keys() >= {"torch", "triton", "compiler", "device", "python"}
+
+
+def test_a_checkout_without_git_is_called_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tmp_path / "src/tilestep/bench/results.py"
+    module.parent.mkdir(parents=True)
+    monkeypatch.setattr(results, "__file__", str(module))
+    monkeypatch.delenv("TILESTEP_COMMIT", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert results.environment()["commit"] == "not a git checkout"
+    (tmp_path / ".git").touch()
+    assert results.environment()["commit"] == "a checkout, but git is not installed"
 
 
 def test_help_lists_every_command_module(capfd: pytest.CaptureFixture[str]) -> None:

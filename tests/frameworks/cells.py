@@ -413,7 +413,7 @@ def on_two_ranks(framework: str) -> dict[str, str]:
             )
             if "Signal 6 (SIGABRT)" not in ran.stderr:
                 break
-            # Seen once in many runs, by a thread that is not Python's while the interpreter ends.
+            # By a thread of gloo while the interpreter ends; see `run` in tests/test_examples.py.
             print(ran.stderr[-8000:], file=sys.stderr)
         assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-8000:]
         return json.loads(out.read_text())

@@ -194,14 +194,21 @@ def test_parameters_that_interleave_are_no_overlap() -> None:
         ({"max_grad_norm": -1.0}, ValueError, "Invalid max_grad_norm"),
         ({"max_grad_norm": float("nan")}, ValueError, "Invalid max_grad_norm"),
         ({"differentiable": True}, ValueError, "differentiable=True is not supported"),
-        ({"momentum": 0.9}, TypeError, r"AdamW\(\) got an unexpected keyword argument 'momentum'"),
+        ({"momentum": 0.9}, TypeError, r"AdamW\(\) got an unexpected keyword argument 'momentum'$"),
+        (
+            {"weight_decy": 0.1},
+            TypeError,
+            r"got an unexpected keyword argument 'weight_decy'; did you mean weight_decay",
+        ),
+        ({"state_dtype": "fp8"}, ValueError, r"Invalid state_dtype: 'fp8'.*'int8'; did you mean float8_e4m3\?"),
+        ({"state_dtype": "bf16"}, ValueError, r"Invalid state_dtype: 'bf16'.*'int8'; did you mean bfloat16\?"),
     ],
 )
 def test_hyperparameters_out_of_range(kwargs: dict[str, Any], error: type[Exception], message: str) -> None:
     params = make_params()
     with pytest.raises(error, match=message):
         tilestep.AdamW(params, **kwargs)
-    if "momentum" in kwargs:
+    if error is TypeError and "unexpected" in message:
         return
     optimizer = tilestep.AdamW(params[:2])
     before = everything(optimizer)
@@ -318,6 +325,8 @@ def test_what_is_no_rule() -> None:
         tilestep.Optimizer(params, lambda param, grad: param)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="AdamW has no hyperparameter 'momentum'; it has lr, betas"):
         tilestep.Optimizer(params, "AdamW", momentum=0.9)
+    with pytest.raises(TypeError, match=r"AdamW has no hyperparameter 'weight_decy'; did you mean weight_decay\?"):
+        tilestep.Optimizer(params, "AdamW", weight_decy=0.1)
     optimizer = tilestep.AdamW(params[:2])
     before = everything(optimizer)
     with pytest.raises(ValueError, match="no rule is called 'Lyon'"):

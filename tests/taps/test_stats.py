@@ -327,10 +327,18 @@ def test_names_groups_and_absent_gradients() -> None:
 def test_steps_before_the_first_measured_one_and_optimizers_without() -> None:
     param = torch.nn.Parameter(torch.ones(3))
     optimizer = tilestep.SGD([param], lr=0.1, stats=tilestep.Stats(every=3))
-    param.grad = torch.ones(3)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="no step has measured yet; with every=3"):
-        _ = optimizer.stats
+    plot = tilestep.StatsPlot("grad_max")
+    for step in range(1, 4):
+        param.grad = torch.full((3,), float(step))
+        optimizer.step()
+        plot.add(optimizer.stats)
+        assert optimizer.stats.step == (3 if step == 3 else 0)
+        assert optimizer.stats.read().keys() == ({"0.0"} if step == 3 else set())
+        if step == 1:
+            assert not optimizer.stats and optimizer.stats.table.shape == (0, 0) and plot.steps == []
+            with pytest.raises(KeyError, match="no step has been measured yet"):
+                optimizer.stats["0.0"]
+    assert plot.steps == [3] and plot.rows == {"0.0": [3.0]}
     with pytest.raises(RuntimeError, match=r"stats=tilestep\.Stats"):
         _ = tilestep.SGD([param], lr=0.1).stats
     with pytest.raises(RuntimeError, match=r"stats=tilestep\.Stats"):
@@ -360,8 +368,7 @@ def test_copies_measure_for_themselves_and_checkpoints_are_torchs() -> None:
     optimizer.step()
     assert not {"stats", "track_changes"} & set(optimizer.state_dict()["param_groups"][0])
     twin = copy.deepcopy(optimizer)
-    with pytest.raises(RuntimeError, match="no step has measured yet"):
-        _ = twin.stats
+    assert twin.stats.read() == {}
     own = twin.param_groups[0]["params"][0]
     own.grad = torch.full((3,), 2.0)
     twin.step()

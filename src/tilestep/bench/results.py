@@ -72,8 +72,10 @@ def _commit() -> str:
     source = Path(__file__).parent
     try:
         described = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return "not a git checkout"
+    except (OSError, subprocess.SubprocessError) as error:
+        is_checkout = any((folder / ".git").exists() for folder in source.parents)
+        missing = "git is not installed" if isinstance(error, FileNotFoundError) else "git cannot describe it"
+        return f"a checkout, but {missing}" if is_checkout else "not a git checkout"
     return described.stdout.strip()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import difflib
 import importlib
 import importlib.util
 import os
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+from ..errors import did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -82,8 +83,7 @@ def load_rule(name: str, option: str = "RULE") -> Rule:
         names = {key.lower(): key for key in registry}
         if name.lower() in names:
             return registry[names[name.lower()]]
-        close = difflib.get_close_matches(name.lower(), names, n=3)
-        hint = f"did you mean {' or '.join(names[key] for key in close)}?" if close else "name it module:function?"
+        hint = did_you_mean(name, registry) or "name it module:function?"
         raise typer.BadParameter(f"no rule is called {name!r}; {hint}", param_hint=option)
     try:
         imported = _imported(*name.split(":", 1))
@@ -112,9 +112,8 @@ def _imported(module_name: str, attributes: str) -> Any:
         raise typer.BadParameter(f"the code of {module_name} ends the process when it is imported") from error
     for attribute in attributes.split("."):
         if not hasattr(value, attribute):
-            close = difflib.get_close_matches(attribute, dir(value))
-            hint = f"; did you mean {' or '.join(close)}?" if close else ""
-            raise typer.BadParameter(f"{module_name} has no {attributes!r}{hint}")
+            hint = did_you_mean(attribute, dir(value))
+            raise typer.BadParameter(f"{module_name} has no {attributes!r}{hint and f'; {hint}'}")
         value = getattr(value, attribute)
     if not callable(value):
         raise typer.BadParameter(f"{module_name}:{attributes} is no function")

@@ -27,6 +27,8 @@ from torch.profiler import record_function
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..errors import BuildInterrupted
+
 # Tensors: fake ones, comparisons, copies and zeros of many in one call.
 
 TensorDispatch = TorchDispatchMode  # base class of the tracer: sees every ATen call
@@ -831,12 +833,20 @@ def compile_together(compilations: Sequence[Callable[[], object]], threads: int)
 def _compile_in_threads(compilations: Sequence[Callable[[], object]], threads: int) -> None:
     import triton
 
-    with (
-        ThreadPoolExecutor(threads, thread_name_prefix="tilestep-build") as pool,
-        triton.AsyncCompileMode(_Compilers(pool), ignore_errors=True),
-    ):
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="tilestep-build")
+    mode = triton.AsyncCompileMode(_Compilers(pool), ignore_errors=True)
+    waits = True
+    try:
+        # Not `with`, which would wait for all kernels after Ctrl-C. The context variable that it sets is a copy's.
+        mode.__enter__()
         for compilation in compilations:
             compilation()
+        mode.__exit__(None, None, None)
+    except KeyboardInterrupt:
+        waits = False  # the interpreter's end joins the threads
+        raise BuildInterrupted(f"while Triton built {len(compilations)} kernels") from None
+    finally:
+        pool.shutdown(wait=waits, cancel_futures=not waits)
 
 
 class _Compilers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import importlib.machinery
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..backends.cpp.compile import compile_source, compiler, compiler_version
+from ..backends.cpp.compile import compile_source, compiler, compiler_version, stop_all
 from ..cache import cached, content_key, find_cached, open_cached
 from ..errors import BuildError
 
@@ -36,6 +37,8 @@ _SECONDS = 600.0
 _START_SECONDS = 2.0
 """A process that has not lived as long after its first step does not start a build that its end would cut short."""
 
+_END_SECONDS = 2.0
+"""How long the end of a process waits for the thread."""
 
 _FOLDER = Path(__file__).parent
 
@@ -119,6 +122,15 @@ def _start() -> None:
         if _builder is None:
             _builder = threading.Thread(target=_build, name="tilestep-native-build", daemon=True)
             _builder.start()
+
+
+@atexit.register
+def _end() -> None:
+    """End the build and join its thread: the interpreter's end would stop a daemon thread anywhere."""
+    deadline = time.monotonic() + _END_SECONDS  # a thread may wait for another process that builds the same
+    while _builder is not None and _builder.is_alive() and time.monotonic() < deadline:
+        stop_all()
+        _builder.join(0.05)
 
 
 def _build() -> None:

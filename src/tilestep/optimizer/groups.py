@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Union
@@ -11,7 +10,7 @@ from typing import Any, Union
 import torch
 
 from ..devices import is_host
-from ..errors import RuleError
+from ..errors import RuleError, did_you_mean
 from ..graph import flat_numbers
 from ..rules import Rule, registry
 from ..rules.protocol import at_step
@@ -56,9 +55,7 @@ def find_rule(rule: Any, adopted: Mapping[str, Rule]) -> Rule:
     """The rule of this name, or the rule itself."""
     if isinstance(rule, str):
         if rule not in adopted and rule not in registry:
-            names = {name.lower(): name for name in sorted(registry)}
-            close = [names[name] for name in difflib.get_close_matches(rule.lower(), names, n=3)]
-            hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(names.values())}"
+            hint = did_you_mean(rule, registry) or f"there are {', '.join(sorted(registry, key=str.lower))}"
             raise ValueError(f"no rule is called {rule!r}; {hint}")
         return adopted.get(rule) or registry[rule]
     if not isinstance(rule, Rule):

@@ -23,6 +23,7 @@ from ..compat import (
     step_is_watched,
     version_of,
 )
+from ..errors import BuildInterrupted, did_you_mean
 from ..linalg import keeping_to, operations
 from ..memory.memory import StateMemory
 from ..placement import LOCAL, Placement, ReductionGroup, distribute, local_state
@@ -126,7 +127,10 @@ class Optimizer(torch.optim.Optimizer):
 
         @functools.wraps(func)
         def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            return (hooked if step_is_watched(self) else func)(self, *args, **kwargs)
+            try:
+                return (hooked if step_is_watched(self) else func)(self, *args, **kwargs)
+            except BuildInterrupted as interrupt:
+                raise interrupt.with_traceback(None) from None  # a user who presses Ctrl-C needs no dozen frames
 
         return torch.compiler.disable(step, reason="an optimizer's step is one opaque call")
 
@@ -463,7 +467,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         if not self.control.history.has_norm and (self._plan is None or self._plan.engines):
             raise RuntimeError(
-                "grad_norm: no step has found out the norm of its gradients; make the optimizer with "
+                "grad_norm: the norm has not been computed; make the optimizer with "
                 "track_grad_norm=True, or with max_grad_norm, and call step() first"
             )
         control = self.control.numbers
@@ -532,10 +536,10 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def stats(self) -> StepStats:
-        """The statistics of the last measured step, a table on the device; see `tilestep.Stats`.
+        """The statistics of the last measured step, a table on the device; empty before that. See `tilestep.Stats`.
 
         Raises:
-            RuntimeError: if the optimizer was made without `stats`, and before a step has measured.
+            RuntimeError: if the optimizer was made without `stats`.
 
         Example:
             >>> import torch, tilestep
@@ -573,7 +577,7 @@ class Optimizer(torch.optim.Optimizer):
         sharers = self.placement.sharers(params) if self._plan is None else self._plan.sharers
         return self.taps.first_nonfinite(self.param_groups, lambda: self.schedule.present_gradients(self), sharers)
 
-    def changes(self, *, clear: bool = True, gather: bool = False) -> Iterator[Change]:
+    def changes(self, *, clear: bool = True, gather: bool = False) -> list[Change]:
         """The stored weights whose bits have changed since the beginning, or since the list was last cleared.
 
         A weight that a step has changed and a later one has changed back is listed; one that no step has changed is
@@ -603,7 +607,7 @@ class Optimizer(torch.optim.Optimizer):
             >>> for name, indices, values in optimizer.changes(clear=True):
             ...     print(name, indices.tolist(), values.tolist())
             weight [1, 3] [0.5, 0.0]
-            >>> list(optimizer.changes())
+            >>> optimizer.changes()
             []
         """
         if self.taps is None or self.taps.changes is None:
@@ -611,7 +615,7 @@ class Optimizer(torch.optim.Optimizer):
         if not self.memory.is_beside:
             self._current_plan()  # what follows writes to parameters of which there are copies; loading has dropped it
         self.schedule.sync_masters(self)
-        return self.taps.changes.list(clear=clear, gather=gather)
+        return self.taps.changes.read(clear=clear, gather=gather)
 
     @property
     def mesh_ranks(self) -> ReductionGroup | None:
@@ -976,7 +980,8 @@ def _class_for(rule: Rule) -> type[Optimizer]:
         try:
             bound = signature.bind(self, *args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{rule.name}() {error}") from None
+            hints = [did_you_mean(key, signature.parameters) for key in kwargs if key not in signature.parameters]
+            raise TypeError("; ".join([f"{rule.name}() {error}", *filter(None, hints)])) from None
         arguments = dict(bound.arguments)
         arguments.pop("self")
         Optimizer.__init__(self, arguments.pop("params"), rule, **arguments)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..errors import RuleError
+from ..errors import RuleError, did_you_mean
 from .scalars import PYTHON_TYPES, ScalarCalls, as_python, scalar_globals
 
 
@@ -372,8 +372,8 @@ class Rule:
         for key, value in hyperparameters.items():
             value = value if type(value) in PYTHON_TYPES else as_python(value)
             if key not in self.hyperparameters:
-                possible = ", ".join(self.hyperparameters)
-                raise TypeError(f"{self.name} has no hyperparameter {key!r}; it has {possible}")
+                known = did_you_mean(key, self.hyperparameters) or f"it has {', '.join(self.hyperparameters)}"
+                raise TypeError(f"{self.name} has no hyperparameter {key!r}; {known}")
             allowed = self.ranges.get(key)
             if callable(allowed):
                 if wrong := allowed(value):

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..errors import did_you_mean
 from .format import Array, Storage, dtype_name
 from .plain import Plain
 
@@ -112,6 +113,7 @@ def state_format(choice: Any, signed: bool = True) -> Storage:
     is_dtype = isinstance(choice, torch.dtype)
     name = dtype_name(choice) if is_dtype else choice
     if (is_dtype and not choice.is_floating_point) or not isinstance(name, str) or name not in STATE_FORMATS:
-        possible = ", ".join(map(repr, STATE_FORMATS))
-        raise ValueError(f"Invalid state_dtype: {choice!r}; a state can be kept as {possible}")
+        hint = did_you_mean(name.replace("fp", "float"), STATE_FORMATS) if isinstance(name, str) else ""
+        possible = f"a state can be kept as {', '.join(map(repr, STATE_FORMATS))}{hint and f'; {hint}'}"
+        raise ValueError(f"Invalid state_dtype: {choice!r}; {possible}")
     return STATE_FORMATS[name](signed)

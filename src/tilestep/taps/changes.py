@@ -212,7 +212,7 @@ class Changes:
         self._version, self._lying = self._versions(), lying
 
     @torch.no_grad()
-    def list(self, *, clear: bool, gather: bool) -> Iterator[Change]:
+    def read(self, *, clear: bool, gather: bool) -> list[Change]:
         """The changed weights, by parameter; the host waits once."""
         self._see_writes()
         tracked = [self._tracked[key] for key in self._order]
@@ -237,7 +237,7 @@ class Changes:
                 one.wholly = False
             if self._words:
                 torch._foreach_zero_(self._words)
-        return iter([(self._names[place], *made[place]) for place in sorted(made) if made[place][0].numel()])
+        return [(self._names[place], *made[place]) for place in sorted(made) if made[place][0].numel()]
 
     def _gathered(self, lists: Sequence[_OnCpu | _OnDevice]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """The changes of all ranks on each of them, in two messages: how many there are, then all of them."""

@@ -80,7 +80,7 @@ class StepStats(Mapping[str, Mapping[str, torch.Tensor]]):
         names: the names of named parameters, otherwise `"group.index"`.
         columns: the columns of the table.
         table: float64[names, columns] on the device; not synchronized.
-        step: the number of the measured call of `step()`.
+        step: the number of the measured call of `step()`; 0 before the first, when there are no names and columns.
 
     Example:
         >>> import torch, tilestep
@@ -144,7 +144,11 @@ class StepStats(Mapping[str, Mapping[str, torch.Tensor]]):
 
     def __getitem__(self, name: str) -> dict[str, torch.Tensor]:
         if name not in self.names:
-            raise KeyError(f"no parameter is called {name!r}; there are {', '.join(self.names[:5])}, ...")
+            raise KeyError(
+                f"no parameter is called {name!r}; there are {', '.join(self.names[:5])}, ..."
+                if self.step
+                else "no step has been measured yet"
+            )
         return dict(zip(self.columns, self.table[self.names.index(name)].unbind()))
 
     def __iter__(self) -> Iterator[str]:
@@ -354,7 +358,9 @@ class StatsPlot:
         self._rows: dict[str, list[float]] = {}
 
     def add(self, stats: StepStats) -> None:
-        """Add the statistics of a step; a step that was added before is ignored. Does not wait for the device.
+        """Add the statistics of a step. Does not wait for the device.
+
+        A step that was added before is ignored, and so are the empty statistics before the first measured step.
 
         Args:
             stats: `optimizer.stats`.
@@ -373,9 +379,9 @@ class StatsPlot:
             >>> plot.steps
             [1]
         """
-        if self.column not in stats.columns:
+        if stats.step and self.column not in stats.columns:
             raise KeyError(f"no column is called {self.column!r}; there are {', '.join(stats.columns)}")
-        if not self.steps or stats.step != self.steps[-1]:
+        if stats.step != (self.steps[-1] if self.steps else 0):
             self._added.append(stats)
             self.steps.append(stats.step)
 

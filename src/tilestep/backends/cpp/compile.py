@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...cache import BuildTimeout, CachedFile, cached, cached_names, content_key, count_build, open_cached
-from ...errors import BuildError
+from ...errors import BuildError, BuildInterrupted
 
 T = TypeVar("T")
 
@@ -120,7 +120,10 @@ def load_library(title: str, source: str, extra_flags: Sequence[str] = ()) -> ct
     version = _attempt(command, compiler_version)
     name = f"{title}-{key}-{content_key(version)[:8]}.so"
     build = [*command, *flags, "-x", "c++", "-"]
-    return _attempt((command, name), lambda: _load_or_build(name, build, source))
+    try:
+        return _attempt((command, name), lambda: _load_or_build(name, build, source))
+    except KeyboardInterrupt:
+        raise BuildInterrupted(f"while {command[0]} built {name}; the next call builds it again") from None
 
 
 _failures: dict[Any, tuple[float, str]] = {}
@@ -230,6 +233,9 @@ def compile_source(command: Sequence[str], source: str, target: Path, libraries:
         raise BuildTimeout(
             f"{command[0]} has not finished {target.name} in {seconds:.0f} s; TILESTEP_BUILD_TIMEOUT sets another limit"
         ) from error
+    except KeyboardInterrupt:
+        _kill_group(process)  # at once; the caller removes what it has written
+        raise
     finally:
         _stop(process)
         _running.discard(process)
@@ -263,7 +269,8 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 @atexit.register
-def _stop_all() -> None:
+def stop_all() -> None:
+    """End all compilers that run."""
     for process in list(_running):
         _stop(process)
 
