@@ -50,6 +50,20 @@ def divided_by_zero(param, grad, *, lr=0.1):
     return param - lr * grad / 0
 
 
+@tilestep.rule
+def resetting(param, grad, exp_avg, *, lr=0.1, period=500, step):
+    """Its reset divides by zero."""
+    exp_avg = torch.where(step % period == 0, grad / (step % period), 0.9 * exp_avg + grad)
+    return param - lr * exp_avg, exp_avg
+
+
+@tilestep.rule
+def warming(param, grad, *, lr=0.1, warmup=150, step):
+    """It leaves large gradients out, and descends by another function after its warm-up."""
+    grad = torch.where(grad.abs() > 1e3, 0.0, grad)
+    return param - lr * min(1, step / warmup) * torch.where(step > warmup, torch.exp(-grad.abs()) * grad, grad)
+
+
 NOT_A_RULE = 3
 CALLS = 0
 

@@ -15,6 +15,7 @@ import tilestep
 from tilestep import checking, cli
 from tilestep.backends.cpp import text as cpp_text
 from tilestep.checking import Verdict, check_interpreted, check_rule
+from tilestep.checking.branches import LATE, late_counts
 from tilestep.checking.items import ITEMS, Subject, run_item, trace_all
 from tilestep.cli.arguments import load_rule
 from tilestep.graph import Graph
@@ -134,6 +135,54 @@ def test_a_code_generator_that_errs_is_found(monkeypatch: pytest.MonkeyPatch) ->
 def broken_item(monkeypatch: pytest.MonkeyPatch, target: str, replacement: Callable[..., object], item: str) -> Verdict:
     monkeypatch.setattr(target, replacement)
     return checked("SGD", item, momentum=0.9)
+
+
+def test_a_branch_that_late_steps_take_is_checked() -> None:
+    result = verdicts(load_rule("authored:resetting"))
+    assert failures(result) == ["C++, late steps"]
+    assert "makes a float32 tensor of shape (5, 7) infinite or NaN at step 500" in result["C++, late steps"].text
+    assert "at step 7" in checked("authored:resetting", "late steps", period=7).text
+
+
+def test_a_code_generator_that_errs_in_a_late_branch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilestep.backends.cpp import run
+
+    said = checked("authored:warming", "late steps")
+    assert said.passed and said.text.startswith("steps 149, 150, 151, 1,000 agree"), said.text
+    never = f"never taken: torch.where at authored.py:{line_of('grad.abs() > 1e3')} was always false"
+    assert said.text.endswith(never), said.text
+    monkeypatch.setitem(cpp_text.SPELLING, "exp", "std::fabs({0})")
+    monkeypatch.setattr(run, "_libraries", {})
+    assert checked("authored:warming", "float32").passed, "it takes five steps"
+    assert "at step 151, where the formula gives" in checked("authored:warming", "late steps").text
+
+
+@pytest.mark.parametrize(
+    ("condition", "counts"),
+    [
+        (lambda step: step < 77, [76, 77]),
+        (lambda step: 0.01 * step >= 3, [299, 300]),
+        (lambda step: 1 - 0.999**step > 0.5, [692, 693]),
+        (lambda step: (step // 600) % 2 == 1, [599, 600, 601]),  # and a few later ones
+        (lambda step: step > 1e9, []),
+        (lambda step: step + 1 > 2, [2]),
+    ],
+)
+def test_late_counts_are_those_at_which_a_comparison_changes(
+    condition: Callable[[Any], Any], counts: list[int]
+) -> None:
+    @tilestep.rule
+    def stepped(param, grad, *, lr=0.1, step):  # type: ignore[no-untyped-def]
+        return param - lr * torch.where(condition(step), grad, -grad)
+
+    graphs: dict[int, Graph] = {}
+    trace_all(stepped, stepped.hyperparameters, graphs)
+    found = late_counts(graphs.values(), stepped.hyperparameters)
+    assert [count for count in found if count <= LATE] == sorted({*counts, LATE}) and len(found) <= 10
+    scheduled = {"lr": lambda step: torch.where(condition(step), 0.1, 0.2)}
+    graphs.clear()
+    trace_all(tilestep.registry["SGD"], {**tilestep.registry["SGD"].hyperparameters, **scheduled}, graphs)
+    assert late_counts(graphs.values(), scheduled) == found
 
 
 def test_a_state_that_does_not_begin_as_declared_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ from ..storage import (
     values_of,
 )
 from ..taps import Stats
+from .branches import Branches, late_counts
 
 _STRAY = 2000
 """One element in so many may be further off: where a rule has a jump, rounding decides on which side it falls."""
@@ -143,7 +144,8 @@ def compare(
     compute = torch.float64 if param.dtype is torch.float64 else torch.float32
     wanted = expected(rule, before, hyperparameters, torch.float64)
     if not wanted["param"].isfinite().all() and before.param.isfinite().all():
-        raise CheckFailure(f"the rule's own code, in float64, makes {label} infinite or NaN", "param")
+        text = f"the rule's own code, in float64, makes {label} infinite or NaN at step {before.step:g}"
+        raise CheckFailure(text, "param")
     # The effect of a last place of the gradient on a decomposition: computing in float64 twice does not show it.
     nudged = replace(before, grad=torch.nextafter(before.grad, before.grad * 2)) if coarse else before
     rough = expected(rule, nudged if compute is torch.float64 else before, hyperparameters, compute)
@@ -375,6 +377,11 @@ class Trial:
             for snapshot in own:
                 snapshot.grad = snapshot.grad.double() * min(1.0, limit / (norm + 1e-6))
 
+    def jump(self, count: int) -> None:
+        """Set the step counts, so that the next step is the one with this count."""
+        for index in range(len(self.params)):
+            self.state(index)["step"].fill_(count - 1)
+
     def run(self, steps: int = 5) -> Trial:
         """Compared steps with new gradients each."""
         for _ in range(steps):
@@ -465,6 +472,20 @@ def formula(subject: Subject, dtype: torch.dtype, **options: Any) -> str:
     """Steps of parameters of a dtype are those of the formula."""
     trial = Trial(subject, _parameters(subject, dtype), options).run()
     return f"{trial.steps} steps of {len(trial.params)} tensors agree with the rule's own code in float64"
+
+
+def late_steps(subject: Subject) -> str:
+    """Steps with later counts: where the rule takes another branch by the count, and at step 1,000."""
+    counts = late_counts(subject.graphs.values(), subject.hyperparameters)
+    trial, branches = Trial(subject, _parameters(subject)), Branches()
+    with branches:
+        trial.run(1)
+        for count in counts:
+            trial.jump(count)
+            trial.run(1)
+    never = branches.never(subject.graphs.values())
+    untaken = f"; branches never taken: torch.where at {', at '.join(never)}" if never else ""
+    return f"steps {', '.join(f'{count:,}' for count in counts)} agree with the rule's own code in float64{untaken}"
 
 
 def formats(subject: Subject, state_dtype: str) -> str:
@@ -689,6 +710,7 @@ ITEMS: dict[str, Item] = {
     },
     **{f"{name} states": partial(formats, state_dtype=name) for name in STATE_FORMATS if name != "float32"},
     "bfloat16 rounded at random": partial(formula, dtype=torch.bfloat16, rounding="stochastic"),
+    "late steps": late_steps,
     "sizes": sizes,
     "layouts": layouts,
     "param groups": groups,
@@ -702,5 +724,5 @@ ITEMS: dict[str, Item] = {
 }
 """Every item by its name, in the order they are checked."""
 
-INTERPRETED = ("float32", "sizes", "layouts", "param groups")
+INTERPRETED = ("float32", "late steps", "sizes", "layouts", "param groups")
 """Items that also run in Triton's interpreter, which is slow, and rounds as a GPU only in float32."""

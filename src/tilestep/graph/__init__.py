@@ -19,4 +19,4 @@ from .ir import (
 )
 from .lowering import size_from_end, sizes_of
 from .partition import MatrixPass, Program, ScalarPass, Slices, TilePass, View, partition, scalar_needs
-from .tracer import flat_numbers, known_numbers, trace
+from .tracer import flat_numbers, known_numbers, rule_place, trace

@@ -86,7 +86,9 @@ def rule_place() -> Place:
 
 def _is_internal(frame: types.FrameType) -> bool:
     module = frame.f_globals.get("__name__", "")
-    return module.startswith(("torch", "tilestep.graph", "tilestep.linalg", "contextlib")) or module in (
+    return module.startswith(
+        ("torch", "tilestep.graph", "tilestep.linalg", "tilestep.checking", "contextlib")
+    ) or module in (
         "tilestep.rules.scalars",
         "tilestep.rules.protocol",
     )
