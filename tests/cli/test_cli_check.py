@@ -16,7 +16,7 @@ from tilestep import checking, cli
 from tilestep.backends.cpp import text as cpp_text
 from tilestep.checking import Verdict, check_interpreted, check_rule
 from tilestep.checking.branches import LATE, late_counts
-from tilestep.checking.items import ITEMS, Subject, run_item, trace_all
+from tilestep.checking.items import INTERPRETED, ITEMS, Subject, run_item, trace_all
 from tilestep.cli.arguments import load_rule
 from tilestep.graph import Graph
 
@@ -274,9 +274,7 @@ def test_the_interpreter_runs_the_triton_code() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     result = list(check_interpreted(load_rule("authored:signed"), {"weight_decay": 0.1}))
-    assert [verdict.item for verdict in result] == [
-        f"Triton in its interpreter, {item}" for item in ("float32", "sizes", "layouts", "param groups")
-    ]
+    assert [verdict.item for verdict in result] == [f"Triton in its interpreter, {item}" for item in INTERPRETED]
     assert all(verdict.passed for verdict in result), result
 
 
