@@ -13,7 +13,7 @@ from twins import twins
 import tilestep
 from tilestep.errors import CaptureError, GradientError, OffloadError
 from tilestep.schedules.overlap.tracker import follow_buckets
-from tilestep.schedules.zero.schedule import _prepared as prepared
+from tilestep.schedules.zero.sharded import _prepared as prepared
 
 REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 CASES: list[tuple[str, dict[str, Any]]] = [

@@ -17,7 +17,7 @@ import tilestep
 from tilestep.backends import registry
 from tilestep.backends.eager import EagerSegment
 from tilestep.errors import CaptureError, GradientError
-from tilestep.schedules.zero.schedule import _prepared as prepared
+from tilestep.schedules.zero.sharded import _prepared as prepared
 
 
 def alike(make: Any, params: list[Any], steps: int = 3, rtol: float = 2e-6) -> tuple[Any, Any]:

@@ -355,7 +355,10 @@ def save_numbers(optimizer: Optimizer, saved: Sequence[dict[str, Any]]) -> None:
         functions = [key for key, value in other.items() if key != "params" and changes(value)]
         if functions:
             # This waits for the device, as saving the checkpoint will.
-            steps = [optimizer.state[param]["step"] for param in group["params"] if param in optimizer.state]
+            states = [optimizer.state[param] for param in group["params"] if param in optimizer.state]
+            # A rank knows no step count of what another rank updates.
+            known = [state["step"] for state in states if "step" in state]
+            steps = known or [optimizer.schedule.step_of(optimizer, group)]
             step = max(1.0, *(float(one) for one in steps if one is not None), 1.0)
             other.update({key: _numbers(at_step(other[key], step, key)) for key in functions})
 

@@ -114,7 +114,8 @@ class Schedule:
 
     def push(self, optimizer: Any) -> None:
         """Bring what changed to the device before a replay."""
-        push(optimizer)
+        with self.for_graph(optimizer, alone=False, replays=True):
+            push(optimizer)
 
 
 AT_STEP = Schedule()  # the plain schedule, which every optimizer begins with

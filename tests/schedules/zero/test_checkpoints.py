@@ -293,6 +293,16 @@ def momentum_of_torch_s_optimizer_is_loaded_in_place() -> None:
             torch.testing.assert_close(param, wanted)
 
 
+def functions_of_the_step_are_saved_on_ranks_that_update_some_of_a_group() -> None:
+    model = nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(3))
+    optimizer = tilestep.Muon(model.parameters(), lr=lambda step: 1 / step)  # type: ignore[attr-defined]
+    optimizer = tilestep.shard(optimizer, model)
+    trained("muon", range(2), optimizer, model)
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.5
+    assert len(optimizer.state) in (1, 2)
+    assert optimizer.full_state_dict()["param_groups"][0]["lr"] == 0.5
+
+
 def states_go_to_fully_sharded_data_parallelism_and_back() -> None:
     from torch.distributed.fsdp import fully_shard
 
@@ -396,6 +406,7 @@ def a_function_of_the_step_and_a_user_s_own_values() -> None:
 
 
 CHECKS = [
+    functions_of_the_step_are_saved_on_ranks_that_update_some_of_a_group,
     full_states_go_to_torch_and_back,
     state_by_name_as_torch_gives_it,
     checkpoints_of_torch_s_optimizer_are_loaded_strictly,

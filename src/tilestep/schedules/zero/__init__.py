@@ -3,4 +3,4 @@
 from __future__ import annotations
 
 from .checkpoint import load_checkpoint, save_checkpoint
-from .schedule import ShardedOptimizer, shard
+from .sharded import ShardedOptimizer, shard

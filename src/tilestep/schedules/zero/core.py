@@ -67,7 +67,6 @@ class Member:
 
     name: str
     param: torch.Tensor
-    group: int
     bucket: Bucket
     slot: Slot
     division: Division
@@ -281,7 +280,7 @@ class Sharding(Placement):
         own = [optimizer.param_groups[groups[param]] for param in params]
         buckets, places = make_buckets(params, own, [divisions[param] for param in params], self.ranks, self.options)
         added = {
-            param: Member(names[param], param, groups[param], bucket, slot, divisions[param])
+            param: Member(names[param], param, bucket, slot, divisions[param])
             for bucket in buckets
             for slot, param in zip(bucket.layout.slots, bucket.params)
         }
