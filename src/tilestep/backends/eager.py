@@ -59,7 +59,7 @@ class EagerSegment(Segment):
         loads: dict[str, torch.Tensor] = {"grad": gradient.to(compute)}
         for name, storage in self.spec.storages.items():
             if name != "grad" and name not in self.spec.program.matrices.scratch:
-                loads[name] = values_of(storage, entry.arrays, name, compute, entry.param.shape, entry.columns or None)
+                loads[name] = values_of(storage, entry.arrays, name, compute, entry.param.shape)
         # Copies, as those of `values_of`: a rule may move a state's old value to another, which is written later.
         loads.update({name: matrix.clone() for name, matrix in entry.matrices.items()})
         numbers = {name: array[position] for name, array in self.scalar_states.items()}
@@ -74,8 +74,8 @@ class EagerSegment(Segment):
             elif name in graph.matrix_states:
                 entry.matrices[name].copy_(value)
             else:
-                columns, random = entry.columns or None, self._random(position, name)
-                stored_in(self.spec.storages[name], entry.arrays, name, value, entry.param.shape, columns, random)
+                random = self._random(position, name)
+                stored_in(self.spec.storages[name], entry.arrays, name, value, entry.param.shape, random)
         if float(self.control[UNSCALE]):
             gradient.mul_(float(self.control[INVERSE_SCALE]))
 

@@ -464,7 +464,7 @@ def _engines(
                 entry.origin = pair * first_index(share.param, share.label)
                 strides = tuple(pair * stride for stride in share.param.stride())
                 entry.strides = (*strides, 1) if pair > 1 else strides
-        entry.share = 1.0 if mesh_ranks is None else mesh_ranks.share(share.holder)
+        entry.weight = 1.0 if mesh_ranks is None else mesh_ranks.share(share.holder)
         optimizer.memory.on_entry(one.spec, entry)
         members[id(entry)] = share
         parts.setdefault(entry.param.device, {}).setdefault(id(one.spec), (one.spec, []))[1].append(entry)

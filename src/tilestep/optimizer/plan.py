@@ -89,7 +89,7 @@ class StepPlan:
         self._home_finishes = home.finish is not StateMemory.finish
         self.norm_sources: list[DeviceEngine | JointNorm] = list(dict.fromkeys(e.norm_source for e in self.engines))
         self.sums_in_tiles = len(self.norm_sources) == 1 and all(
-            e.norm_share == 1 for engine in self.engines for e in engine.entries
+            e.norm_weight == 1 for engine in self.engines for e in engine.entries
         )
         """Whether the launch of the decision may add up the tiles of the norm pass; the first such step finds out."""
         sources = self.norm_sources

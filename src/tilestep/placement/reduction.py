@@ -534,7 +534,7 @@ def _factor(group: ReductionGroup, entry: Entry, reduction: Value) -> float:
     if not _adds(reduction):
         return 1.0 if reduction.operation == "reduce_amax" else -1.0
     over = reduction.args[0].over
-    return group.share(entry.handle, over) if over and is_distributed(entry.handle) else entry.share
+    return group.share(entry.handle, over) if over and is_distributed(entry.handle) else entry.weight
 
 
 def _slice_part(group: ReductionGroup, segment: Segment, slot: int, reduction: Value) -> _Part | None:

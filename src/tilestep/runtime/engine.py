@@ -159,7 +159,7 @@ class DeviceEngine:
         self._norm: NormTable | None = None
         self._sum_squares: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         self.norm_pass: Callable[[], torch.Tensor] | None = None  # the call that `norm` makes, after the first
-        self._has_shares = any(entry.norm_share != 1 for entry in self.entries)
+        self._has_shares = any(entry.norm_weight != 1 for entry in self.entries)
         self._gradients_unchanged: bool | None = None
         self._started_norm: tuple[torch.Tensor, torch.Tensor] | None = None
         used = sorted({entry.group for entry in self.entries})

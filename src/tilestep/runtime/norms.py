@@ -81,7 +81,7 @@ class SharedNorm:
     """The norm pass over tensors with different shares: a table for each share, all with one table of addresses."""
 
     def __init__(self, device: torch.device, entries: Sequence[Entry]) -> None:
-        self.shares = sorted({entry.norm_share for entry in entries})
+        self.shares = sorted({entry.norm_weight for entry in entries})
         dtypes = [entry.grad_dtype for entry in entries]
         self.tables = [NormTable(device, _numels(entries, share), dtypes) for share in self.shares]
         self._weights = torch.tensor(self.shares, dtype=torch.float64, device=device)
@@ -102,7 +102,7 @@ class SharedNorm:
 
 def _numels(entries: Sequence[Entry], share: float) -> list[int]:
     """The number of elements of each tensor with this share; 0 for others."""
-    return [entry.param.numel() if entry.norm_share == share else 0 for entry in entries]
+    return [entry.param.numel() if entry.norm_weight == share else 0 for entry in entries]
 
 
 def norm_table(device: torch.device, entries: Sequence[Entry]) -> NormTable:

@@ -218,13 +218,12 @@ class Entry:
     scalars: dict[str, torch.Tensor] = field(default_factory=dict)
     group: int = 0  # index of its param group
     whole: torch.Tensor | None = None
-    share: float = 1.0
+    weight: float = 1.0  # of this rank's sums over it, where several ranks hold the same part
     in_norm: bool = True
     matrices: dict[str, torch.Tensor] = field(default_factory=dict)
     ordered: bool = False  # whether its gradient must lie in memory as it does itself; one that does not is copied
     gradient_device: torch.device | None = None
     exchange: tuple[Exchange, int] | None = None
-    columns: int = 0  # elements of a row of blocks, where its shape does not say it: of a flat piece of a tensor
     ordinal: int = 0  # its parameter's place among all of the optimizer
     origin: int = 0  # the first element's index in the whole tensor, which counts along its memory
     strides: tuple[int, ...] | None = None  # of the whole tensor along the dimensions of `param`; None for its own
@@ -240,9 +239,9 @@ class Entry:
         return [one for one in (*self.arrays.items(), *self.matrices.items()) if one[0] not in self.only_read]
 
     @property
-    def norm_share(self) -> float:
+    def norm_weight(self) -> float:
         """The weight of this rank's sum of squares in the norm."""
-        return self.share if self.in_norm else 0.0
+        return self.weight if self.in_norm else 0.0
 
     @property
     def handle(self) -> torch.Tensor:
@@ -596,7 +595,7 @@ def _sizes(tensor: torch.Tensor, from_end: Sequence[int]) -> list[int]:
 
 def _columns(entry: Entry) -> int:
     """Elements of a row of blocks; all of a tensor whose rows hold whole blocks."""
-    columns = entry.columns or rows_of(entry.param.shape)[1]
+    columns = rows_of(entry.param.shape)[1]
     return columns if columns % BLOCK else entry.param.numel()
 
 

@@ -105,8 +105,7 @@ class SegmentTaps:
         segment = self._segment
         entry, storage = segment.entries[position], segment.spec.storages[name]
         arrays = {own.name: self._arrays[position][own.name].to(segment.device) for own in storage.arrays(name)}
-        shape, columns = entry.param.shape, entry.columns or None
-        return values_of(storage, arrays, name, segment.spec.compute, shape, columns).to(torch.float64)
+        return values_of(storage, arrays, name, segment.spec.compute, entry.param.shape).to(torch.float64)
 
     def _put(self, position: int, column: str, value: torch.Tensor) -> None:
         self.totals[position, self.columns.slot(column)] = value

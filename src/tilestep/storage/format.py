@@ -320,7 +320,6 @@ def values_of(
     name: str,
     compute: torch.dtype = torch.float32,
     shape: Sequence[int] | None = None,
-    columns: int | None = None,
 ) -> torch.Tensor:
     """A buffer's values as a new tensor."""
     codec = codec_of(storage)
@@ -328,7 +327,7 @@ def values_of(
     if codec.has_blocks:
         first = codec.arrays[0]
         shape = tuple(loads[first.name].shape) if shape is None else tuple(shape)
-        columns = rows_of(shape)[1] if columns is None else columns
+        columns = rows_of(shape)[1]
         if not math.prod(shape):
             return torch.zeros(shape, dtype=compute, device=loads[first.name].device)
         # Of an offloaded optimizer the codes are on the host, and the scales are not.
@@ -347,7 +346,6 @@ def stored_in(
     name: str,
     values: torch.Tensor,
     shape: Sequence[int] | None = None,
-    columns: int | None = None,
     random: torch.Tensor | None = None,
 ) -> None:
     """Write new values, which may be broadcast, into a buffer's arrays; arguments as for `values_of`."""
@@ -357,7 +355,7 @@ def stored_in(
     if codec.has_blocks:
         own = storage.arrays(name)
         shape = tuple(tensors[own[0].name].shape) if shape is None else tuple(shape)
-        columns = rows_of(shape)[1] if columns is None else columns
+        columns = rows_of(shape)[1]
         if math.prod(shape):
             blocks = {"number": cut(number.expand(shape), columns)}
             blocks.update({} if random is None else {"random": cut(random, columns)})

@@ -185,14 +185,14 @@ class _Part:
             over = graph.slice_states.get(name)
             # What a rank's sums over a state of rows, columns or a matrix count; matrices are the same on all ranks.
             shares = [
-                entry.share
+                entry.weight
                 if sharers is None or not is_distributed(entry.handle)
                 else 1 / sharers.size
                 if over is None
                 else sharers.share(entry.handle, over)
                 for entry in self._entries
             ]
-            factors = [share / entry.share for share, entry in zip(shares, self._entries)]
+            factors = [share / entry.weight for share, entry in zip(shares, self._entries)]
             self._factors[name] = torch.tensor(factors, dtype=torch.float64, device=segment.device)
 
     def put_into(self, table: torch.Tensor) -> None:
@@ -246,7 +246,7 @@ class Measurer:
         for segment in segments:
             for entry in segment.entries:
                 if id(entry) in places:
-                    share[places[id(entry)]] = entry.share
+                    share[places[id(entry)]] = entry.weight
         self._numel = torch.tensor(numels, dtype=torch.float64, device=self.device)
         self._share = share.to(self.device)[:, None]
         self._parts = [_Part(segment, places, self._raw, sharers, self.device) for segment in segments]

@@ -32,13 +32,13 @@ def steps_behind(optimizer: Optimizer) -> list[float]:
 
 @contextmanager
 def sharded_states(optimizer: Optimizer, sharding: Sharding) -> Iterator[None]:
-    """A block in which an optimizer's `state` has what a checkpoint takes: pieces that know where they belong."""
+    """A block in which an optimizer's `state` has `ShardedTensorPiece`s, which know their place in the full tensors."""
     begin_ahead_again(optimizer)
     state = optimizer.state
     states: dict[torch.Tensor, dict[str, Any]] = {}
     for label, _, group, param in iter_params(optimizer):
         member, own, rule = sharding.member_of[param], state.get(param), optimizer.rule_of(group)
-        if own:
+        if own and member.piece is not None:
             entries = entries_of(own, rule.state_names)
             states[param] = {name: member.packed(value, entries.get(name)) for name, value in own.items()}
         elif member.piece is None and sharding.holds_state(optimizer, member):
@@ -51,7 +51,7 @@ def sharded_states(optimizer: Optimizer, sharding: Sharding) -> Iterator[None]:
 
 
 def _state_elsewhere(member: Member, label: str, group: Mapping[str, Any], rule: Rule) -> dict[str, Any]:
-    """State of a parameter that another rank has: buffers of which nothing is here."""
+    """State of a parameter that another rank owns: buffers of which this rank holds nothing."""
     like = torch.empty_like(member.param, device="meta")
     graph = graph_of(rule, group, like.shape)
     requests: Any = {}

@@ -1,4 +1,4 @@
-"""What a rank has of a sharded optimizer: buckets, and its sections of parameters, which are its shares."""
+"""The buckets of a sharded optimizer, and this rank's section of each parameter, which is its share."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .tensor_piece import ShardedTensorPiece
 
 
 def divisions_of(optimizer: Optimizer) -> dict[torch.Tensor, Division]:
-    """For each parameter whether one rank must have all of it, and where else it may be cut."""
-    # Whole are those whose rule works on more than elements and reductions over all of them. Products of matrices
-    # cost as many operations for an element as the shorter side is long, as those of Muon do; what is done by rows and
-    # columns costs the same for every element.
+    """For each parameter, whether one rank owns all of it, or where it may be cut."""
+    # A parameter stays whole if its rule does more than elementwise operations and reductions over the whole tensor.
+    # The cost of a matrix product (Muon) is the number of elements times the shorter side; the cost of operations on
+    # rows and columns is the number of elements.
     divisions: dict[torch.Tensor, Division] = {}
     for label, _, group, param in iter_params(optimizer):
         spec = spec_of(optimizer.rule_of(group), group, param, label=label)
@@ -46,9 +46,9 @@ def divisions_of(optimizer: Optimizer) -> dict[torch.Tensor, Division]:
 
 
 def _in_blocks(param: torch.Tensor) -> Division:
-    """Where a parameter with states in blocks may be cut: between blocks, or between rows that end inside of one."""
-    # Pieces begin at aligned addresses, so it is every sixteenth row where a row is odd. What has less than two such
-    # parts is not cut, and neither is what lies in memory with another dimension outside than the first.
+    """Where a parameter with states in blocks may be cut: between blocks, or between rows that end inside a block."""
+    # Sections begin at aligned addresses: rows of odd length are cut at every sixteenth row. A parameter with fewer
+    # than two such parts is not cut, nor a parameter whose slowest dimension in memory is not the first.
     lead, columns = rows_of(param.shape)
     order = memory_order(param)
     unit, by_rows = columns, columns % BLOCK != 0 and math.prod(lead) > 1
@@ -63,27 +63,27 @@ def _in_blocks(param: torch.Tensor) -> Division:
 
 @dataclass
 class Member:
-    """A parameter of a sharded optimizer."""
+    """A parameter of a sharded optimizer, and this rank's section of it."""
 
-    name: str
+    name: str  # in the model
     param: torch.Tensor
     bucket: Bucket
     slot: Slot
     division: Division
-    piece: torch.Tensor | None = None  # this rank's section, if it has some of it
-    whole: torch.Tensor | None = None  # on the meta device, all of it where it is cut
-    known_gradient: tuple[torch.Tensor, torch.Tensor] | None = None
+    piece: torch.Tensor | None = None  # this rank's section; None if another rank owns the whole parameter
+    whole: torch.Tensor | None = None  # of a cut parameter a meta tensor of its shape
+    known_gradient: tuple[torch.Tensor, torch.Tensor] | None = None  # a reduced bucket, and the slice for `piece`
     has_begun: bool | None = None
-    """Whether a step, or a checkpoint, has given it state: known on all ranks, whichever has the state. None before the
-    first step, which gives state to whatever trains."""
+    """Whether a step or a checkpoint has given the parameter state, the same on all ranks. None before the first step,
+    which gives state to all parameters that train."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether one rank has all of it."""
+        """Whether one rank owns the whole parameter."""
         return self.bucket.layout.whole
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's piece as its rule sees it: flat, by rows of blocks, or in the shape of the parameter it is."""
+        """A section as the rule sees it: flat, by rows of blocks, or in the parameter's shape."""
         if self.is_whole:
             return view_of(flat, self.param)
         if not self.division.by_rows:
@@ -95,18 +95,18 @@ class Member:
         return flat.as_strided(shape, self.param.stride(), flat.storage_offset())
 
     def entries(self, elements: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shape of a buffer with one entry for so many neighbours, and the order of its dimensions in memory."""
+        """The shape of a buffer with an entry for so many elements, and the order of its dimensions in memory."""
         shape = shape_of_entries(self.param.shape, elements)
         return shape, memory_order(self.param) if elements == 1 else tuple(range(len(shape)))
 
     def range_of(self, rank: int, elements: int = 1) -> tuple[int, int]:
-        """What a rank has of such a buffer, first entry and one past the last in the order of memory."""
+        """The range of such a buffer that a rank holds: first entry and one past the last in the order of memory."""
         start, stop = self.bucket.layout.piece(self.slot, rank)
         shape = self.param.shape
         return entries_before(shape, start, elements), entries_before(shape, stop, elements)
 
     def packed(self, value: Any, elements: int | None) -> Any:
-        """What a checkpoint takes for a value of the state; `elements` is how many an entry of its array covers."""
+        """A value of the state, as `state_dict` has it; an entry of its array covers `elements` elements."""
         assert self.piece is not None
         is_like_piece = isinstance(value, torch.Tensor) and value.shape == self.piece.shape
         if elements is not None or is_like_piece:
@@ -115,26 +115,26 @@ class Member:
             ranges = tuple(self.range_of(rank, elements) for rank in range(self.bucket.ranks.size))
             return ShardedTensorPiece(value, shape, order, ranges, self.bucket.ranks)
         if not isinstance(value, torch.Tensor) or value.dim() == 0 or not self.is_whole:
-            # A number, or what a user keeps there.
+            # A number, or a user's entry.
             return value
-        # Numbers for each row or column: of whole parameters only.
+        # Rows, columns and square matrices: of whole parameters only.
         return self.alone(value)
 
     def alone(self, value: torch.Tensor) -> ShardedTensorPiece:
-        """A buffer of any shape that one rank has alone, as it has the parameter; on the others a meta tensor."""
+        """A buffer of any shape on the rank that owns the parameter; other ranks pass a meta tensor."""
         shape, numel, ranks = tuple(value.shape), value.numel(), self.bucket.ranks
         pieces = [self.bucket.layout.piece(self.slot, rank) for rank in range(ranks.size)]
-        # Of an empty parameter every rank has the buffers.
+        # Every rank has the buffers of an empty parameter.
         ranges = tuple((0, numel) if start < stop or not self.slot.numel else (0, 0) for start, stop in pieces)
         local = torch.empty(0, dtype=value.dtype, device=self.param.device) if value.is_meta else value
         order = memory_order(self.param) if shape == tuple(self.param.shape) else tuple(range(len(shape)))
         return ShardedTensorPiece(local, shape, order, ranges, ranks)
 
     def own_state(self, rule: Rule, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """What of a saved state is this rank's."""
+        """This rank's part of a saved state."""
         entries = entries_of(saved, rule.state_names)
         if entries and not self.is_whole and not self.division.keeps_blocks:
-            # Pieces that may begin inside of a block take what it has by value.
+            # A section may begin inside a block: decode the blocks.
             saved = dict(saved)
             for name, storage in states_in_blocks(saved).items():
                 saved[name] = values_of(storage, saved, name, shape=self.param.shape)
@@ -148,7 +148,7 @@ class Member:
         }
 
     def _own(self, name: str, value: Any, elements: int, *, is_cut: bool) -> Any:
-        """What of a saved value is this rank's."""
+        """This rank's part of a saved value."""
         assert self.piece is not None
         if not isinstance(value, torch.Tensor):
             return value
@@ -175,7 +175,7 @@ class Member:
         return self.shaped(mine) if elements == 1 else mine.view(shape_of_entries(self.piece.shape, elements))
 
     def take_gradient(self, section: torch.Tensor | None, trains: bool) -> None:
-        """Have the piece hold its part of this rank's section of summed gradients; None for no gradient."""
+        """Set `piece.grad` to its slice of the reduced bucket, or to None."""
         piece = self.piece
         if piece is None:
             return
@@ -191,7 +191,7 @@ class Member:
 
 
 class Sharding(Placement):
-    """What this rank has of an optimizer that is split over ranks: buckets, and sections of parameters in them."""
+    """The placement of a sharded optimizer: parameters lie in buckets, of which each rank updates a section."""
 
     tables_cover_all = True
     device: torch.device
@@ -206,28 +206,28 @@ class Sharding(Placement):
         norm_groups: Sequence[Any] = (),
     ) -> None:
         self.model, self.ranks, self.options, self.norm_groups = model, ranks, options, list(norm_groups)
-        self.deciders = ranks.with_others(norm_groups)  # all that decide a step together, with other parts of the model
+        self.deciders = ranks.with_others(norm_groups)  # all ranks that decide a step together
         self.buckets: list[Bucket] = []
         self.members: list[Member] = []
         self.member_of: dict[Any, Member] = {}
-        self.parts: Any = None  # what takes updated sections part by part, with `take(segments)`; None for nothing
+        self.parts: Any = None  # an `UpdateInParts`, which cuts the passes of a plan; None if updates are not cut
         self._bucket_of: dict[int, Bucket] = {}
         self._listed: list[list[torch.Tensor]] = []  # the parameters of each param group
-        self.rules: list[str | None] = []  # what each of them says of its rule
-        self.places = self._lay_out(optimizer, names)  # for each bucket the places of its parameters among all
+        self.rules: list[str | None] = []  # the "rule" of each param group
+        self.places = self._lay_out(optimizer, names)  # for each bucket the indices of its parameters
         self.device = self.buckets[0].flat.device
         self._align(self.buckets)
         with torch.no_grad():
-            # The model's other parameters, and its buffers, begin with the first rank's values too.
+            # The model's other parameters and its buffers start with the first rank's values too.
             for tensor in (*model.parameters(), *model.buffers()):
                 plain = tensor.layout is torch.strided and not tensor.is_quantized
                 if tensor not in self.member_of and tensor.device == self.device and plain:
                     stored = tensor.detach()
                     for dim, (size, stride) in enumerate(zip(stored.shape, stored.stride())):
-                        # Memory that `expand` repeats is sent once.
+                        # Expanded memory is sent once.
                         stored = stored.narrow(dim, 0, 1) if stride == 0 and size > 1 else stored
                     sent = stored.contiguous()
-                    # As bytes: backends do not know every type.
+                    # As bytes: backends do not support every dtype.
                     ranks.broadcast(sent.view(-1).view(torch.uint8))
                     stored.copy_(sent)
         self._cut(self.members)
@@ -236,7 +236,7 @@ class Sharding(Placement):
         member = self.member_of.get(listed[3])
         share = super().share(listed, ordinal)
         if member is None or share is None:
-            # It is about to be added, and is not divided yet.
+            # `add_param_group` checks the parameter before it is laid out.
             return share
         if member.piece is None:
             return None
@@ -259,19 +259,19 @@ class Sharding(Placement):
         return self.ranks.reductions
 
     def take_part(self, plan: Any) -> None:
-        """All ranks decide, and those that share the parameters combine reductions."""
+        """Let all ranks decide steps together, and the ranks that split the state combine reductions."""
         plan.ranks, plan.sharers = self.deciders, self.ranks.reductions
 
         def first_cut(segment: Any) -> int:
             return min((entry.ordinal for entry in segment.entries if entry.whole is not None), default=0)
 
-        # Of all ranks in one order: what one has whole may come first in a segment there.
+        # In the same order on all ranks: a whole parameter may come first in a segment on one rank only.
         plan.shared_sums = [SharedSums(plan.sharers, sorted(engine.segments, key=first_cut)) for engine in plan.engines]
         if self.parts is not None:
             self.parts.take([segment for engine in plan.engines for segment in engine.segments])
 
     def _lay_out(self, optimizer: Optimizer, names: dict[Any, str]) -> list[tuple[int, ...]]:
-        """Bring the parameters that are not there yet into buckets."""
+        """Lay out new parameters in buckets."""
         groups = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
         self._listed = [list(group["params"]) for group in optimizer.param_groups]
         self.rules = [group.get("rule") for group in optimizer.param_groups]
@@ -290,7 +290,7 @@ class Sharding(Placement):
         return [tuple(before + place for place in bucket) for bucket in places]
 
     def add_group(self, optimizer: Optimizer, names: dict[Any, str]) -> tuple[list[Bucket], list[tuple[int, ...]]]:
-        """Bring the parameters of the last param group into buckets of their own; these, and the places in them."""
+        """Lay out the parameters of the last param group in new buckets; these, and the indices of their parameters."""
         buckets, members = len(self.buckets), len(self.members)
         places = self._lay_out(optimizer, names)
         self._align(self.buckets[buckets:])
@@ -299,20 +299,20 @@ class Sharding(Placement):
 
     @torch.no_grad()
     def _align(self, buckets: Sequence[Bucket]) -> None:
-        """Begin with the first rank's parameters everywhere."""
+        """Give all ranks the first rank's parameters."""
         for bucket in buckets:
             self.ranks.broadcast(bucket.flat)
             if bucket.exact is not None:
                 bucket.exact.copy_(bucket.section_of(bucket.flat))
 
     def _cut(self, members: Sequence[Member]) -> None:
-        """Give parameters this rank's sections of them."""
+        """Make this rank's sections of parameters."""
         for member in members:
             start, stop = member.bucket.piece(member.slot)
             if member.is_whole and start == stop and member.slot.numel:
                 continue
             flat = member.bucket.cut(member.bucket.updated, member.slot)
-            # A version of its own: what others write into the bucket is noticed at the parameters.
+            # With its own version counter: writes of other code are noticed at the parameters.
             member.piece = member.shaped(flat).data.requires_grad_(member.param.requires_grad)
             self._bucket_of[id(member.piece)] = member.bucket
             if member.bucket.grad_dtype != member.piece.dtype:
@@ -321,7 +321,7 @@ class Sharding(Placement):
                 member.whole = torch.empty(member.param.shape, dtype=member.param.dtype, device="meta")
 
     def require_groups(self, optimizer: Optimizer) -> None:
-        """Raise if param groups have other parameters or rules than those that are divided over the ranks."""
+        """Raise if param groups have other parameters or rules than `shard` and `add_param_group` have laid out."""
         listed = [group["params"] for group in optimizer.param_groups]
         if [set(map(id, params)) for params in listed] != [set(map(id, params)) for params in self._listed]:
             raise RuntimeError(
@@ -336,19 +336,19 @@ class Sharding(Placement):
             )
 
     def bucket_of(self, piece: torch.Tensor) -> Bucket | None:
-        """The bucket that a section lies in; None for what is none."""
+        """The bucket of a section; None for any other tensor."""
         return self._bucket_of.get(id(piece))
 
     def note_stepped(self, has_gradient: Iterable[bool], trains: Iterable[int]) -> None:
-        """After a step: what trains has state when the first one begins, and all else when it has a gradient."""
+        """After a step: parameters that train have state from the first step on, others from their first gradient."""
         for member, has_one, is_trained in zip(self.members, has_gradient, trains):
             member.has_begun = bool(member.has_begun or has_one or (member.has_begun is None and is_trained))
 
     def holds_state(self, optimizer: Optimizer, member: Member) -> bool:
-        """Whether a parameter has state, on whichever rank."""
+        """Whether any rank has state of a parameter."""
         if member.piece is not None:
             return bool(vars(optimizer)["state"].get(member.param))
         if member.has_begun is None:
-            # Tables that are there before a step have state for whatever trains.
+            # A plan made before the first step has state of all parameters that train.
             return member.param.requires_grad and optimizer.plan is not None
         return member.has_begun

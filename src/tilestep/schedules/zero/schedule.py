@@ -1,4 +1,4 @@
-"""What `shard` attaches to an optimizer: updates of this rank's pieces at the step, sums and gathers around it."""
+"""The schedule of a sharded optimizer: reduces gradients, updates this rank's sections, gathers parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .ranks import HyperparameterDigest, attempt_together, validate_across_ranks
 
 @dataclass
 class _Gradients:
-    """What decides which pieces have a gradient, and where; the numbers in the sections may change."""
+    """Which sections have a gradient, and where it is; the numbers may change."""
 
     sections: list[torch.Tensor | None]
     has_gradient: tuple[bool, ...]
@@ -39,7 +39,7 @@ class _Gradients:
 
 
 class ShardedSchedule(Schedule):
-    """When a sharded optimizer sums gradients, updates this rank's sections, and sends them."""
+    """Reduces gradients in backward, updates this rank's sections in the step, and gathers the parameters after it."""
 
     not_copied = "a sharded optimizer cannot be copied or pickled: save its state_dict() or full_state_dict()"
     begins_together = True
@@ -54,12 +54,12 @@ class ShardedSchedule(Schedule):
         self.parameters = ParameterSync(model, buckets, options, self.channel)
         self._parts = UpdateInParts(self.parameters, sharding.bucket_of) if self.channel.in_order else None
         sharding.parts = self._parts
-        self._ready: _Gradients | None = None  # the gradients that the sections have been given
-        self._stepped: _Gradients | None = None  # those of the last step, if no section was written to since
-        self._begun: _Gradients | None = None  # those when it was last noted which parameters have state
-        self._captures_alone = False  # whether a step is being captured without the backward before it
+        self._ready: _Gradients | None = None  # the gradients that were given to the sections
+        self._stepped: _Gradients | None = None  # the gradients of the last step, if no section was written to since
+        self._begun: _Gradients | None = None  # the gradients of the last `note_stepped`
+        self._captures_alone = False  # whether a step is being captured without its backward
         self.consolidated: dict[str, Any] | None = None  # gathered for the next `state_dict`
-        self._overflows_are_shared = False  # whether all ranks know what a scaler has found since the last step
+        self._overflows_are_shared = False  # whether a scaler has combined its overflow flags since the last step
 
     @property
     def optimizer(self) -> Optimizer:
@@ -74,7 +74,7 @@ class ShardedSchedule(Schedule):
         return super().making_plan()
 
     def step(self, plain: Callable[..., None]) -> None:
-        """Update this rank's sections and send them to the others."""
+        """Update this rank's sections and begin to gather the parameters."""
         optimizer = self._reference()
         assert optimizer is not None
         if optimizer.is_evaluating:
@@ -87,7 +87,7 @@ class ShardedSchedule(Schedule):
         self._overflows_are_shared = False
         sharding, gradients = self.sharding, self.gradients
         if [group.get("rule") for group in optimizer.param_groups] != sharding.rules:
-            # Of other parameters a plan is made anew, which asks too.
+            # Other parameters need a new plan, which checks them.
             sharding.require_groups(optimizer)
         captures = is_capturing()
         if captures:
@@ -102,11 +102,11 @@ class ShardedSchedule(Schedule):
                 self._captures_alone or gradients.summed_in_graph,
                 "its gradients were summed before the graph: capture backward too, or use tilestep.capture(optimizer)",
             )
-        # Sections and their gradients are where they were at the last step, and what that has made of them: this cuts
-        # the sections and knows, since nothing else has them. Not in a capture, which looks at everything.
+        # Nothing else holds the sections and their gradients: they are unchanged since the last step, unless this
+        # schedule has changed them. A capture looks at every tensor.
         unmoved = not captures and self._ready is self._stepped
         self._stepped = self.consolidated = None
-        # One that was frozen after its gradients were summed is updated, as torch does with whatever has a gradient.
+        # A parameter that was frozen after its gradient was reduced is updated: torch updates all that have a gradient.
         updates = bytes(sums.was_summed or sums.bucket.trains for sums in gradients.sums)
         if self._parts is None or captures:
             plain(unmoved=unmoved)
@@ -123,16 +123,14 @@ class ShardedSchedule(Schedule):
 
     @gradientless
     def sync_masters(self, optimizer: Any) -> None:
-        """Have every parameter arrive, and take over what other code has written to them."""
+        """Wait for all parameters, and take over writes of other code to them."""
         self._follow_parameters(None)
 
     def _follow_parameters(self, versions: int | None) -> None:
-        """As `sync_masters`, without gradients; `versions` is how often they have been written to, if known."""
+        """As `sync_masters`, without gradients; `versions` is the sum of the parameters' versions, if known."""
         params = self.parameters
         if params.is_pending:
             params.wait_all()
-        if not params.is_exact and not params.fixed.look() and versions is not None and versions == params.versions:
-            return
         written = [self.sharding.member_of[param].piece for param in params.written(versions)]
         if written:
             self._stepped = None
@@ -140,7 +138,7 @@ class ShardedSchedule(Schedule):
 
     @gradientless
     def complete_gradients(self, optimizer: Any) -> None:
-        """Have the sections hold their summed gradients, and be what the parameters are; all ranks call it."""
+        """Give the sections their reduced gradients and the parameters' values; all ranks call it."""
         self._make_ready(is_capturing())
 
     def _make_ready(self, captures: bool) -> None:
@@ -151,7 +149,9 @@ class ShardedSchedule(Schedule):
         versions, trains, has_gradient = gradients.finish(captures)
         if gradients.digest.trains != gradients.trains:
             gradients.follow_trains()
-        self._follow_parameters(versions)
+        params = self.parameters
+        if params.is_pending or params.is_exact or versions != params.versions or params.fixed.look():
+            self._follow_parameters(versions)
         before = self._ready
         sections = [sums.section for sums in gradients.sums]
         if (
@@ -175,7 +175,7 @@ class ShardedSchedule(Schedule):
                 member.take_gradient(section_of[id(member.bucket)] if has_one else None, bool(is_trained))
 
     def step_of(self, optimizer: Any, group: Mapping[str, Any]) -> Any:
-        """As of a plain optimizer; that of other groups where a rank has no share of this one."""
+        """As of a plain optimizer; the step count of other groups on a rank without shares of this group."""
         own = super().step_of(optimizer, group)
         members = (self.sharding.member_of[param] for param in group["params"])
         if own is not None or not any(self.sharding.holds_state(optimizer, member) for member in members):
@@ -185,13 +185,13 @@ class ShardedSchedule(Schedule):
 
     @torch.no_grad()
     def present_gradients(self, optimizer: Any) -> list[tuple[Any, torch.Tensor]]:
-        """Parameters with this rank's pieces of their gradients, summed up; all ranks call it."""
+        """Parameters with this rank's sections of their reduced gradients; all ranks call it."""
         self.complete_gradients(optimizer)
         pieces = [(member.param, member.piece) for member in self.sharding.members if member.piece is not None]
         return [(param, piece.grad) for param, piece in pieces if piece.grad is not None]
 
     def before_zero_grad(self) -> None:
-        """Drop gradients that are summed up already too."""
+        """Drop reduced gradients too."""
         self.gradients.reset()
 
     def stepped(self, optimizer: Any) -> list[torch.Tensor]:
@@ -229,7 +229,7 @@ class ShardedSchedule(Schedule):
         if held_averages:
             self.parameters.gather()
         for member in self.sharding.members:
-            # Others that train begin with the next step.
+            # Other parameters that train get state at the next step.
             member.has_begun = True if member.param in begun else None
         self._begun = None
 
@@ -255,12 +255,12 @@ class ShardedSchedule(Schedule):
         self._ready = self._begun = None
 
     def hold_weights(self, training: bool, plain: Callable[[], None]) -> None:
-        """Let the sections hold the weights that train or those to evaluate, and send them to the other ranks."""
-        # What is on its way is read until it has arrived.
+        """Write the weights that train, or the weights to evaluate, into the sections, and gather the parameters."""
+        # Gathers read the sections until they have finished.
         self.sync_masters(self.optimizer)
         self._stepped = None
         plain()
-        # Of all: what is frozen now may have been averaged before.
+        # All buckets: a parameter that is frozen now may have an average.
         self.parameters.gather()
 
     def had_gradients(self, optimizer: Any) -> bool:
@@ -269,11 +269,11 @@ class ShardedSchedule(Schedule):
 
     @gradientless
     def unscale(self, optimizer: Any, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Unscale the pieces; overflows of one rank are those of all."""
+        """Unscale the sections' gradients; an overflow on one rank is an overflow on all ranks."""
         self._make_ready(is_capturing())
         sharding = self.sharding
         dtypes = {bucket.grad_dtype for bucket in sharding.buckets if bucket.trains and self.had_gradients(optimizer)}
-        # So that a scaler finds every device and dtype on all ranks, on one too that has no piece with such a gradient.
+        # A scaler has a flag for each device and dtype that it finds: all ranks must find the same.
         empty = [torch.zeros(0, dtype=dtype, device=sharding.device, requires_grad=True) for dtype in dtypes]
         for tensor in empty:
             tensor.grad = torch.zeros_like(tensor)
@@ -287,7 +287,7 @@ class ShardedSchedule(Schedule):
 
     @contextmanager
     def for_graph(self, optimizer: Any, *, alone: bool, replays: bool = False) -> Iterator[None]:
-        """A block in which a step is captured or replayed, with all where graphs look for it."""
+        """A block in which a step is captured or replayed: gradients and parameters are complete."""
         if not replays:
             require_no_waits(optimizer)
         self.sharding.require_groups(optimizer)
@@ -309,6 +309,6 @@ class ShardedSchedule(Schedule):
             self.parameters.note_update()
 
     def prepare_capture(self, optimizer: Any) -> None:
-        """Get ready; the graph has to hold backward too, or to be made by `tilestep.capture`."""
+        """Prepare a capture; the graph must contain backward too, or be made by `tilestep.capture`."""
         with self.for_graph(optimizer, alone=False):
             prepare_capture(optimizer)

@@ -1,4 +1,4 @@
-"""What a sharded optimizer's `state_dict` has for a tensor of which this rank holds a range of elements."""
+"""Tensors of a sharded optimizer's `state_dict`, of which this rank holds a range of elements."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from .buckets import Box, boxes, memory_order
 class ShardedTensorPiece(torch.Tensor):
     """A tensor of the full shape of which this rank has one range, counted along the memory of its parameter."""
 
-    # It holds no memory but the range; nothing is computed with it. A range of a tensor of several dimensions is not a
-    # block of it, but a few blocks side by side: as such a checkpoint stores it, and so reads it on any number of
-    # ranks.
+    # Its memory is the range; operations on it are refused. A range of a tensor of several dimensions is not a block
+    # but a few neighbouring blocks: checkpoints store these, and read them on any number of ranks.
 
-    local: torch.Tensor  # what of it is here, flat
+    local: torch.Tensor  # the elements on this rank, flat
     own_range: tuple[int, int]  # first element and one past the last, in the order of the dimensions in memory
     ranges: tuple[tuple[int, int], ...]  # the range of every rank
     order: tuple[int, ...]  # its dimensions from the slowest in memory to the fastest
