@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..backends.spec import KernelSpec
+from ..placement import Share
 from ..placement.local import local_part
 from ..runtime import DeviceEngine, Entry, JointNorm
 from ..runtime.segment import Segment
@@ -68,9 +69,9 @@ class StateMemory:
         """The gradients that kernels read, by engine and parameter."""
         return gradients
 
-    def present_gradients(self, params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Parameters with the local parts of their gradients, where they have some."""
-        return [(param, local_part(param.grad)) for param in params if param.grad is not None]
+    def present_gradients(self, shares: Sequence[Share]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters with the local parts of their gradients, if they have any."""
+        return [(share.param, local_part(share.holder.grad)) for share in shares if share.holder.grad is not None]
 
     def power_sums(self, sources: Sequence[DeviceEngine | JointNorm]) -> list[torch.Tensor]:
         """Sums of squares of this step's gradients, float64[1] each on any device, not waited for."""

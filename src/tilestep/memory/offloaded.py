@@ -20,7 +20,7 @@ from ..optimizer import Optimizer
 from ..optimizer.build import spec_of
 from ..optimizer.optimizer import Attached, AttachedType
 from ..optimizer.parameters import shares_of
-from ..placement import is_distributed
+from ..placement import Share, is_distributed
 from ..placement.local import local_part
 from ..runtime import Stale, grad_dtype, is_dense
 from ..runtime.segment import Segment, same_walk
@@ -438,10 +438,10 @@ class OffloadedState(StateMemory):
             kept.has_taken_some or any(param.grad is not None for param in params)
         )
 
-    def present_gradients(self, params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def present_gradients(self, shares: Sequence[Share]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """As for any memory, and the gradients on the host."""
-        params = list(params)
-        return [*super().present_gradients(params), *(self.kept.arrived(params) if self.kept is not None else ())]
+        kept = () if self.kept is None else self.kept.arrived([share.param for share in shares])
+        return [*super().present_gradients(shares), *kept]
 
     def unscale(self, optimizer: Any, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a scaler's function with the gradients on the host, and with those still on parameters."""

@@ -575,7 +575,13 @@ class Optimizer(torch.optim.Optimizer):
             raise RuntimeError("first_nonfinite: make the optimizer with stats=tilestep.Stats(every=...)")
         params = [param for group in self.param_groups for param in group["params"]]
         sharers = self.placement.sharers(params) if self._plan is None else self._plan.sharers
-        return self.taps.first_nonfinite(self.param_groups, lambda: self.schedule.present_gradients(self), sharers)
+        return self.taps.first_nonfinite(self.param_groups, self._present_gradients, sharers)
+
+    @torch.no_grad()
+    def _present_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters with this rank's shares of their gradients."""
+        self.schedule.complete_gradients(self)
+        return self.memory.present_gradients(shares_of(self))
 
     def changes(self, *, clear: bool = True, gather: bool = False) -> list[Change]:
         """The stored weights whose bits have changed since the beginning, or since the list was last cleared.

@@ -55,10 +55,6 @@ class Schedule:
         states = (optimizer.state.get(param, {}) for param in group["params"])
         return next((state["step"] for state in states if "step" in state), None)
 
-    def present_gradients(self, optimizer: Any) -> list[tuple[Any, torch.Tensor]]:
-        """Parameters with what there is of their gradients on this rank."""
-        return optimizer.memory.present_gradients(p for group in optimizer.param_groups for p in group["params"])  # type: ignore[no-any-return]
-
     def before_zero_grad(self) -> None:
         """Let go of gradients that are kept elsewhere."""
 

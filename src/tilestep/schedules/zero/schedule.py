@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -182,13 +182,6 @@ class ShardedSchedule(Schedule):
             return own
         steps = [state["step"] for state in optimizer.state.values() if "step" in state]
         return torch.stack(steps).amax() if steps else None
-
-    @torch.no_grad()
-    def present_gradients(self, optimizer: Any) -> list[tuple[Any, torch.Tensor]]:
-        """Parameters with this rank's sections of their reduced gradients; all ranks call it."""
-        self.complete_gradients(optimizer)
-        pieces = [(member.param, member.piece) for member in self.sharding.members if member.piece is not None]
-        return [(param, piece.grad) for param, piece in pieces if piece.grad is not None]
 
     def before_zero_grad(self) -> None:
         """Drop reduced gradients too."""
