@@ -666,7 +666,7 @@ def of_placement() -> None:
     >>> import torch
     >>> from tilestep.placement import Share
     >>> param = torch.zeros(2, 3)
-    >>> Share("", "", param, param.view(-1)[2:], 0, {}, 0, start=2, order=(1, 0)).logical(torch.tensor([0, 1]))
+    >>> Share("", "", param, param[0], 0, {}, 0, param[0], start=2, order=(1, 0)).logical(torch.tensor([0, 1]))
     tensor([1, 4])
 
     >>> import torch

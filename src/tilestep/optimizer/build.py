@@ -125,7 +125,6 @@ class _Planned:
     graph: Graph
     spec: KernelSpec
     state: dict[str, Any]
-    exchange: Any = None
     is_unreal: bool = False
 
 
@@ -259,7 +258,7 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
     for one in planned:
         label, holder = one.share.label, one.share.holder
         if one.spec.program.matrices.scratch and not is_whole(holder):
-            one.exchange = take_in_matrix(exchanges, label, holder, everywhere=bool(one.graph.matrix_states))
+            one.share.exchange = take_in_matrix(exchanges, label, holder, everywhere=bool(one.graph.matrix_states))
     fill_buffers(requests, memory)
     fresh = {id(one.state[key]) for key in MASTER_KEYS for one in requests.get(key, ()) if one.source is None}
     unreal = [one for one in planned if one.is_unreal]
@@ -354,6 +353,7 @@ def _planned(
     part = local if is_plain else as_real(local)
     if not memory.is_beside:
         part = memory.part(param, part)
+    share.local = part
     if "master_weights" in group:
         check_master(label, part.dtype, group)
     kind = _kind_of(optimizer, kinds, share, part)
@@ -492,8 +492,7 @@ def _engines(
 
 def _entry(optimizer: Optimizer, one: _Planned) -> Entry:
     """A share as an engine sees it."""
-    share, holder = one.share, one.share.holder
-    part = optimizer.memory.part(holder, as_real(local_part(holder)))
+    share, holder, part = one.share, one.share.holder, one.share.local
     scratch = one.spec.program.matrices.scratch
     names = [array.name for array in one.spec.arrays if array.name not in scratch]
     arrays = {name: part if name == "param" else one.state[name] for name in names}
@@ -506,7 +505,7 @@ def _entry(optimizer: Optimizer, one: _Planned) -> Entry:
     read = set(one.graph.states).difference(one.graph.outputs)
     arrays_of = [array for name in read & one.spec.storages.keys() for array in one.spec.storages[name].arrays(name)]
     entry.only_read = read.union(array.name for array in arrays_of)
-    entry.exchange = one.exchange
+    entry.exchange = share.exchange
     entry.in_norm = share.group.get("in_norm", True)
     return entry
 

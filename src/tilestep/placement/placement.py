@@ -26,6 +26,8 @@ class Share:
     group_index: int
     group: dict[str, Any]
     ordinal: int  # its place among all parameters
+    local: torch.Tensor  # what kernels update: `holder`, the local part of a DTensor, or its copy on the host
+    exchange: Any = None  # of a cut matrix, whose rule takes whole ones: a `MatrixExchange`, and its number there
     whole: torch.Tensor | None = None  # on the meta device, all of a parameter of which `holder` is a cut section
     start: int | None = None  # of a cut section the first element, counted along the parameter's memory
     order: tuple[int, ...] = ()  # of a cut section the parameter's dimensions from the slowest in memory to the fastest
@@ -58,7 +60,7 @@ class Placement:
     def share(self, listed: Listed, ordinal: int) -> Share | None:
         """This rank's share of a parameter; None if other ranks have all of it."""
         label, group_index, group, param = listed
-        return Share(label, label, param, param, group_index, group, ordinal)
+        return Share(label, label, param, param, group_index, group, ordinal, param)
 
     def holder(self, param: torch.Tensor) -> torch.Tensor:
         """The tensor that steps update in place of a parameter of which this rank has a share."""

@@ -242,7 +242,8 @@ class Sharding(Placement):
             return None
         if "param_names" not in share.group:
             share.label = f"{share.label} ({member.name})"
-        share.holder, share.whole = member.piece, member.whole
+        share.holder = share.local = member.piece
+        share.whole = member.whole
         if member.whole is not None:
             share.start = member.bucket.piece(member.slot)[0]
             share.order = tuple(range(member.param.dim())) if member.division.by_rows else memory_order(member.param)
