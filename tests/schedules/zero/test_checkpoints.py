@@ -300,7 +300,11 @@ def functions_of_the_step_are_saved_on_ranks_that_update_some_of_a_group() -> No
     trained("muon", range(2), optimizer, model)
     assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.5
     assert len(optimizer.state) in (1, 2)
-    assert optimizer.full_state_dict()["param_groups"][0]["lr"] == 0.5
+    for param in [param for param in model.parameters() if param not in optimizer.state]:
+        optimizer.state[param] = {"mine": torch.ones(2)}  # of a parameter that another rank updates
+    trained("muon", range(2, 3), optimizer, model)
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == 1 / 3
+    assert optimizer.full_state_dict()["param_groups"][0]["lr"] == 1 / 3
 
 
 def states_go_to_fully_sharded_data_parallelism_and_back() -> None:

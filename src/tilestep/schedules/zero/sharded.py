@@ -355,10 +355,12 @@ def shard(
     names = validate_across_ranks(optimizer, model, ranks, options, also)
     route_unscaling(lambda optimizer: isinstance(optimizer, ShardedOptimizer), _route)
     state = optimizer.state_dict() if any(steps_behind(optimizer)) else None
+    if state is None:
+        optimizer.state.clear()
+    optimizer.drop_plan()
     sharding = Sharding(optimizer, model, names, apart_from_others(ranks, model), options, norm_groups)
     schedule = ShardedSchedule(optimizer, sharding)
     with unchanged_on_error(optimizer):
-        optimizer.drop_plan()
         optimizer.state.clear()
         optimizer.held = {}
         # What each rank has counted alone; what they go on with is in the state.
