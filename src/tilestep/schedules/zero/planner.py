@@ -21,12 +21,13 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
     """A strict planner for `torch.distributed.checkpoint.load` that accepts checkpoints of torch's optimizers too.
 
     tilestep's param groups have a rule, a clip and a format of masters, and its states a step count, which checkpoints
-    of torch's optimizers may lack. `DefaultLoadPlanner` refuses such a checkpoint, or, with `allow_partial_load`,
-    accepts one that lacks any state. This planner keeps the optimizer's values for what torch does not have, and raises
-    if anything else is missing. For an optimizer without state, before its first step, it loads the state as full
-    tensors in CPU memory. It does the same for states in other blocks than the optimizer's (`state_dtype`), which
-    `load_state_dict` converts by value; `DefaultLoadPlanner` finds no such keys. It refuses a checkpoint
-    with another format of masters (`master_weights`), and says what to do.
+    of torch's optimizers may lack; rules of this version may have hyperparameters that an earlier version did not have.
+    `DefaultLoadPlanner` refuses such a checkpoint, or, with `allow_partial_load`, accepts a checkpoint that lacks any
+    state. This planner keeps the optimizer's values of such keys of param groups, and raises if anything else is
+    missing. For an optimizer without state, before its first step, it loads the state as full tensors in CPU memory. It
+    does the same for states in other blocks than the optimizer's (`state_dtype`), which `load_state_dict` converts by
+    value; `DefaultLoadPlanner` finds no such keys. It refuses a checkpoint with another format of masters
+    (`master_weights`), and says what to do.
 
     Example:
         >>> import tempfile, torch, tilestep, torch.distributed.checkpoint as dcp
@@ -82,7 +83,8 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             if name == "step":
                 # A plain SGD has nothing else, and torch's not even that.
                 return not counts or place not in places
-            return "param_groups." in f"{place}." and name in OWN_KEYS
+            # `load_state_dict` keeps the optimizer's value of a hyperparameter that the checkpoint's group lacks.
+            return "param_groups." in f"{place}." and (name in OWN_KEYS or (place in places and name != "params"))
 
         self.state_dict = {
             key: value for key, value in self.state_dict.items() if key in saved or not is_never_saved(str(key))
