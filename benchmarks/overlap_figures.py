@@ -10,7 +10,7 @@ iterations: contenders take turns, each with a model of its own; those that clip
 exposes is the difference from "no step" in the same round, since machines drift. memory: peaks with short sequences,
 where gradients and not activations are at the peak; "dropped" lets every gradient go at once and updates nothing, and
 no schedule needs less (benchmarks/overlap_floor.py says of what that is made). losses: a hundred steps of each
-schedule in torch's deterministic mode. auto: what during="auto" chooses.
+schedule in torch's deterministic mode.
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ LEAST_ROUNDS = 3
 SHORT = (64, 16)
 """Tokens of sequences whose activations are little beside the gradients, which then are the peak."""
 STEPS = 100
-TRIED_STEPS = 30
-"""Steps after which during="auto" has chosen."""
 GRACE_SECONDS = 30.0
 """How long after the limit ranks may take to come to an end."""
 
@@ -94,7 +92,7 @@ class Bench:
         def timed(each: tuple[str, int, str]) -> tuple[str, Any]:
             return each[0], lambda: self.iterations(each[1], each[2])
 
-        found = [*map(timed, first), ("memory", self.memory), ("losses", self.losses), ("auto", self.auto)]
+        found = [*map(timed, first), ("memory", self.memory), ("losses", self.losses)]
         found += map(timed, later)
         return [(name, part) for name, part in found if name.split(",")[0] in self.settings.parts]
 
@@ -182,22 +180,6 @@ class Bench:
                 key = f"peak lowered by share of gradients, {length} tokens, {clip}, {name}"
                 self.result.summary[key] = round(share, 4)
 
-    def auto(self) -> None:
-        """What during="auto" chooses, left to itself as in training."""
-        size, steps = self.settings.batches[0], TRIED_STEPS if self.gpu else 3  # a CPU's choice needs no trial
-        for clip in CLIPS:
-            (training,) = trainings(self.settings.wrap, self.shape, self.device, clips=clip == "clip", names=["auto"])
-            training.measure(self._drawn(size, self.shape.length, steps), self.device, keep=True)
-            if training.failure is not None or training.optimizer is None:
-                raise RuntimeError(f"auto: {training.failure}")
-            report = training.optimizer.overlap_report()  # type: ignore[attr-defined]
-            self.say(f"auto, batch {size}, {clip}: {report}")
-            for name, value in report.milliseconds.items():
-                self.result.summary[f"auto, batch {size}, {clip}, {name} ms"] = value
-            self.result.summary[f"auto, batch {size}, {clip}, is forward"] = float(report.during == "forward")
-            del training
-            free(self.device)
-
     def losses(self) -> None:
         """Whether losses are the serial ones, to the bit, with the order of all sums fixed."""
         length, steps = min(SHORT[0], self.shape.length), 10 if self.settings.small else STEPS
@@ -248,9 +230,7 @@ class Bench:
         # A group's figures go with it.
         works = [group.title.removeprefix("iteration, ") for group in self.result.groups]
         old = {
-            key: value
-            for key, value in self._known.summary.items()
-            if key.startswith("auto, ") or not any(f", {work}," in key for work in works)
+            key: value for key, value in self._known.summary.items() if not any(f", {work}," in key for work in works)
         }
         whole.summary = {**old, **self.result.summary}
         return whole
@@ -319,7 +299,7 @@ def main(
     batch: Annotated[list[int], typer.Option(help="Sequences a rank.")] = [1, 4],  # noqa: B006
     rounds: Annotated[int, typer.Option(help="Figures of each contender.")] = 20,
     wrap: Annotated[str, typer.Option(help=f"What the model is in: {', '.join(WRAPS)}.")] = "fsdp",
-    parts: Annotated[str, typer.Option(help="Only these, with commas.")] = "iterations,memory,losses,auto",
+    parts: Annotated[str, typer.Option(help="Only these, with commas.")] = "iterations,memory,losses",
     limit: Annotated[float, typer.Option(help="Seconds after which no round begins.")] = 180,
     small: Annotated[bool, typer.Option(help="A small model: checks this script, measures nothing.")] = False,
     output: Annotated[Path, typer.Option(help="The folder for the JSON.")] = RESULTS,

@@ -256,10 +256,6 @@ def of_norm() -> None:
     tensor(5., dtype=torch.float64)
 
     >>> from tilestep.norm.tiles import cut
-    >>> cut([5, 0, 9], [torch.float32] * 3, 4).places_of([2, 0])
-    array([2, 3, 4, 0, 1])
-
-    >>> from tilestep.norm.tiles import cut
     >>> cut([5, 0, 9], [torch.float32] * 3, 4).tensor_of.tolist()
     [0, 0, 2, 2, 2]
 
@@ -748,21 +744,6 @@ def of_schedules() -> None:
     >>> from tilestep.schedules.zero.buckets import memory_order
     >>> memory_order(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
     (0, 2, 3, 1)
-
-    >>> from tilestep.schedules.overlap.schedule import Trial
-    >>> class Steps:
-    ...     "Forward takes 9 ms, serial 10."
-    ...     now = 0.0
-    ...     def mark(self):
-    ...         Steps.now += {"serial": 10.0, "forward": 9.0}[trial.during]
-    ...         return Steps.now
-    ...     def between(self, earlier, later):
-    ...         return later - earlier
-    >>> trial = Trial(Steps())
-    >>> while trial.report is None:
-    ...     trial.note_step(lambda times: None)
-    >>> print(trial.report)
-    updates run: forward (as measured in this training: serial 10 ms, forward 9 ms)
     """
 
 

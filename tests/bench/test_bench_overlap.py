@@ -31,7 +31,6 @@ def test_iterations_memory_and_losses(tmp_path: Path) -> None:
         drops = "tokens" in group.tags and group.tags["clip"] == "no clip"
         assert [row.contender for row in group.rows] == contenders + ["dropped"] * drops
         assert all(row.wall is not None and row.wall.median > 0 for row in group.rows)
-    assert result.summary["auto, batch 1, clip, is forward"] == 0
     equal = [value for key, value in result.summary.items() if key.startswith("losses equal")]
     assert equal == [10.0] * 4
     first, last = (result.summary[f"{which} loss, clip"] for which in ("first", "last"))
@@ -55,7 +54,7 @@ def test_what_is_not_measured_again_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
             "exposed ms, batch 1, clip, serial": 2.0,
             "exposed ms, batch 1, clip, gone": 2.0,
             "exposed ms, batch 1, no clip, serial": 3.0,
-            "auto, batch 1, clip, serial ms": 4.0,
+            "first loss, clip": 4.0,
         },
     )
     result = bench._with_known()
@@ -63,7 +62,7 @@ def test_what_is_not_measured_again_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
     assert result.summary == {
         "exposed ms, batch 1, clip, serial": 1.0,
         "exposed ms, batch 1, no clip, serial": 3.0,
-        "auto, batch 1, clip, serial ms": 4.0,
+        "first loss, clip": 4.0,
     }
     assert result.notes == ["groups kept: 1 from a run at commit old, before"]
     assert result.environment == environment and len(bench.result.groups) == 1
@@ -110,7 +109,7 @@ def test_distributed_data_parallel(tmp_path: Path) -> None:
 def test_parts_without_time_are_said_to_be_left_out(tmp_path: Path) -> None:
     said = run("overlap_figures.py", "--small", "--limit", "0", "--output", str(tmp_path))
     result = Result.load(tmp_path / "overlap-1.json")
-    assert not result.groups and len(result.notes) == 7
+    assert not result.groups and len(result.notes) == 6
     assert "no time was left for losses" in said
 
 

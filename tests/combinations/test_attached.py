@@ -41,7 +41,7 @@ KINDS: dict[str, tuple[Attach, str, tuple[str, ...]]] = {
     "overlap": (
         lambda optimizer, model: tilestep.overlap(optimizer, model, during="backward"),
         "OverlappedOptimizer",
-        ("no_sync", "synchronize", "overlap_report", "applied_groups"),
+        ("no_sync", "synchronize", "applied_groups"),
     ),
     "offload": (
         lambda optimizer, model: tilestep.offload(optimizer),

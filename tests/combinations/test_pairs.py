@@ -156,7 +156,6 @@ PUT: dict[str, Callable[[Training], None]] = {
     "shard": put_shard,
     "overlap in backward": put_overlap("backward"),
     "overlap in forward": put_overlap("forward"),
-    "overlap as is best": put_overlap("auto"),
     "offload": put_offload,
     "offload streamed": put_offload_streamed,
     "offload of gradients": put_offload_gradients,
@@ -261,10 +260,6 @@ def overlap_in_forward_and() -> None:
     _walk("overlap in forward")
 
 
-def overlap_as_is_best_and() -> None:
-    _walk("overlap as is best")
-
-
 def offload_and() -> None:
     _walk("offload")
 
@@ -305,7 +300,6 @@ WALKS = [
     shard_and,
     overlap_in_backward_and,
     overlap_in_forward_and,
-    overlap_as_is_best_and,
     offload_and,
     offload_streamed_and,
     offload_of_gradients_and,

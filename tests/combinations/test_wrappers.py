@@ -152,7 +152,7 @@ def flat_parameters() -> None:
     for original in (True, False):
         options = {"use_orig_params": original, "device_id": torch.device("cpu")}
         model = FullyShardedDataParallel(network(), **options)
-        for during in ("backward", "forward", "auto"):
+        for during in ("backward", "forward", None):
             with pytest.raises(ValueError, match=r"FullyShardedDataParallel.*fully_shard"):
                 tilestep.overlap(adamw(model), model.module, during=during)  # type: ignore[arg-type]
         for kind in (tilestep.LAMB, tilestep.Adafactor):  # type: ignore[attr-defined]
@@ -256,7 +256,7 @@ def test_a_clip_without_updates_in_backward_is_as_it_was() -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("way", ["shard", "auto", "backward", "forward", "backward with a clip"])
+@pytest.mark.parametrize("way", ["shard", "backward", "forward", "backward with a clip"])
 def test_a_part_of_the_model_that_is_sharded_later_is_refused(way: str, one_rank: None) -> None:
     """`fully_shard` gives it other parameters: no step changed these, and nothing said so."""
     model = network()

@@ -244,18 +244,6 @@ def test_parameters_that_are_read_between_backward_and_step() -> None:
             assert all(torch.equal(value, wanted[name]) for name, value in seen.items())
 
 
-@pytest.mark.parametrize("make", [adamw, clipped], ids=lambda f: f.__name__)
-def test_the_schedule_is_chosen_by_measuring(make: Make) -> None:
-    """Numbers are the serial ones while both are tried, and the host waits once."""
-    twins = Twins(make, "auto")
-    for step in range(35):
-        twins.step(step)
-    twins.compare()
-    report = twins.optimizer.overlap_report()
-    assert set(report.milliseconds) == {"serial", "forward"} and min(report.milliseconds.values()) > 0
-    assert report.during in report.milliseconds
-
-
 def _peak(during: str | None, layers: int = 16, width: int = 1024) -> int:
     """Bytes at the peak of an iteration above what parameters and state take."""
     torch.manual_seed(0)

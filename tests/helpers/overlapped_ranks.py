@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -349,44 +348,6 @@ def gradients_that_are_summed_by_hand() -> None:
     pair.compare()
 
 
-class RanksTime:
-    """A device's time, in which one rank is faster with updates beside forward, and the other much slower."""
-
-    def __init__(self, optimizer: Callable[[], Any]) -> None:
-        self._optimizer, self._now = optimizer, 0.0
-
-    def mark(self) -> float:
-        beside = 9.0 if dist.get_rank() == 0 else 30.0
-        self._now += beside if self._optimizer().schedule.during == "forward" else 10.0
-        return self._now
-
-    def between(self, earlier: float, later: float) -> float:
-        return later - earlier
-
-
-def ranks_choose_alike() -> None:
-    """The slowest rank counts; while they try, and after, numbers are the serial ones."""
-    from tilestep.schedules.overlap import schedule as module
-
-    for build in (ddp, fsdp):
-        pairs: list[Pair] = []
-        before = module.device_clock
-        module.device_clock = lambda _, pairs=pairs: RanksTime(lambda: pairs[0].optimizer)
-        try:
-            pairs.append(Pair(clipped, "auto", build))
-        finally:
-            module.device_clock = before
-        (pair,) = pairs
-        tried = set()
-        for step in range(30):
-            tried.add(pair.optimizer.schedule.during)
-            pair.step(step)
-        report = pair.optimizer.overlap_report()
-        assert tried == {"serial", "forward"}
-        assert report.during == "serial" and report.milliseconds == {"serial": 10.0, "forward": 30.0}, report
-        pair.compare()
-
-
 def _unsure() -> nn.Module:
     return DistributedDataParallel(small().to(device()), find_unused_parameters=True)
 
@@ -457,7 +418,6 @@ CHECKS = [
     ranks_that_wait_for_each_other_at_random,
     comm_hooks,
     gradients_that_are_summed_by_hand,
-    ranks_choose_alike,
     an_exception_in_backward,
 ]
 

@@ -123,7 +123,7 @@ def attached(
         optimizer: of the model's parameters.
         model: placed already.
         placement: one of `PLACEMENTS`.
-        schedule: one of `SCHEDULES`, or "auto".
+        schedule: one of `SCHEDULES`.
         bucket_cap_mb: of buckets, and a tenth of it of chunks: several even of small models.
         options: for `overlap`.
     """
@@ -138,6 +138,6 @@ def attached(
     elif schedule.endswith("on the host"):
         move_state(optimizer, HostState(device, chunk_bytes, keeps), "cpu", "for a test")
     during: Any = schedule.removeprefix("streamed in ")
-    if during in ("backward", "forward", "auto"):
+    if during in ("backward", "forward"):
         tilestep.overlap(optimizer, model, during=during, bucket_cap_mb=bucket_cap_mb, **options)
     return optimizer

@@ -97,22 +97,3 @@ if __name__ == "__main__":
     large()
     scaling()
     print("all equal")
-
-
-def test_tiles_that_were_summed_at_other_times() -> None:
-    generator = torch.Generator().manual_seed(0)
-    values = [torch.randn(count, generator=generator) for count in (5, 40_000, 0, 17_000)]
-    numels, dtypes = [value.numel() for value in values], [value.dtype for value in values]
-    once, pieces = torch.empty(1, dtype=torch.float64), torch.empty(1, dtype=torch.float64)
-
-    def addresses(chosen: list[int]) -> torch.Tensor:
-        return torch.tensor([values[at].data_ptr() if numels[at] else 0 for at in chosen])
-
-    device = torch.device("cpu")
-    TritonNorm(device, numels, dtypes).norm(addresses([0, 1, 2, 3]), once, 2.0, False)
-    whole = TritonNorm(device, numels, dtypes)
-    for part in ([3, 0], [2], [1]):
-        own = TritonNorm(device, [numels[at] for at in part], [dtypes[at] for at in part], sum(numels))
-        whole.partials.index_copy_(0, whole.places_of(part), own.sum_tiles(addresses(part)))
-    whole.finish(pieces)
-    assert torch.equal(once, pieces)

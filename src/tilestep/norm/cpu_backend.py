@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..backends.cpp.compile import load_library, user_flags, warn_of_failure, wide_vectors
@@ -313,28 +312,6 @@ class CpuNorm:
             min(self._most_threads, thread_count()),
         )
         _put(out, total.value)
-
-    @property
-    def partials(self) -> torch.Tensor:
-        """The tiles' sums."""
-        return self._partials
-
-    def places_of(self, tensors: Sequence[int]) -> torch.Tensor:
-        """The tiles of some tensors."""
-        return torch.from_numpy(self._tiles.places_of(tensors))
-
-    def sum_tiles(self, addresses: torch.Tensor) -> torch.Tensor:
-        """Sum the tiles for the 2-norm."""
-        self.norm(addresses, torch.empty(1, dtype=torch.float64, device="cpu"), 2.0, False)
-        return self._partials[: self._tiles.count]
-
-    def finish(self, out: torch.Tensor) -> None:
-        """Add up the partial sums one after the other, as the library does."""
-        tiles = self._partials[: self._tiles.count].numpy()
-        with np.errstate(over="ignore", invalid="ignore"):
-            total = float(np.add.accumulate(tiles)[-1]) if len(tiles) else 0.0
-        # Finite tiles may not sum up to infinity.
-        _put(out, min(total, LARGEST_SUM) if np.isfinite(tiles).all() else total)
 
     def scale(self, addresses: torch.Tensor, norm: torch.Tensor, limit: torch.Tensor | float) -> None:
         """One call."""

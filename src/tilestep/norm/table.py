@@ -15,14 +15,12 @@ from .triton_backend import TritonNorm
 class NormTable:
     """Tiles of a fixed list of tensors' memory on one device; addresses come at each launch."""
 
-    def __init__(
-        self, device: torch.device, numels: Sequence[int], dtypes: Sequence[torch.dtype], elements: int | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
         self._backend: TritonNorm | CpuNorm | EagerNorm
         if has_streams(device):
             if device.index is None:
                 device = torch.device("cuda", torch.cuda.current_device())
-            self._backend = TritonNorm(device, numels, dtypes, elements)
+            self._backend = TritonNorm(device, numels, dtypes)
         else:
             self._backend = cpu_norm(numels, dtypes)
         self.sum_squares: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = self._backend.sum_squares
@@ -44,31 +42,9 @@ class NormTable:
         """What `launch_tiles` launches, where it does."""
         return self._backend.tiles_launch(addresses) if isinstance(self._backend, TritonNorm) else None
 
-    @property
-    def has_tiles(self) -> bool:
-        """Whether a norm can be put together from tiles that were summed at other times."""
-        return not isinstance(self._backend, EagerNorm)
-
-    @property
-    def _tiled(self) -> TritonNorm | CpuNorm:
-        assert not isinstance(self._backend, EagerNorm)
-        return self._backend
-
-    def places_of(self, tensors: Sequence[int]) -> torch.Tensor:
-        """Which of the tiles belong to some tensors, in their order: int64 on the device."""
-        return self._tiled.places_of(tensors)
-
-    def put_tiles(self, addresses: torch.Tensor, whole: NormTable, places: torch.Tensor) -> None:
-        """Sum this table's tiles for the 2-norm of another one, which has these tensors among others."""
-        whole._tiled.partials.index_copy_(0, places, self._tiled.sum_tiles(addresses))
-
     def tiles_put(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """As `launch_tiles`, when all tiles were put there."""
+        """What `launch_tiles` gives, without the launch."""
         return self._backend.tiles_put() if isinstance(self._backend, TritonNorm) else None
-
-    def finish(self, out: torch.Tensor) -> None:
-        """As `launch` for the 2-norm without its root, when all tiles were put there: to the bit the same."""
-        self._tiled.finish(out)
 
     def scale(self, addresses: torch.Tensor, norm: torch.Tensor, max_norm: torch.Tensor | float) -> None:
         """Multiply the tensors by min(1, max_norm / (norm + 1e-6)) in place: one launch, no synchronization."""

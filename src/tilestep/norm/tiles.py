@@ -70,12 +70,6 @@ class NormTiles:
         """Number of tiles."""
         return len(self.tensor_of)
 
-    def places_of(self, tensors: Sequence[int]) -> np.ndarray:
-        """The tiles of some tensors, in the order of these."""
-        ends = np.append(self.rows[1:, 1], self.count)
-        spans = [np.arange(self.rows[tensor, 1], ends[tensor]) for tensor in tensors]
-        return np.concatenate([np.empty(0, dtype=np.int64), *spans])
-
 
 def cut(numels: Sequence[int], dtypes: Sequence[torch.dtype], tile: int) -> NormTiles:
     """Cut tensors of these lengths into tiles; an empty tensor has none."""

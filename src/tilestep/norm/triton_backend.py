@@ -18,11 +18,9 @@ FINISH_WARPS = 32
 class TritonNorm:
     """The tiles' tables on the device, the partial results, and the launchers, each made when first needed."""
 
-    def __init__(
-        self, device: torch.device, numels: Sequence[int], dtypes: Sequence[torch.dtype], elements: int | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
         self._device = device
-        self._tile, self._step, self._warps = tile_shape(sum(numels) if elements is None else elements)
+        self._tile, self._step, self._warps = tile_shape(sum(numels))
         self._tiles = tiles = cut(numels, dtypes, self._tile)
         self._count = tiles.count
         sizes = np.array([self._count, len(tiles.rows)], dtype=np.int64)
@@ -63,22 +61,9 @@ class TritonNorm:
         launchers = self._norm_launchers(Order.SQUARES, False, torch.float64)
         return launchers[0], (addresses, self._table, self._tensor_of, self.partials, 2.0)
 
-    def places_of(self, tensors: Sequence[int]) -> torch.Tensor:
-        """The tiles of some tensors."""
-        return upload(self._tiles.places_of(tensors), self._device)
-
-    def sum_tiles(self, addresses: torch.Tensor) -> torch.Tensor:
-        """Launch the tiles of the 2-norm; their sums."""
-        return self.tiles(addresses)[0][: self._count]
-
     def tiles_put(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sums that are there, and how many."""
+        """The sums of squares of tiles, and how many."""
         return self.partials, self._tile_size
-
-    def finish(self, out: torch.Tensor) -> None:
-        """Launch the finish of the 2-norm alone."""
-        launchers = self._norm_launchers(Order.SQUARES, False, out.dtype)
-        launchers[1](self.partials, self._tile_size, out, 2.0)
 
     def scale(self, addresses: torch.Tensor, norm: torch.Tensor, limit: torch.Tensor | float) -> None:
         """Launch the scaling."""

@@ -28,53 +28,20 @@ class JointNorm:
         device = engines[0].device
         own = [id(entry) for engine in engines for entry in engine.entries]
         place_of = {entry: place for place, entry in enumerate(own)}
-        self._entries = list(entries)
         self._order = torch.tensor([place_of[id(entry)] for entry in entries], dtype=torch.int64, device=device)
         self._norm = SharedNorm(device, entries)
         self._power_sum = torch.zeros(1, dtype=torch.float64, device=device)
-        self._pieces: dict[int, list[tuple[NormTable, NormTable, torch.Tensor]]] = {}
-        self.is_put = False  # whether `put` was called for every engine, with the gradients of the next step
-
-    @property
-    def takes_pieces(self) -> bool:
-        """Whether engines' gradients can be summed one after the other."""
-        return all(table.has_tiles for table in self._norm.tables)
-
-    def put(self, engine: NormedEngine) -> None:
-        """Sum the gradients of one engine, whose address table is up to date."""
-        if id(engine) not in self._pieces:
-            self._pieces[id(engine)] = self._piece(engine)
-        for own, whole, places in self._pieces[id(engine)]:
-            own.put_tiles(engine.grads, whole, places)
-
-    def _piece(self, engine: NormedEngine) -> list[tuple[NormTable, NormTable, torch.Tensor]]:
-        """For each share: a table of the engine's tensors, the whole table, and the places of the tiles there."""
-        at = {id(entry): place for place, entry in enumerate(self._entries)}
-        own = [at[id(entry)] for entry in engine.entries]
-        pieces = []
-        for share, whole in zip(self._norm.shares, self._norm.tables):
-            numels, total = _numels(engine.entries, share), sum(_numels(self._entries, share))
-            dtypes = [entry.grad_dtype for entry in engine.entries]
-            places = whole.places_of([place for place, numel in zip(own, numels) if numel])
-            pieces.append((NormTable(engine.device, numels, dtypes, total), whole, places))
-        return pieces
 
     def _addresses(self) -> torch.Tensor:
         return torch.cat(self._grads)[self._order]
 
     def norm(self) -> torch.Tensor:
         """As `DeviceEngine.norm`."""
-        was_put, self.is_put = self.is_put, False
-        self._norm.launch(None if was_put else self._addresses(), self._power_sum)
-        return self._power_sum
+        return self._norm.launch(self._addresses(), self._power_sum)
 
     def norm_partials(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """As `DeviceEngine.norm_partials`."""
-        if not self.is_put:
-            return self._norm.tables[0].launch_tiles(self._addresses())
-        tiles = self._norm.tables[0].tiles_put()
-        self.is_put = tiles is None
-        return tiles
+        return self._norm.tables[0].launch_tiles(self._addresses())
 
 
 class SharedNorm:
@@ -87,14 +54,11 @@ class SharedNorm:
         self._weights = torch.tensor(self.shares, dtype=torch.float64, device=device)
         self._sums = [torch.zeros(1, dtype=torch.float64, device=device) for _ in self.shares]
 
-    def launch(self, addresses: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-        """Write and return the sum of squares times shares; without addresses, of the tiles that were put before."""
+    def launch(self, addresses: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Write and return the sum of squares times shares."""
         alone = self.shares == [1.0]
         for table, total in zip(self.tables, [out] if alone else self._sums):
-            if addresses is None:
-                table.finish(total)
-            else:
-                table.launch(addresses, total)
+            table.launch(addresses, total)
         if not alone:
             torch.sum(torch.cat(self._sums) * self._weights, 0, keepdim=True, out=out)
         return out

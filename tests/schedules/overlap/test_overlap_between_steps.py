@@ -15,7 +15,7 @@ from overlapped_models import TINY, Twins, adamw, clipped, compare_models, loss_
 from torch import nn
 
 import tilestep
-from tilestep.runtime import DeviceEngine, JointNorm
+from tilestep.runtime import DeviceEngine
 
 DURING = ["backward", "forward"]
 
@@ -200,28 +200,41 @@ def test_zero_gradients_are_those_of_what_the_last_step_has_updated(during: str,
         compare_models(serial, overlapped)
 
 
-@pytest.mark.parametrize("changes", [False, True])
-def test_norms_are_summed_in_backward(changes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_clip_backward_updates_in_the_step() -> None:
+    """At once, and not when parameters are read; gradients that were changed after backward are those of the step."""
     twins = Twins(clipped, "backward")
-    summed: list[int] = []
-    put = JointNorm.put
-    monkeypatch.setattr(JointNorm, "put", lambda joint, engine: (summed.append(id(engine)), put(joint, engine)))
     for step in range(4):
         for model, optimizer in twins.pairs:
             loss_of(model, step).backward()
-            if optimizer is twins.optimizer:
-                in_backward = len(summed)
-            if changes:
-                with torch.no_grad():
-                    model.first.weight.grad.mul_(3.0)
+            with torch.no_grad():
+                model.first.weight.grad.mul_(3.0)
+                model.second.weight.grad.data.mul_(2.0)  # no version tells of it
+            assert not optimizer.schedule.applied_groups
             optimizer.step()
-        groups = len(twins.optimizer.schedule.grouping.groups)
-        # The group of the layer without gradients is never complete; one that has changed is summed twice.
-        assert in_backward == groups - 1 and len(summed) == groups + changes
-        summed.clear()
+        stored = twins.overlapped.first._parameters
+        assert torch.equal(dict.__getitem__(stored, "weight"), twins.serial.first.weight)
+        assert all(param.grad is None for param in twins.overlapped.parameters())
         assert twins.optimizer.grad_norm == twins.reference.grad_norm > 0
         twins.reference.zero_grad()
     twins.compare()
+
+
+def test_without_during_updates_run_in_the_step() -> None:
+    model, twin = small(), small()
+    twin.load_state_dict(model.state_dict())
+    with pytest.warns(UserWarning, match=r'pass during="backward" to free gradients.* or during="forward"'):
+        optimizer = tilestep.overlap(clipped(model.parameters()), model, bucket_cap_mb=TINY)
+    reference = clipped(twin.parameters())
+    for step in range(3):
+        for net, own in ((model, optimizer), (twin, reference)):
+            loss_of(net, 2 * step).backward()
+            with optimizer.no_sync():
+                loss_of(net, 2 * step + 1).backward()
+            own.step()
+            own.zero_grad()
+        optimizer.synchronize()
+        compare_models(model, twin)
+    assert isinstance(optimizer, tilestep.OverlappedOptimizer) and not optimizer.applied_groups
 
 
 def test_gradients_that_backward_has_used_cannot_be_dropped() -> None:
@@ -318,16 +331,16 @@ def test_what_is_refused() -> None:
         tilestep.overlap(optimizer, model, "sideways")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="not AdamW"):
         tilestep.overlap(torch.optim.AdamW(model.parameters()), model)  # type: ignore[arg-type]
-    for during in ("auto", "forward"):
+    for during in (None, "forward"):
         with pytest.raises(ValueError, match="comm_hook is for"):
             tilestep.overlap(optimizer, model, during, comm_hook=(None, print))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="bucket_cap_mb"):
         tilestep.overlap(optimizer, model, bucket_cap_mb=0)
-    overlapped = tilestep.overlap(optimizer, model)
+    overlapped = tilestep.overlap(optimizer, model, "forward")
     assert overlapped is optimizer
     assert isinstance(optimizer, tilestep.AdamW)  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="overlapped already"):
-        tilestep.overlap(optimizer, model)
+        tilestep.overlap(optimizer, model, "forward")
     with pytest.raises(tilestep.CaptureError):
         optimizer.prepare_capture()
     with pytest.raises(TypeError, match="state_dict"):
@@ -350,10 +363,9 @@ def test_parameters_outside_of_the_model() -> None:
     twins.compare()
 
 
-@both
-def test_state_that_gets_other_memory_before_its_update(during: str) -> None:
+def test_state_that_gets_other_memory_before_its_update() -> None:
     """Updates that are still to come say so, where nothing has waited for them."""
-    twins = Twins(clipped, during)
+    twins = Twins(clipped, "forward")
     for step in range(4):
         states = [state["exp_avg"] for state in twins.optimizer.state.values()]
         twins.step(step)

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from .schedule import OverlappedOptimizer, OverlapReport, overlap
+from .schedule import OverlappedOptimizer, overlap

@@ -1,4 +1,4 @@
-"""What `overlap` attaches to an optimizer: updates in backward or in the next forward, whichever is faster."""
+"""What `overlap` attaches to an optimizer: updates in backward or in the next forward."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Literal, cast
 
 import torch
@@ -16,7 +14,6 @@ from torch import nn
 
 from ...combinations import kind_of, refusal, refuse, split_kind
 from ...compat import is_capturing, uncompiled
-from ...devices import has_streams
 from ...errors import CaptureError
 from ...optimizer import Optimizer
 from ...optimizer.checkpoint import unchanged_on_error
@@ -31,95 +28,7 @@ from ..schedule import Schedule
 from ..side_stream import SideStream
 from .deferred import DeferredUpdates
 from .groups import Group, Grouping
-from .tracker import BackwardTracker, CommHook, scale_error, wrappers
-
-TRIED = ("serial", "forward")  # schedules that take gradients at `step()`, and so mean the same to a training loop
-WARM_UP = 3  # steps before the first that counts: they build kernels and grow memory
-BLOCK = 4  # steps of one schedule before the other's turn; the first belongs to both
-ROUNDS = 3  # blocks of each schedule
-WORTH = 0.995  # what part of the serial iteration's time another must take at most: less than that is noise
-
-
-@dataclass(frozen=True)
-class OverlapReport:
-    """When updates run, and why."""
-
-    during: str  # "serial", "backward" or "forward"
-    reason: str  # why
-    milliseconds: Mapping[str, float] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        times = ", ".join(f"{name} {value:.3g} ms" for name, value in self.milliseconds.items())
-        return f"updates run: {self.during} ({self.reason}{': ' + times if times else ''})"
-
-
-class DeviceClock:
-    """Tells when a device has come to a point of its work, by the current stream's time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def mark(self) -> torch.cuda.Event:
-        """An event that is recorded now."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def between(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
-        """Milliseconds between two events."""
-        later.synchronize()
-        return earlier.elapsed_time(later)
-
-
-def device_clock(device: torch.device) -> DeviceClock | None:
-    """A device's clock; None for a CPU, where nothing runs concurrently."""
-    return DeviceClock(device) if has_streams(device) else None
-
-
-class Trial:
-    """Runs steps in one schedule and in the other, by turns, and chooses at a step that is the same on all ranks."""
-
-    # Numbers do not depend on the schedule, so trying costs none. The host waits for the device once, when it chooses.
-
-    def __init__(self, clock: DeviceClock) -> None:
-        self._clock = clock
-        self._marks: list[Any] = []
-        self._blocks: list[tuple[str, list[Any]]] = []
-        self._steps = 0
-        self.during = TRIED[0]  # the schedule of the coming step
-        self.report: OverlapReport | None = None  # what was chosen, once it is
-
-    def note_step(self, slowest: Callable[[torch.Tensor], None]) -> None:
-        """After a step; `slowest` replaces times by those of the slowest rank."""
-        self._steps += 1
-        counted = self._steps - WARM_UP
-        if counted <= 0:
-            return
-        self._marks.append(self._clock.mark())
-        if counted % BLOCK:
-            return
-        self._blocks.append((self.during, self._marks))
-        self._marks = []
-        if len(self._blocks) == ROUNDS * len(TRIED):
-            self._choose(slowest)
-        else:
-            self.during = TRIED[len(self._blocks) % len(TRIED)]
-
-    def _choose(self, slowest: Callable[[torch.Tensor], None]) -> None:
-        import statistics  # brings fractions and decimals, which nothing else here asks for
-
-        seconds: dict[str, list[float]] = {name: [] for name in TRIED}
-        for name, marks in self._blocks:
-            seconds[name].extend(self._clock.between(*pair) for pair in pairwise(marks))
-        medians = torch.tensor(
-            [statistics.median(times) for times in seconds.values()], dtype=torch.float64, device="cpu"
-        )
-        slowest(medians)
-        medians_by_name = dict(zip(seconds, medians.tolist()))
-        best = min(medians_by_name, key=medians_by_name.__getitem__)
-        self.during = best if medians_by_name[best] < WORTH * medians_by_name[TRIED[0]] else TRIED[0]
-        self.report = OverlapReport(self.during, "as measured in this training", medians_by_name)
-        self._blocks = []
+from .tracker import BackwardTracker, CommHook, scale_error
 
 
 class OverlapSchedule(Schedule):
@@ -139,15 +48,11 @@ class OverlapSchedule(Schedule):
         during: str,
         scaler: torch.amp.GradScaler | None,
         comm_hook: CommHook | None,
-        early_norm: bool,
     ) -> None:
         # The optimizer has this: a circle would keep both until the garbage collector comes.
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
-        self.model, self.grouping = model, grouping
+        self.model, self.grouping, self.during = model, grouping, during
         self._missing: list[bool] = []  # which parameters had no gradient in the last step
-        clock = device_clock(device) if during == "auto" else None
-        self._trial = None if clock is None else Trial(clock)
-        self.during = "serial" if during == "auto" else during
         self._had_gradients = False
         self._knows_ranks = during != "backward"
         self.lane = SideStream(device)
@@ -159,9 +64,8 @@ class OverlapSchedule(Schedule):
             updates=during == "backward",
             scaler=scaler,
             comm_hook=comm_hook,
-            early_norm=early_norm,
         )
-        self.deferred, self.norms = self.tracker.deferred, self.tracker.norms
+        self.deferred = self.tracker.deferred
         # Updates that still run write to state whose memory its streams would give to others.
         weakref.finalize(self, self.lane.join_all).atexit = False
         # The model has this one too, and may have the optimizer.
@@ -170,7 +74,7 @@ class OverlapSchedule(Schedule):
     @property
     def offers(self) -> dict[str, Any]:
         """What the optimizer has besides."""
-        return {method.__name__: method for method in (self.overlap_report, self.no_sync, self.synchronize)}
+        return {method.__name__: method for method in (self.no_sync, self.synchronize)}
 
     def settle(self) -> None:
         if self.deferred.is_pending:
@@ -186,33 +90,7 @@ class OverlapSchedule(Schedule):
 
     def part_of(self, param: torch.Tensor) -> Any:
         """The group that a parameter is updated with."""
-        return None if self.during == "serial" else self.grouping.of[id(param)].index
-
-    def _slowest(self, times: torch.Tensor) -> None:
-        """Replace times by those of the slowest rank."""
-        mesh_ranks = self._optimizer().mesh_ranks
-        if mesh_ranks is not None:
-            mesh_ranks.largest(times)
-            return
-        for wrapper in wrappers(self.model)[:1]:
-            on_device = times.to(self.grouping.groups[0].params[0].device)
-            dist.all_reduce(on_device, dist.ReduceOp.MAX, group=wrapper.process_group)
-            times.copy_(on_device)
-
-    def overlap_report(self) -> OverlapReport:
-        """When updates run and why; with "auto" also the measured times of both schedules.
-
-        Example:
-            >>> import torch, tilestep
-            >>> model = torch.nn.Linear(2, 1)
-            >>> optimizer = tilestep.overlap(tilestep.SGD(model.parameters()), model)
-            >>> print(optimizer.overlap_report())
-            updates run: serial (nothing runs beside the host of a CPU)
-        """
-        if self._trial is None:
-            is_chosen = self.during == "serial"
-            return OverlapReport(self.during, "nothing runs beside the host of a CPU" if is_chosen else "as asked for")
-        return self._trial.report or OverlapReport(self.during, "still trying which is the fastest")
+        return self.grouping.of[id(param)].index
 
     @contextmanager
     def making_plan(self) -> Iterator[None]:
@@ -284,19 +162,27 @@ class OverlapSchedule(Schedule):
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before step()")
         if is_capturing():
             self.prepare_capture(self._optimizer())
-        if self.during == "serial":
-            self._step_at_once(plain)
+        self.tracker.require_whole()
+        if not self._knows_ranks and self.tracker.has_updated:
+            self._warn_of_ranks()
+        optimizer = self._optimizer()
+        is_run_by_scaler = hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf")
+        if self.tracker.meets_a_scaler and is_run_by_scaler:
+            raise scale_error()
+        if self.during == "forward":
+            self._step_later()
+            self.tracker.forget()
+        elif self.tracker.has_updated or (
+            self.tracker.applies and not is_run_by_scaler and not optimizer.control.needs_norm(optimizer.param_groups)
+        ):
+            self.tracker.finish()
         else:
-            self._step_beside()
-        if self._trial is not None and self._trial.report is None:
-            self._trial.note_step(self._slowest)
-            if self._trial.during != self.during:
-                self.during = self._trial.during
-                self._optimizer().rebuild()
+            self._step_at_once(plain)
 
     def _step_at_once(self, plain: Callable[[], None]) -> None:
-        """The optimizer's own step; gradients are used up as by any other schedule."""
+        """Decide the step and take it: backward could not, since the decision needs all gradients."""
         self.synchronize()
+        self.tracker.forget()
         params = self.params
         missing = [param.grad is None for param in params]
         self._had_gradients = not all(missing)
@@ -304,23 +190,7 @@ class OverlapSchedule(Schedule):
             self.tracker.refuse_replaced()
         self._missing = missing
         plain()
-        for param in params:
-            param.grad = None
-
-    def _step_beside(self) -> None:
-        self.tracker.require_whole()
-        if not self._knows_ranks and self.tracker.has_updated:
-            self._warn_of_ranks()
-        optimizer = self._optimizer()
-        is_run_by_scaler = hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf")
-        decides = is_run_by_scaler or optimizer.control.needs_norm(optimizer.param_groups)
-        if self.tracker.meets_a_scaler and is_run_by_scaler:
-            raise scale_error()
-        if self.tracker.applies and (self.tracker.has_updated or not decides):
-            self.tracker.finish()
-        else:
-            self._step_later()
-            self.tracker.forget()
+        taken_gradients(params)
 
     def _step_later(self) -> None:
         """Decide the step, and let its updates wait until they are needed."""
@@ -336,13 +206,7 @@ class OverlapSchedule(Schedule):
                 plan.are_others = False
             plan.begin_states(optimizer, all_of_them=True)
             plan.sync_masters()
-            if hasattr(optimizer, "found_inf"):
-                # A scaler has divided the gradients since backward, which their versions do not tell.
-                self.norms.forget()
-            elif optimizer.control.needs_norm(optimizer.param_groups):
-                self.norms.complete(plan)
             optimizer.control.update_control(optimizer, plan)
-            self.norms.forget()
             measures = optimizer.taps is not None and optimizer.taps.begin(plan.engines) and optimizer.taps.measures
             self._count_versions(plan)
             groups = self.deferred.order(self.grouping.groups)
@@ -451,7 +315,6 @@ class OverlapSchedule(Schedule):
         """Unscale gradients that no update has used."""
         if self.tracker.meets_a_scaler:
             raise scale_error()
-        self.norms.forget()
         return super().unscale(optimizer, unscale, *args, **kwargs)
 
     def prepare_capture(self, optimizer: Any) -> None:
@@ -468,10 +331,14 @@ def _end(deferred: Callable[[], DeferredUpdates | None]) -> None:
         living.end()
 
 
+def _no_wait() -> None:
+    """`synchronize()` where updates run in `step()`."""
+
+
 class OverlappedOptimizer(Attached, metaclass=AttachedType):
     """The type of an optimizer after `tilestep.overlap`, for `isinstance`; it also stays an instance of its class.
 
-    It adds `overlap_report()`, `no_sync()`, `synchronize()` and `applied_groups`.
+    It adds `no_sync()`, `synchronize()` and `applied_groups`.
 
     Example:
         >>> import torch, tilestep
@@ -485,18 +352,16 @@ class OverlappedOptimizer(Attached, metaclass=AttachedType):
     attached_as = ("overlap",)
     no_sync: Callable[[], Any]
     synchronize: Callable[[], None]
-    overlap_report: Callable[[], OverlapReport]
 
 
 def overlap(
     optimizer: Optimizer,
     model: nn.Module,
-    during: Literal["auto", "backward", "forward"] = "auto",
+    during: Literal["backward", "forward"] | None = None,
     *,
     bucket_cap_mb: float = 25.0,
     scaler: torch.amp.GradScaler | None = None,
     comm_hook: CommHook | None = None,
-    early_norm: bool = True,
 ) -> OverlappedOptimizer:
     """Run an optimizer's updates during backward, or during the next forward.
 
@@ -506,14 +371,13 @@ def overlap(
 
     With "backward" a group is updated, and its gradients are freed, as soon as its last gradient is accumulated;
     `step()` updates the other groups. If a decision needs all gradients (`max_grad_norm`, skipped steps, a scaler),
-    `step()` takes it, and updates then run as with "forward".
+    `step()` takes it and updates all groups.
 
     With "forward" `step()` computes the norm, decides, and takes over the gradients. Every module's forward then waits
     for the update of its own parameters. Reading parameters from a module, or state through the optimizer's methods,
     waits for the update; call `synchronize()` before you read tensors that you hold yourself.
 
-    With "auto" the first 27 steps alternate between "forward" and updates in `step()`. The faster schedule is kept, the
-    same on all ranks; `overlap_report()` shows the times. On a CPU updates run in `step()`.
+    Without `during` updates run in `step()`, and a warning says what to pass.
 
     The optimizer keeps its class; `isinstance(optimizer, tilestep.OverlappedOptimizer)` tells that it is overlapped.
     After `step()` the parameters' `grad` is None.
@@ -521,13 +385,11 @@ def overlap(
     Args:
         optimizer: a tilestep optimizer with all parameters on one device.
         model: the module that has its parameters: a plain module, a DistributedDataParallel, or one sharded by FSDP2.
-        during: "backward", "forward", or "auto" for the faster of "forward" and no overlap.
+        during: "backward" or "forward"; None to update in `step()`.
         bucket_cap_mb: MiB of parameters in a bucket.
         scaler: the gradient scaler of the loss, if there is one.
         comm_hook: for DistributedDataParallel and "backward", which takes one comm hook only: the state and function
             that reduce a bucket; None for the mean over ranks.
-        early_norm: with "backward" and a clip or another use of the norm, sum squares of gradients during backward.
-            Pass False if gradients change afterwards without a new version, as by collectives.
 
     Returns:
         The optimizer that was passed.
@@ -552,8 +414,8 @@ def overlap(
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"overlap() takes an optimizer of tilestep's, not {type(optimizer).__name__}")
     refuse("overlap", optimizer.attached)
-    if during not in ("auto", "backward", "forward"):
-        raise ValueError(f'Invalid during: {during!r}; it is "auto", "backward" or "forward"')
+    if during not in ("backward", "forward", None):
+        raise ValueError(f'Invalid during: {during!r}; it is "backward" or "forward", or left out')
     if comm_hook is not None and during != "backward":
         raise ValueError('comm_hook is for during="backward": else register it with DistributedDataParallel itself')
     if not bucket_cap_mb > 0:
@@ -573,8 +435,16 @@ def overlap(
         (first, label), (second, other), *_ = devices.items()
         raise ValueError(f"{label} is on {first}, {other} on {second}: overlap() takes parameters of one device")
     device = next(iter(devices), torch.device("cpu"))
-    grouping = Grouping(optimizer, model, int(bucket_cap_mb * 2**20), joins=during != "backward")
-    schedule = OverlapSchedule(optimizer, model, grouping, device, during, scaler, comm_hook, early_norm)
+    if during is None:
+        warnings.warn(
+            'overlap() without during= leaves updates in step(): pass during="backward" to free gradients during '
+            'backward, or during="forward" to update while the next forward runs',
+            stacklevel=2,
+        )
+        optimizer.attach(("overlap",), offers={"no_sync": nullcontext, "synchronize": _no_wait})
+        return cast(OverlappedOptimizer, optimizer)
+    grouping = Grouping(optimizer, model, int(bucket_cap_mb * 2**20), joins=during == "forward")
+    schedule = OverlapSchedule(optimizer, model, grouping, device, during, scaler, comm_hook)
     try:
         with unchanged_on_error(optimizer):
             optimizer.attach(("overlap",), schedule=schedule, offers=schedule.offers)

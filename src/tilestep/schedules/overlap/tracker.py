@@ -1,4 +1,4 @@
-"""Gradients as backward or DistributedDataParallel completes them, their norm, and the updates made right then."""
+"""Gradients as backward or DistributedDataParallel completes them, and the updates made right then."""
 
 from __future__ import annotations
 
@@ -13,78 +13,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...amp import GradScaler
 from ...combinations import count_sharded, refuse_replaced, wrappers_around
-from ...compat import backward_pass, count_scaled_losses, local_parts, opaque, ready, step_is_ordinary, version_of
+from ...compat import backward_pass, count_scaled_losses, local_parts, opaque, ready, step_is_ordinary
 from ...devices import is_host
 from ...errors import GradientError
 from ...optimizer import Optimizer
 from ...optimizer.parameters import iter_params
-from ...optimizer.plan import StepPlan
 from ...placement.local import is_distributed
-from ...runtime import JointNorm, Stale
+from ...runtime import Stale
 from ..accumulation import GradientRounds, TakesGradients, gradientless, refuse_another_taker
 from ..side_stream import SideStream
 from .deferred import DeferredUpdates
 from .groups import Group, Grouping
-
-Seen = list[tuple[Any, int, int]]
-"""For each gradient of an engine a weak reference, its version, and that of its local part."""
-
-
-class EarlyNorms:
-    """Which engines' gradients are summed already, and whether they are still those that were summed."""
-
-    def __init__(self) -> None:
-        self._joint: JointNorm | None = None
-        self._seen: dict[int, Seen] = {}
-
-    def put(self, plan: StepPlan, places: Sequence[int]) -> None:
-        """Sum the gradients of some engines."""
-        for place in places:
-            joint = plan.engines[place].joint
-            if joint is None or not joint.takes_pieces or len(plan.controls) > 1:
-                return
-            if joint is not self._joint:
-                self._joint, self._seen = joint, {}
-            joint.put(plan.engines[place])
-            self._seen[place] = _look(plan.members[place])
-
-    def complete(self, plan: StepPlan) -> None:
-        """Before the step's norm pass: sum what is missing or has changed, if anything can be kept."""
-        joint = self._joint
-        if joint is None or not plan.engines or plan.engines[0].joint is not joint:
-            return
-        kept = {place for place, seen in self._seen.items() if _same(seen, plan.members[place])}
-        if kept:
-            for place, engine in enumerate(plan.engines):
-                if place not in kept:
-                    joint.put(engine)
-            joint.is_put = True
-
-    def forget(self) -> None:
-        """After a step."""
-        self._seen.clear()
-
-
-def _look(params: Sequence[torch.Tensor]) -> Seen:
-    gradients = [param.grad for param in params]
-    return [
-        (None, 0, 0) if gradient is None else (weakref.ref(gradient), version_of(gradient), version_of(part))
-        for gradient, part in zip(gradients, local_parts(gradients))
-    ]
-
-
-def _same(seen: Seen, params: Sequence[torch.Tensor]) -> bool:
-    gradients = [param.grad for param in params]
-    for (reference, version, part_version), gradient, part in zip(seen, gradients, local_parts(gradients)):
-        if reference is None or gradient is None:
-            if reference is not None or gradient is not None:
-                return False
-        elif reference() is not gradient or version_of(gradient) != version or version_of(part) != part_version:
-            return False
-    return True
-
 
 _NONE: Set[int] = frozenset()
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -109,13 +49,11 @@ class BackwardTracker(TakesGradients):
         updates: bool,
         scaler: torch.amp.GradScaler | None,
         comm_hook: CommHook | None,
-        early_norm: bool,
     ) -> None:
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
         self._model, self._grouping, self._lane = model, grouping, lane
-        self._updates, self._scaler, self._comm_hook, self._early_norm = updates, scaler, comm_hook, early_norm
+        self._updates, self._scaler, self._comm_hook = updates, scaler, comm_hook
         self.deferred = DeferredUpdates(model, grouping, lane)
-        self.norms = EarlyNorms()
         self._count_of_sharded = count_sharded(model)
         self._missing: dict[Group, list[bool]] = {}  # which gradients of a group the last step without all had not
         self.rounds = GradientRounds(self, lane, self.arrived)
@@ -135,7 +73,6 @@ class BackwardTracker(TakesGradients):
         self.watch()
 
     def _begin(self) -> None:
-        self._sums = False
         self.applies = False
         self.meets_a_scaler = False  # whether updates have waited only because of a scaler that nothing has told of
         self.applied: list[Group] = []
@@ -244,14 +181,10 @@ class BackwardTracker(TakesGradients):
         moved = self.follow_later_wrappers() if self._later_wrappers else _NONE
         plan = optimizer.fitting_plan(parts=False)
         control, scaler = optimizer.control, self._scaler
-        needs_norm = control.needs_norm(optimizer.param_groups)
         scaled = control.gradients_scaled or (scaler is not None and scaler.is_enabled())
-        self.applies = not (scaled or needs_norm)
+        self.applies = not (scaled or control.needs_norm(optimizer.param_groups))
         if self.applies and count_scaled_losses() != self._scaled_losses:
             self.applies, self.meets_a_scaler = False, True
-        # As far as can be seen in backward, the step asks for the norm.
-        asks = control.gradients_scaled or isinstance(scaler, GradScaler) or needs_norm
-        self._sums = not self.applies and self._early_norm and control.joint is None and asks
         if not self.applies:
             return moved
         if plan.ahead:
@@ -274,19 +207,18 @@ class BackwardTracker(TakesGradients):
         return True
 
     def complete(self, bucket: int) -> None:
-        """Update a group of which all gradients are there, or sum these for the norm."""
+        """Update a group whose gradients are complete, unless the step has to decide first."""
         group = self._grouping.groups[bucket]
-        if self.applies:
-            # Gradients that have come in a backward before may be gone, by `model.zero_grad()`: then the step updates.
-            if group.spans_tensors and any(self._gradient(one) is None for one in group.params if one.requires_grad):
-                return
-            # Of a group that waits once more, for a parameter that did not train before, others may come again too.
-            for param in group.params if group in self.applied else ():
-                if id(param) in self._updated and self._gradient(param) is not None:
-                    raise self._late(param, group)
-            self._update(group)
-        elif self._sums:
-            self._sum(group)
+        if not self.applies:
+            return
+        # Gradients that have come in a backward before may be gone, by `model.zero_grad()`: then the step updates.
+        if group.spans_tensors and any(self._gradient(one) is None for one in group.params if one.requires_grad):
+            return
+        # Of a group that waits once more, for a parameter that did not train before, others may come again too.
+        for param in group.params if group in self.applied else ():
+            if id(param) in self._updated and self._gradient(param) is not None:
+                raise self._late(param, group)
+        self._update(group)
 
     def _late(self, param: torch.Tensor, group: Group) -> RuntimeError:
         """For a gradient that has come after the update that would have used it."""
@@ -362,24 +294,6 @@ class BackwardTracker(TakesGradients):
         with plan.masters.own_writes(group.params) if plan.has_masters else _NOTHING:
             is_marked, measures = not step_is_ordinary(), optimizer.taps is not None
             plan.update(gradients, places, counts_versions=True, marked=is_marked, measures=measures)
-
-    def _sum(self, group: Group) -> None:
-        """Sum the squares of a group's gradients, for a norm that the step finishes."""
-        optimizer = self._optimizer()
-        plan = optimizer.plan
-        if plan is None or not self._reduced.keys().isdisjoint(map(id, group.params)) or _may_be_summed(group):
-            return
-        if group.is_copied_to_host:
-            _await_copies(group)
-        places = plan.places.get(group.index, ())
-        with self._lane.after(*self._take_writers(group)):
-            try:
-                plan.refresh_places(places)
-            except (Stale, GradientError):
-                # The step says so, if it is still true then.
-                return
-            self.norms.put(plan, places)
-        plan.release()
 
     def _on_two_streams(self, group: Group, streams: Sequence[torch.cuda.Stream]) -> bool:
         """Whether gradients may be memory of other streams than the one that completes them."""
@@ -484,12 +398,6 @@ def _await_copies(group: Group) -> None:
     """Wait for gradients that are still on their way from a GPU to the host, as FSDP2's CPU offloading leaves them."""
     if any(is_host(param.device) for param in group.params):
         torch.cuda.current_stream().synchronize()
-
-
-def _may_be_summed(group: Group) -> bool:
-    """Whether a training may still sum gradients over ranks by hand, which their versions would not tell."""
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return several and not all(map(is_distributed, group.params))
 
 
 def _listed(names: Sequence[str]) -> str:
