@@ -170,7 +170,8 @@ class GradScaler(torch.amp.GradScaler):
         try:
             result = optimizer.step(**kwargs)
         finally:
-            optimizer.__dict__.pop("grad_scale", None)
+            if hasattr(optimizer, "grad_scale"):  # an error in the step has removed it
+                del optimizer.grad_scale
             optimizer.control.checks_overflow = False
         state = self._per_optimizer_states[id(optimizer)]
         state["stage"] = OptState.STEPPED

@@ -24,7 +24,15 @@ DDP, FSDP1, FSDP2, DP = "DistributedDataParallel", "FullyShardedDataParallel", "
 _SUMS = "which sums gradients over the ranks itself: pass the plain module to shard(), which sums them too"
 _FLAT = "whose parameters are pieces of flat ones: shard the model with fully_shard instead"
 
+WRAPPED = "a framework's wrapper"
+_WRAPPER = "this is a framework's wrapper, as Lightning's or Fabric's: {} the optimizer itself, before it is wrapped"
+
 REFUSED: dict[tuple[str, str], str] = {
+    ("shard", WRAPPED): _WRAPPER.format("shard"),
+    ("overlap", WRAPPED): _WRAPPER.format("overlap"),
+    ("offload", WRAPPED): _WRAPPER.format("offload"),
+    ("capture", WRAPPED): _WRAPPER.format("capture"),
+    ("joint norm", WRAPPED): _WRAPPER.format("give joint_norm"),
     ("joint norm", "joint norm"): "the optimizer shares a norm already",
     (
         "capture",

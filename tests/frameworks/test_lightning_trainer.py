@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -117,3 +118,91 @@ def test_a_resumed_training_is_the_same_to_the_bit(tmp_path: Path) -> None:
     for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other)
     assert not torch.equal(next(half.parameters()), next(whole.parameters()))
+
+
+def two_optimizers(library: Any) -> list[float]:
+    """The losses of a module that trains by hand with two optimizers, each looked at and loaded through its wrapper."""
+    losses: list[float] = []
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.automatic_optimization = False
+            self.first, self.second = torch.nn.Linear(8, 16), torch.nn.Linear(16, 1)
+            self.added = torch.nn.Parameter(torch.ones(16))
+
+        def training_step(self, batch: Any, index: int) -> None:
+            optimizers: Any = self.optimizers()
+            if index == 1 and self.current_epoch == 0:
+                optimizers[1].add_param_group({"params": [self.added], "lr": 1e-2})
+            for place, optimizer in enumerate(optimizers):
+                # What a GAN does: each trains with the gradients of its own parameters.
+                self.toggle_optimizer(optimizer)
+                hidden = self.first(batch[0]).relu()
+                loss = (self.second(hidden * self.added) - batch[1]).square().mean()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                self.clip_gradients(optimizer, gradient_clip_val=1.0)
+                optimizer.step()
+                self.untoggle_optimizer(optimizer)
+                losses.append(float(loss.detach()))
+                params = [param for group in optimizer.param_groups for param in group["params"]]
+                assert len(optimizer.state) == len(params) == len(optimizer.state_dict()["state"])
+                assert all(optimizer.state[param] for param in params)
+                if index == 3 and place == 0 and self.current_epoch == 0:
+                    self.saved = copy.deepcopy(optimizer.state_dict())
+                    self.saved["param_groups"][0]["lr"] = 1e-3
+                if index == 5:
+                    # torch's wrapper would load it into itself.
+                    (optimizer if library is tilestep else optimizer.optimizer).load_state_dict(
+                        copy.deepcopy(self.saved if place == 0 else optimizer.state_dict())
+                    )
+                    assert optimizer.optimizer.param_groups[0]["lr"] == (1e-3 if place == 0 else 2e-2)
+
+        def configure_optimizers(self) -> Any:
+            return [
+                library.AdamW(self.first.parameters(), lr=1e-2),
+                library.SGD(self.second.parameters(), lr=2e-2, momentum=0.9),
+            ]
+
+    trainer = lightning.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, max_epochs=2,
+    )  # fmt: skip
+    trainer.fit(Module(), loader())
+    return losses
+
+
+def test_two_optimizers_by_hand() -> None:
+    assert two_optimizers(tilestep) == pytest.approx(two_optimizers(torch.optim), rel=1e-4)
+
+
+def with_fabric(library: Any, precision: str, folder: Path) -> list[float]:
+    """The losses of a Fabric's loop, with a checkpoint in the middle."""
+    from lightning.fabric import Fabric
+
+    torch.manual_seed(0)
+    fabric = Fabric(accelerator="cpu", precision=precision)  # type: ignore[arg-type]
+    net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+    model, optimizer = fabric.setup(net, library.AdamW(net.parameters(), lr=1e-2))
+    losses: list[float] = []
+    for index, batch in enumerate(loader()):
+        loss = (model(batch[0]) - batch[1]).square().mean()
+        optimizer.zero_grad()
+        fabric.backward(loss)
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        assert len(optimizer.state) == 4 and optimizer.param_groups[0]["lr"] == 1e-2
+        if index == 3:
+            fabric.save(folder / "fabric.ckpt", {"model": model, "optimizer": optimizer})
+        if index == 5:
+            fabric.load(folder / "fabric.ckpt", {"model": model, "optimizer": optimizer})
+    return losses
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_fabric_wraps_the_optimizer(precision: str, tmp_path: Path) -> None:
+    mine, torchs_losses = (with_fabric(library, precision, tmp_path) for library in (tilestep, torch.optim))
+    assert mine == pytest.approx(torchs_losses, rel=1e-4)

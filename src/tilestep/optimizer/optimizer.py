@@ -63,6 +63,7 @@ from .states import (
     compute_dtype,
     keeping_squares,
 )
+from .wrappers import forward_to_wrapped
 
 _WIDE = (torch.float64, torch.complex128)
 
@@ -115,6 +116,10 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        forward_to_wrapped(cls)
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,44 @@
+"""Wrappers whose class a framework derives from the optimizer's: they forward to the optimizer they wrap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..combinations import WRAPPED
+
+_SET_BY_SCALERS = ("grad_scale", "found_inf")
+
+
+def forward_to_wrapped(kind: type) -> None:
+    """Let objects of a class that a wrapper precedes in the method resolution order have the wrapped optimizer's state.
+
+    Lightning and Fabric make such classes, so that `isinstance` holds. Their objects have no attributes of an optimizer
+    and forward what is missing by `__getattr__`; methods and defaults of the optimizer's class are not missing, and
+    would see, and set, attributes of the wrapper.
+    """
+    optimizers = [base for base in kind.__mro__ if issubclass(base, torch.optim.Optimizer) and base is not kind]
+    others = kind.__mro__[1 : kind.__mro__.index(optimizers[0])]
+    if not any({"__init__", "__getattr__"} <= vars(base).keys() for base in others):
+        return
+    own = {name for base in others for name in vars(base)}
+    names = {name for base in optimizers for name in vars(base) if not name.startswith("__")}
+    for name in names.union(_SET_BY_SCALERS) - own:
+        setattr(kind, name, _forwarded(name))
+
+
+def _forwarded(name: str) -> property:
+    def get(wrapper: Any) -> Any:
+        value = getattr(_wrapped(wrapper), name)
+        return (WRAPPED, *value) if name == "attached" else value
+
+    return property(
+        get,
+        lambda wrapper, value: setattr(_wrapped(wrapper), name, value),
+        lambda wrapper: delattr(_wrapped(wrapper), name),
+    )
+
+
+def _wrapped(wrapper: Any) -> Any:
+    return wrapper.__getattr__("add_param_group").__self__
