@@ -22,7 +22,7 @@ def batch(step: int) -> torch.Tensor:
 def training(**options: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model = Elementwise()
-    made = tilestep.AdamW(model.parameters(), lr=0.1, **options)  # type: ignore[attr-defined]
+    made = tilestep.AdamW(model.parameters(), **{"lr": 0.1, **options})  # type: ignore[attr-defined]
     return model, tilestep.shard(made, model)
 
 
@@ -70,6 +70,24 @@ def other_rates() -> None:
         refused(pattern, "lr", 0.05, 0.1, between=between)
     tensor = torch.tensor(0.2)
     refused("rank 0 has group 0 lr=.*; rank 1 has group 0 lr=", "lr", tensor, 0.1)
+
+
+def other_functions_of_the_step() -> None:
+    def falling(step: Any) -> Any:
+        return 0.1 / step
+
+    def standing(step: Any) -> Any:
+        return 0.1 + 0 * step
+
+    model, optimizer = training(lr=falling)
+    for step in range(2):
+        backward(model, step)
+        optimizer.step()
+    if dist.get_rank() == 1:
+        optimizer.param_groups[0]["lr"] = standing
+    backward(model, 2)
+    with pytest.raises(ValueError, match=r"rank 0 has group 0 lr=.*falling; rank 1 has group 0 lr=.*standing"):
+        optimizer.step()
 
 
 def a_rate_tensor_that_is_written_to() -> None:
@@ -175,6 +193,7 @@ def schedulers_of_all_ranks() -> None:
 test_two_ranks = each_passes(
     [
         other_rates,
+        other_functions_of_the_step,
         a_rate_tensor_that_is_written_to,
         betas_that_are_written_to,
         a_clip_that_one_rank_has_not,

@@ -409,6 +409,19 @@ def a_function_of_the_step_and_a_user_s_own_values() -> None:
     assert optimizer.param_groups[0]["lr"] is lr
 
 
+def dtypes_of_messages_are_not_saved() -> None:
+    """They are the ranks', and a checkpoint is for any number of them."""
+    model = nn.Linear(9, 5)
+    dtypes = {"grad_sync_dtype": torch.float64, "param_sync_dtype": torch.bfloat16}
+    optimizer = tilestep.shard(adamw([{"params": list(model.parameters()), **dtypes}]), model)
+    model(inputs(2, 9)).sum().backward()
+    optimizer.step()
+    for saved in (optimizer.state_dict(), optimizer.full_state_dict()):
+        assert dtypes.keys().isdisjoint(saved["param_groups"][0])
+        optimizer.load_state_dict(saved)
+        assert dtypes.items() <= optimizer.param_groups[0].items()
+
+
 CHECKS = [
     functions_of_the_step_are_saved_on_ranks_that_update_some_of_a_group,
     full_states_go_to_torch_and_back,
@@ -420,6 +433,7 @@ CHECKS = [
     pieces_are_not_computed_with,
     hooks_of_checkpoints,
     a_function_of_the_step_and_a_user_s_own_values,
+    dtypes_of_messages_are_not_saved,
 ]
 
 

@@ -114,6 +114,41 @@ def what_cannot_be_added() -> None:
     assert moved == [True] * 6 + [False] * 5
 
 
+def parameters_that_ranks_have_changed_begin_as_the_first_rank_has_them() -> None:
+    """While nothing was trained of them, and though they are the model's since `shard`."""
+    model = Elementwise()
+    optimizer = tilestep.shard(adamw(first_six(model)), model, bucket_cap_mb=TINY)
+    late = nn.Parameter(torch.full((3,), float(dist.get_rank())))
+    model.register_parameter("late", late)
+    with torch.no_grad():
+        model.weights[8].add_(dist.get_rank())
+    optimizer.add_param_group({"params": [model.weights[8], late]})
+    for param in (model.weights[8], late):
+        first = param.detach().clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, param)
+    assert late.tolist() == [0.0] * 3
+    (model(inputs(5, 7)).sum() + late.square().sum() + late.sum()).backward()
+    optimizer.step()
+    optimizer.wait()
+    assert (late < 0).all() and int(optimizer.full_state_dict()["state"][7]["step"]) == 1
+
+
+def no_group_is_added_to_weights_to_evaluate() -> None:
+    model = Elementwise()
+    averages = tilestep.Optimizer(first_six(model), tilestep.ema(tilestep.registry["SGD"], 0.5), lr=0.1)
+    optimizer = tilestep.shard(averages, model, bucket_cap_mb=TINY)
+    model(inputs(5, 7)).sum().backward()
+    optimizer.step()
+    group = {"params": list(model.parameters())[6:]}
+    with optimizer.averaged(), pytest.raises(RuntimeError, match=r"call train\(\) before add_param_group"):
+        optimizer.add_param_group(group)
+    optimizer.add_param_group(group)
+    model(inputs(5, 7)).sum().backward()
+    optimizer.step()
+    assert len(optimizer.full_state_dict()["state"]) == 11
+
+
 class Sizes(TorchDispatchMode):
     """Counts the float32 elements of new tensors."""
 
@@ -163,6 +198,8 @@ CHECKS = [
     groups_of_thawed_parameters,
     groups_with_another_rule_and_ranks_without_pieces,
     what_cannot_be_added,
+    parameters_that_ranks_have_changed_begin_as_the_first_rank_has_them,
+    no_group_is_added_to_weights_to_evaluate,
     optimizers_that_never_have_all_of_their_state,
 ]
 
