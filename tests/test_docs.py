@@ -121,6 +121,22 @@ def test_commands_that_documents_name_exist() -> None:
         assert named <= known, document.name
 
 
+def test_the_page_of_environment_variables_names_every_one_and_no_other() -> None:
+    page = (ROOT / "docs" / "api" / "environment.md").read_text()
+    package = Path(tilestep.__file__).parent
+    read = {
+        name
+        for path in package.rglob("*.py")
+        for name in re.findall(
+            r"""environ(?:\.get\(|\[)["'](\w+)|^_\w+ = "(TILESTEP_\w+)\"""", path.read_text(), re.MULTILINE
+        )
+    }
+    names = {first or second for first, second in read}
+    assert set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE)) == {
+        name for name in names if name == "CXX" or name.startswith("TILESTEP_")
+    }
+
+
 def test_the_table_of_folders_names_every_one_and_no_other() -> None:
     page = (ROOT / "docs" / "how-it-works.md").read_text()
     rows = re.findall(r"^\| (`.*?) \|", page[page.index("## Where things are") :], re.MULTILINE)

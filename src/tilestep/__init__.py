@@ -1,4 +1,4 @@
-"""Optimizer steps at the speed of memory.
+"""Optimizer steps at memory bandwidth.
 
 Write an update rule once as plain PyTorch (`rule`), or take one of the named optimizers; the step runs as one kernel
 over all parameters, with the global-norm clip inside.

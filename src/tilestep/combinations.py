@@ -21,7 +21,7 @@ from .garbage import living
 
 DDP, FSDP1, FSDP2, DP = "DistributedDataParallel", "FullyShardedDataParallel", "fully_shard", "DataParallel"
 
-_SUMS = "which sums gradients over the ranks itself: pass the plain module to shard(), which sums them too"
+_SUMS = "which reduces gradients: do not wrap the model of a sharded optimizer, since shard() already reduces them"
 _FLAT = "whose parameters are pieces of flat ones: shard the model with fully_shard instead"
 
 WRAPPED = "a framework's wrapper"

@@ -111,7 +111,10 @@ def data_parallel_around_shard() -> None:
     model = network()
     optimizer = tilestep.shard(adamw(model), model)
     for around in (model, nn.Sequential(model), model[0]):  # type: ignore[index]
-        with pytest.raises(ValueError, match="being wrapped in is a DistributedDataParallel, which sums gradients"):
+        with pytest.raises(
+            ValueError,
+            match="the model's new wrapper is a DistributedDataParallel, which reduces gradients: do not wrap",
+        ):
             DistributedDataParallel(around)
     for step in range(2):
         loss(model, step).backward()
@@ -127,7 +130,7 @@ def data_parallel_around_shard() -> None:
 def shard_inside_of_data_parallel() -> None:
     model = network()
     wrapped = DistributedDataParallel(model)
-    with pytest.raises(ValueError, match="what the model is wrapped in is a DistributedDataParallel"):
+    with pytest.raises(ValueError, match="the model's wrapper is a DistributedDataParallel"):
         tilestep.shard(adamw(model), model)
     del wrapped
     tilestep.shard(adamw(model), model)
@@ -174,7 +177,7 @@ def flat_parameters() -> None:
             scaler.step(optimizer)
     model = network()
     overlapped = tilestep.overlap(adamw(model), model, during="forward")
-    with pytest.raises(ValueError, match="being wrapped in is a FullyShardedDataParallel"):
+    with pytest.raises(ValueError, match="the model's new wrapper is a FullyShardedDataParallel"):
         FullyShardedDataParallel(model, device_id=torch.device("cpu"))
     del overlapped
 

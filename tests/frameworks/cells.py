@@ -468,8 +468,8 @@ def page(cells: dict[str, dict[str, str]]) -> str:
 
 HEAD = """# What works where
 
-Each cell is the training of a small model on a CPU, run by `tests/frameworks/test_matrix.py`, which also checks this
-page; `python tests/frameworks/cells.py` writes it. "works" means the losses of `torch.optim.AdamW` in the same
+Each cell is the result of training a small model on a CPU: `tests/frameworks/test_matrix.py` trains it and checks this
+page, `python tests/frameworks/cells.py` writes the page. "works" means the losses of `torch.optim.AdamW` in the same
 framework, to a relative 1e-4 (5e-3 for float32 masters of a bfloat16 model and for bfloat16 states, 2e-2 for int8
 states). "resume" means losses that are bitwise those of the uninterrupted training. "clip" clips at a norm of 0.05,
 which every gradient exceeds. "accumulation" runs two backwards per step. "two ranks" also clips, and uses

@@ -6,7 +6,6 @@ import itertools
 import math
 import pydoc_data.topics
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,7 +140,6 @@ class Run:
     host: list[float]
     wall: list[float]
     trace: Trace
-    training_seconds: float
 
     @property
     def final_loss(self) -> float:
@@ -208,11 +206,9 @@ class _Training:
         self.losses: list[Tensor] = []
         self.host: list[float] = []
         self.wall: list[float] = []
-        self.seconds = 0.0
 
     def advance(self, steps: int) -> float:
         """Train some steps and return the last loss."""
-        begin = time.perf_counter()
         for text in itertools.islice(self.batches, steps):
             loss = self.model.loss(text)
             self.optimizer.zero_grad()
@@ -222,16 +218,14 @@ class _Training:
             self.wall.append(done)
             self.schedule.step()
             self.losses.append(loss.detach())
-        last = self.losses[-1].item()
-        self.seconds += time.perf_counter() - begin
-        return last
+        return self.losses[-1].item()
 
     def finish(self) -> Run:
         """Evaluate, then count what one more step does."""
         final = _evaluate(self.model, self.validation, self.recipe)
         losses = [loss.item() for loss in self.losses]
         traced = trace(self.take, self.recipe.device)
-        return Run(self.name, losses, final, self.host, self.wall, traced, self.seconds)
+        return Run(self.name, losses, final, self.host, self.wall, traced)
 
 
 def _split(text: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -271,7 +265,6 @@ def table(runs: Sequence[Run], gpu: bool) -> Table:
         ("  of which host", lambda run: _milliseconds(run.host)),
         ("launches a step" if gpu else "torch calls a step", lambda run: _count(run, gpu)),
         ("extra memory in a step", lambda run: f"{run.trace.peak_bytes / 1e3:,.1f} kB"),
-        ("whole training", lambda run: f"{run.training_seconds:.1f} s"),
     ]
     shown = Table(title=f"largest difference of the two losses at any step: {largest_difference(runs):.2g}")
     shown.add_column("")

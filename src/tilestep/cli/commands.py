@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="tilestep",
-    help="Optimizer steps at the speed of memory.",
+    help="Optimizer steps at memory bandwidth.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -102,7 +102,7 @@ def _refuse_wrappers(optimizer: Optimizer) -> None:
     """Raise for what reduces gradients over ranks only after they have gone to the host."""
     own = {id(param) for _, _, _, param in iter_params(optimizer)}
     for wrapper in wrappers_around(lambda param: id(param) in own):
-        refuse("offload of gradients", [kind_of(wrapper)], "what the model is wrapped in", OffloadError)
+        refuse("offload of gradients", [kind_of(wrapper)], "the model's wrapper", OffloadError)
 
 
 def _device_of(optimizer: Optimizer) -> torch.device:

@@ -591,12 +591,12 @@ class Optimizer(torch.optim.Optimizer):
     def changes(self, *, clear: bool = True, gather: bool = False) -> list[Change]:
         """The stored weights whose bits have changed since the beginning, or since the list was last cleared.
 
-        A weight that a step has changed and a later one has changed back is listed; one that no step has changed is
-        not. Skipped steps change nothing. A parameter that other code has written to, as far as its version counter
-        tells, or has given other memory is listed wholly. The host waits once for the device.
+        A weight is also listed if a later step has changed it back. Skipped steps change nothing. A parameter is listed
+        in full if its version counter or its memory shows that other code has written to it. The host waits once for
+        the device.
 
         Args:
-            clear: begin anew after it.
+            clear: start a new list after this call.
             gather: on DTensors and after `shard`: all ranks' changes on every rank, which all must call; else those of
                 this rank's parts.
 

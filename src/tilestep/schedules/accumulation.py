@@ -369,7 +369,6 @@ class TakesGradients(ABC):
 
     taken_by: str  # what has taken a gradient, and how to clip then: the end of a sentence
     choice: str  # what it is in the table of combinations, which says what may wrap the model
-    wraps = "the model"  # what is being wrapped then, as the error has it
     refused_as: type[ValueError] = ValueError
     takes = True  # whether it takes them in backward
     updates = False  # whether it updates in backward too
@@ -395,7 +394,7 @@ class TakesGradients(ABC):
 
     def wrapped(self, wrapper: torch.nn.Module, kind: str) -> None:
         """Raise, in the constructor of a wrapper that would reduce the gradients as well, or too late."""
-        refuse(self.choice, [kind], f"what {self.wraps} is being wrapped in", self.refused_as)
+        refuse(self.choice, [kind], "the model's new wrapper", self.refused_as)
 
 
 _takers: weakref.WeakSet[TakesGradients] = weakref.WeakSet()

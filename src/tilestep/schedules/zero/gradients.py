@@ -188,7 +188,7 @@ class GradientSync(TakesGradients):
         """Whether it sums up a parameter's gradients."""
         return id(param) in self._place_of
 
-    choice, wraps = "shard", "the model of a sharded optimizer"
+    choice = "shard"
     taken_by = (
         "shard() has reduced it over the ranks during backward: set max_grad_norm on the optimizer, which clips inside "
         "the step, or call clip_grad_norm_() of the optimizer"

@@ -78,9 +78,9 @@ def validate_locally(optimizer: Optimizer, model: nn.Module, options: Options) -
     if not groups:
         raise ValueError("the optimizer has no parameters to shard")
     for wrapper in wrappers_around(lambda param: param in groups):
-        refuse("shard", [kind_of(wrapper)], "what the model is wrapped in")
+        refuse("shard", [kind_of(wrapper)], "the model's wrapper")
     for param, index in groups.items():
-        refuse("shard", [split_kind(param)], "what parameters of the optimizer are wrapped in")
+        refuse("shard", [split_kind(param)], "the wrapper of the optimizer's parameters")
         if param not in names:
             raise ValueError(f"a parameter of shape {tuple(param.shape)} in group {index} is not one of the model's")
         if is_distributed(param):
