@@ -88,14 +88,17 @@ def first_launches(rule: str, shapes: Sequence[Sequence[int]], dtype: torch.dtyp
         dtype: of all of them.
     """
     from tilestep.backends.triton.run import decision_launch
-    from tilestep.optimizer.control import fresh_control
+    from tilestep.optimizer.control import decide, fresh_control
 
     parameters = [torch.ones(tuple(shape), dtype=dtype, requires_grad=True) for shape in shapes]
     make = partial(tilestep.Optimizer, parameters, rule, max_grad_norm=MAX_GRAD_NORM)
     engine = engine_of(make, default_shape(None, "cuda"))
     norm = TritonNorm(torch.device("cpu"), [each.numel() for each in parameters], [dtype] * len(parameters))
     decision = StepInputs(partials=norm.tiles_put())
-    launches = [norm.tiles_launch(engine.grads), decision_launch(fresh_control(torch.device("cpu")), decision, {})]
+    launches = [
+        norm.tiles_launch(engine.grads),
+        decision_launch(decide, fresh_control(torch.device("cpu")), decision, {}),
+    ]
     launches += [launch for segment in engine.segments for launch in segment.launches(False)]
     for launcher, _ in launches:
         launcher._device, launcher._compiles = DEVICE, True

@@ -25,9 +25,8 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from ..rules.adaptive_clip import AdaGC
-from ..runtime.limits import Sigma, ZClip
+from ..rules.limits import Limit
 from ..taps import Stats
-from .control import TimesMean
 from .masters import MasterWeights
 from .optimizer import Optimizer
 from .states import StateDtype

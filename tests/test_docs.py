@@ -35,7 +35,7 @@ def test_the_code_for_rule_authors_runs(tmp_path: Path) -> None:
     path = tmp_path / "rules_page.py"
     path.write_text("\n".join(blocks))
     names: dict[str, Any] = {"__name__": "rules_page"}
-    exec(compile(path.read_text(), str(path), "exec"), names)
+    exec(compile(path.read_text(), str(path), "exec", dont_inherit=True), names)
     for name in ("averaged_descent", "trusting"):
         optimizer = tilestep.Optimizer(names["model"].parameters(), names[name])
         optimizer.step()

@@ -159,9 +159,10 @@ def of_runtime() -> None:
     >>> statics_of({"lr": 0.1, "amsgrad": False})
     (('amsgrad', False), ('lr', '<number>'))
 
-    >>> from tilestep.runtime.limits import ZClip, clip_code
-    >>> clip_code(2.0), clip_code(ZClip(max_norm=3.0)), clip_code(ZClip(max_norm=None))
-    (2.0, -3.0, -inf)
+    >>> from tilestep.rules.limits import ZClip
+    >>> from tilestep.runtime.decision import clip_code
+    >>> clip_code(2.0), clip_code(ZClip())
+    (2.0, -inf)
 
     >>> from tilestep.runtime.segment import same_walk
     >>> image = torch.zeros(2, 3, 4, 5)

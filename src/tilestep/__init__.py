@@ -30,7 +30,7 @@ from .linalg import limit_workspace, orthogonalize
 from .memory.offload import offload
 from .memory.offloaded import OffloadedOptimizer
 from .norm import clip_grad_norm_, total_norm
-from .optimizer import Optimizer, TimesMean, full_precision, joint_norm, muon_groups, named_optimizers, param_groups
+from .optimizer import Optimizer, full_precision, joint_norm, muon_groups, named_optimizers, param_groups
 from .rules import Interval, Rule, State, at_least, between, registry, rule, where
 from .rules.adaptive_clip import AdaGC, adaptive_clip
 from .rules.compose import (
@@ -43,8 +43,8 @@ from .rules.compose import (
     lookahead,
     scaled_states,
 )
+from .rules.limits import Limit, Sigma, TimesMean, Window, ZClip
 from .rules.scalars import machine_epsilon, max_over_tensors, sum_over_tensors
-from .runtime.limits import Sigma, ZClip
 from .schedules.capture import CapturedStep, capture
 from .schedules.overlap import OverlappedOptimizer, overlap
 from .schedules.zero import ShardedOptimizer, load_checkpoint, save_checkpoint, shard
@@ -89,6 +89,7 @@ __all__ = [
     "GradientError",
     "HostMemoryError",
     "Interval",
+    "Limit",
     "LoadPlanner",
     "MatrixError",
     "OffloadError",
@@ -107,6 +108,7 @@ __all__ = [
     "StepStats",
     "TilestepError",
     "TimesMean",
+    "Window",
     "ZClip",
     "adaptive_clip",
     "at_least",

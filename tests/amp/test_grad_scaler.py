@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections import Counter
 from typing import Any
@@ -167,6 +168,21 @@ def test_large_finite_float64_gradients_are_no_overflow() -> None:
     scaler.step(optimizer)
     assert float(optimizer.skipped_steps) == 0
     assert param.tolist() == [0.99, 1.01, 1.0]
+
+
+@pytest.mark.parametrize("kind", [tilestep.GradScaler, torch.amp.GradScaler])
+def test_a_plain_step_after_one_that_a_scaler_has_skipped_is_taken(kind: Any) -> None:
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = tilestep.SGD([param], lr=0.5), kind("cpu", init_scale=4.0)
+    for step in range(1, 3):
+        optimizer.zero_grad()
+        scaler.scale((param * math.inf).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert int(optimizer.skipped_steps) == step and param.tolist() == [1.5 - step / 2] * 2
+        param.grad = torch.ones(2)
+        optimizer.step()
+        assert int(optimizer.skipped_steps) == step and param.tolist() == [1 - step / 2] * 2
 
 
 class Operations(TorchDispatchMode):

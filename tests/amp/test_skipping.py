@@ -150,11 +150,16 @@ def skips(optimizer: tilestep.Optimizer, params: list[torch.nn.Parameter], norms
     return skipped
 
 
+def mean_of(optimizer: Any) -> float:
+    """The mean that `TimesMean` remembers; then it remembers how many norms went into it."""
+    return optimizer.state_dict()["param_groups"][0]["limits"]["TimesMean"][0].item()
+
+
 def test_times_mean_waits_then_skips_spikes() -> None:
     params = parameters()
     optimizer = make("AdamW", params, skip_above=TimesMean(3.0, decay=0.9, warmup=4))
     assert skips(optimizer, params, [1.0, 9.0, 1.0, NAN, 1.0]) == [False, False, False, True, False]
-    assert float(optimizer.state_dict()["param_groups"][0]["norm_mean"]) == pytest.approx(3.0, rel=1e-5)
+    assert mean_of(optimizer) == pytest.approx(3.0, rel=1e-5)
     # 9.1 enters as 9, the limit: the mean is 4.2 then.
     assert skips(optimizer, params, [9.1, 12.4, INF, 1.0]) == [True, False, True, False]
 
@@ -164,7 +169,7 @@ def test_times_mean_is_exponential_in_the_end() -> None:
     optimizer = make("SGD", params, skip_above=TimesMean(100.0, decay=0.5, warmup=1))
     skips(optimizer, params, [8.0, 4.0, 2.0, 6.0])
     # 8, (8 + 4) / 2, then half of each: (6 + 2) / 2, (4 + 6) / 2.
-    assert float(optimizer.state_dict()["param_groups"][0]["norm_mean"]) == pytest.approx(5.0, rel=1e-5)
+    assert mean_of(optimizer) == pytest.approx(5.0, rel=1e-5)
 
 
 def test_times_mean_follows_a_lasting_rise_but_not_a_spike() -> None:
@@ -197,11 +202,19 @@ def test_times_mean_outlives_checkpoints_groups_and_copies() -> None:
     saved = first.state_dict()
     resumed = make("AdamW", params, skip_above=limit)
     resumed.load_state_dict(saved)
-    assert "norm_mean" not in resumed.param_groups[0]
+    assert "limits" not in resumed.param_groups[0]
     clone = copy.deepcopy(resumed)
     cloned = clone.param_groups[0]["params"]
     assert skips(resumed, params, norms[5:]) == wanted[5:]
     assert skips(clone, cloned, norms[5:]) == wanted[5:]
+
+    # As earlier versions have saved it.
+    mean, count = saved["param_groups"][0].pop("limits")["TimesMean"]
+    saved["param_groups"][0] |= {"norm_mean": mean, "norm_mean_count": count}
+    earlier = make("AdamW", params, skip_above=limit)
+    earlier.load_state_dict(saved)
+    assert not {"norm_mean", "norm_mean_count"} & earlier.param_groups[0].keys()
+    assert skips(earlier, params, norms[5:]) == wanted[5:]
 
     first.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
     assert skips(first, params, norms[5:]) == wanted[5:]

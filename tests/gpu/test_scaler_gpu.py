@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import test_scaler_orders as orders
 import torch
 from amp_runs import ORDERS, OVERFLOWS, Order, parameters, run, scaled_backward
+from interpreted_decide import compare_decisions, compare_limits, skip_what_is_no_norm
 from synchronization import no_synchronization
 from test_grad_scaler import test_a_scaled_step_is_the_unscaled_one
 from test_scaler_orders import (
@@ -23,6 +26,11 @@ __all__ = [
     "test_skip_above_a_norm",
     "test_training_is_that_of_plain_torch",
 ]
+
+
+@pytest.mark.parametrize("check", [compare_decisions, compare_limits, skip_what_is_no_norm])
+def test_a_gpu_decides_as_the_host(check: Callable[[], None]) -> None:
+    check()
 
 
 @pytest.fixture

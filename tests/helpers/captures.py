@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,9 +32,11 @@ from capture_runs import (
     same_state,
     simulation,  # noqa: F401
 )
+from own_limits import Spikes, plainly
 from simulated_graph import Simulation
 
 import tilestep
+from tilestep.backends.spec import NORM
 
 
 @pytest.mark.parametrize("name", sorted(tilestep.registry))
@@ -191,6 +194,33 @@ def test_a_replay_does_not_leave_its_decision_to_the_next_step() -> None:
         return params
 
     equal(trained(True), trained(False))
+
+
+def test_replays_decide_by_a_limit_of_one_s_own() -> None:
+    """As steps do, and as the limit does on Python's floats: what it remembers is the device's."""
+    limit, sizes = Spikes(factor=2.5), [1.0, 1.1, 0.9, 1.2, 7.0, 1.0, 1.3, 0.8]
+
+    def trained(graphed: bool) -> tuple[Params, Any, list[float]]:
+        params, loss = make(), torch.ones((), device=DEVICE)
+        optimizer = tilestep.SGD(params, lr=0.1, max_grad_norm=limit)
+        run, norms = partial(optimizer.step, loss=loss), []
+        for step, size in enumerate(sizes):
+            fill_gradients(params, step)
+            torch._foreach_mul_([param.grad for param in params], size)
+            loss.fill_(50.0 if step == 6 else 1.0 + step / 8)
+            if graphed and step == 2:
+                run = tilestep.capture(optimizer, run).replay
+            run()
+            norms.append(float(optimizer.control.numbers[NORM]))
+        return params, optimizer, norms
+
+    (mine, one, norms), (others, other, _) = trained(True), trained(False)
+    equal(mine, others)
+    losses = [50.0 if step == 6 else 1.0 + step / 8 for step in range(len(sizes))]
+    decided, remembered = plainly(limit, norms, losses)
+    assert one.skipped_steps == other.skipped_steps == sum(skips for skips, _ in decided) == 2
+    for optimizer in (one, other):
+        assert optimizer.state_dict()["param_groups"][0]["limits"]["Spikes"].tolist() == remembered
 
 
 @pytest.mark.parametrize("scaler_class", [tilestep.GradScaler, torch.amp.GradScaler])

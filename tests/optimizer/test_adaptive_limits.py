@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 import io
+import linecache
 import math
+import pickle
+import random
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from own_limits import Everything, Spikes, plainly
 
 import tilestep
 
@@ -204,6 +209,169 @@ def test_a_loss_must_be_one_number() -> None:
     with pytest.raises(TypeError, match="loss"):
         optimizer.step(loss="high")
     assert weight.item() == 0
+
+
+def test_a_loss_enters_the_window_beside_a_norm_that_is_an_outlier() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = tilestep.SGD([weight], lr=1.0, skip_above=tilestep.Sigma(6, window=4, warmup=3))
+    losses = [1.0, 1.1, 0.9, 1.2, 1.05]
+    for norm, loss in zip([3.0, 3.1, 2.9, 90.0, math.inf], losses):
+        weight.grad = torch.full((1,), norm, dtype=torch.float64)
+        optimizer.step(loss=loss)
+    assert int(optimizer.skipped_steps) == 2
+    count, *window = optimizer.state_dict()["param_groups"][0]["limits"]["Sigma"][5:].tolist()
+    assert count == 5 and window == [losses[4], *losses[1:4]]
+
+
+@pytest.mark.parametrize("norm", [math.inf, 1e200])
+def test_zclip_leaves_an_infinite_norm_out_of_its_warm_up(norm: float) -> None:
+    """One of finite gradients, whose square is beyond float64, and one of infinite gradients; max_norm clips both."""
+    limit = tilestep.ZClip(warmup=3, max_norm=1.0)
+    (param,) = parameters()[:1]
+    optimizer = tilestep.SGD([param], lr=1.0, max_grad_norm=limit, skip_nonfinite=True)
+    for step in range(2):
+        stepped(optimizer, gradients(step, SHAPES[:1]))
+    before, weights = optimizer.state_dict()["param_groups"][0]["limits"]["ZClip"], param.detach().clone()
+    stepped(optimizer, [torch.full(SHAPES[0], norm, dtype=torch.float64)])
+    assert torch.equal(optimizer.state_dict()["param_groups"][0]["limits"]["ZClip"], before)
+    assert before.tolist()[2] == 2 and math.isinf(optimizer.grad_norm)
+    assert int(optimizer.skipped_steps) == math.isinf(norm) and torch.equal(param, weights)
+
+
+STEPS = list(zip([1.0, 1.2, 0.9, 1.0, 8.0, 1.1, 0.8, 1.0, 2.0], [2.0, 2.2, None, 1.8, 2.0, 60.0, 2.1, None, 2.0]))
+
+
+def sized_steps(optimizer: Any, steps: list[tuple[float, float | None]]) -> list[tuple[bool, float]]:
+    """Take steps with gradients of these norms and these losses; whether each was skipped, and what it moved."""
+    (weight,) = optimizer.param_groups[0]["params"]
+    taken = []
+    for norm, loss in steps:
+        before, skipped = weight.item(), int(optimizer.skipped_steps)
+        weight.grad = torch.full((1,), norm, dtype=torch.float64)
+        optimizer.step(loss=loss)
+        taken.append((int(optimizer.skipped_steps) > skipped, before - weight.item()))
+    return taken
+
+
+@pytest.mark.parametrize("limit", [Spikes(), Spikes(factor=2.0, warmup=4), Everything()])
+def test_a_limit_of_one_s_own_is_its_function_of_floats(limit: tilestep.Limit) -> None:
+    """To the bit, in a checkpoint's reader, in copies and in pickles too."""
+    decided, remembered = plainly(limit, *zip(*STEPS))
+
+    def made() -> Any:
+        weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        return tilestep.SGD([weight], lr=1.0, max_grad_norm=limit)
+
+    def compare(optimizer: Any, steps: slice) -> None:
+        for (skipped, moved), (skips, clip), (norm, _) in zip(
+            sized_steps(optimizer, STEPS[steps]), decided[steps], STEPS[steps]
+        ):
+            expected = 0.0 if skips else norm * min(1.0, clip / (norm + 1e-6))
+            assert skipped == skips and moved == pytest.approx(expected, rel=1e-12)
+
+    first = made()
+    compare(first, slice(5))
+    buffer = io.BytesIO()
+    torch.save(first.state_dict(), buffer)
+    buffer.seek(0)
+    second = made()
+    second.load_state_dict(torch.load(buffer, weights_only=True))
+    assert second.param_groups[0]["max_grad_norm"] == limit
+    for again in (second, copy.deepcopy(first), pickle.loads(pickle.dumps(first)), first):
+        compare(again, slice(5, None))
+        assert again.state_dict()["param_groups"][0]["limits"][type(limit).__name__].tolist() == remembered
+    assert any(skips for skips, _ in decided) and any(clip < norm for (_, clip), (norm, _) in zip(decided, STEPS))
+
+
+def test_a_limit_that_only_skips() -> None:
+    @dataclass(frozen=True)
+    class Above(tilestep.Limit):
+        norm: float = 3.0
+
+        def decide(self, norm: float, loss: float | None, memory: Any) -> tuple[bool, float]:
+            return norm > self.norm, math.inf
+
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = tilestep.SGD([weight], lr=1.0, skip_above=Above())
+    assert sized_steps(optimizer, [(2.0, None), (math.nan, None), (5.0, None)]) == [(False, 2.0), (True, 0), (True, 0)]
+
+
+def test_a_clip_that_is_no_norm_changes_nothing() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    limit = own_limit("memory.x += 1; return False, 2 - memory.x", x=0.0)
+    optimizer = tilestep.SGD([weight], lr=1.0, max_grad_norm=limit)
+    sized_steps(optimizer, [(1.0, None), (1.0, None)])
+    before, remembered = weight.item(), optimizer.state_dict()["param_groups"][0]["limits"]
+    with pytest.raises(tilestep.GradientError, match=r"clips gradients to a norm of -1\.0; nothing was updated"):
+        sized_steps(optimizer, [(1.0, None)])
+    assert weight.item() == before and int(optimizer.skipped_steps) == 0
+    assert optimizer.state_dict()["param_groups"][0]["limits"] == remembered
+
+
+def own_limit(body: str, **memory: Any) -> Any:
+    """A limit whose function has these statements, from a file of its own, for lines in messages."""
+    lines = ["def decide(self, norm, loss, memory):", *(f"    {line.strip()}" for line in body.split("; "))]
+    text = "\n".join(lines).replace("    \\t", "        ") + "\n"
+    names = {"math": math, "random": random, "torch": torch}
+    linecache.cache["own.py"] = (len(text), None, text.splitlines(keepends=True), "own.py")
+    exec(compile(text, "own.py", "exec", dont_inherit=True), names)
+    return dataclass(frozen=True)(type("Own", (tilestep.Limit,), {"decide": names["decide"], "memory": memory}))()
+
+
+REFUSED = {
+    "while norm > 1:; \\tnorm = norm / 2; return False, norm": r"own\.py:2: a branch more than 64",
+    "return norm > 3, math.gamma(norm)": r"own\.py:2: a device computes with",
+    "return norm > 3, float(int(norm))": r"own\.py:2: a device computes with",
+    "return norm > 3, norm // 2": r"own\.py:2: a device computes with",
+    "return norm > 3, norm * random.random()": r"own\.py:2: in limit Own: random\.random",
+    "return norm, 1.0": r"own\.py:1: limit Own: whether to skip is",
+    "return norm > 3": r"own\.py:2|own\.py:1",
+    "return norm > 3, None": r"own\.py:1: limit Own: the norm to clip to is None",
+    "memory.y = norm; return False, 1.0": r"own\.py:1: limit Own: memory\.y is",
+    "memory.x = None; return False, 1.0": r"own\.py:1: limit Own: memory\.x is None",
+    "return norm > 3, norm / memory.x": r"own\.py:2: limit Own: ZeroDivisionError",
+    "return loss > 3, norm": r"own\.py:2: limit Own: TypeError",
+    "return norm > 3, torch.tensor(norm)": r"own\.py",
+    "return norm > 3, norm * torch.ones(2)": r"own\.py",
+    "if norm > 3:; \\traise ValueError('large'); return False, norm": r"own\.py:3: limit Own: ValueError: large",
+    "return norm > 3, {1.0: norm}[norm]": r"own\.py:2: limit Own: KeyError",
+    "memory.w.append(norm); return norm > memory.w.mean(), norm": r"own\.py:3: asks a window after its append",
+    "memory.w.append(norm); memory.w.append(1.0); return False, norm": r"own\.py:3: a second number",
+    "memory.w = norm; return False, norm": r"own\.py:1: limit Own: memory\.w is",
+    "; ".join(f"norm = norm + 1 if norm > {n} else norm" for n in range(9))
+    + "; return False, norm": r"own\.py:\d+: a branch more .* or than 256 ways",
+}
+
+
+@pytest.mark.parametrize("body", REFUSED)
+def test_a_limit_that_a_device_cannot_run_is_refused_with_its_line(body: str) -> None:
+    limit = own_limit(body, x=0.0, w=tilestep.Window(4))
+    with pytest.raises(tilestep.RuleError, match=REFUSED[body]):
+        tilestep.SGD(parameters(), lr=0.1, max_grad_norm=limit)
+
+
+def test_limits_in_places_that_are_not_theirs_are_refused() -> None:
+    def step(**options: Any) -> None:
+        stepped(tilestep.SGD(parameters(), lr=0.1, **options), gradients(0, SHAPES))
+
+    skips, clips = own_limit("return norm > 3, math.inf"), own_limit("return norm > 3, 2.0")
+    with pytest.raises(ValueError, match=r"Invalid skip_above: Own\(\) clips: give it as max_grad_norm"):
+        step(skip_above=clips)
+    with pytest.raises(ValueError, match=r"Invalid max_grad_norm: Own\(\) never clips: give it as skip_above"):
+        step(max_grad_norm=skips)
+    with pytest.raises(ValueError, match=r"Own\(\) has the name of skip_above's; leave skip_above out"):
+        step(skip_above=skips, max_grad_norm=clips)
+    with pytest.raises(tilestep.RuleError, match="no frozen dataclass"):
+        step(max_grad_norm=type("Own", (tilestep.Limit,), {"decide": type(skips).decide})())
+
+
+def test_a_limit_that_is_not_known_is_not_loaded() -> None:
+    optimizer = tilestep.SGD(parameters(), lr=0.1, max_grad_norm=Spikes())
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        group["max_grad_norm"] = {"Elsewhere": {"factor": 2.0}}
+    with pytest.raises(tilestep.StateError, match="limit Elsewhere is not known: import the module"):
+        optimizer.load_state_dict(saved)
 
 
 def test_adagc_follows_the_paper() -> None:

@@ -281,6 +281,8 @@ def test_first_nonfinite_between_measured_steps_looks_at_gradients() -> None:
     assert optimizer.first_nonfinite() is None
     params[3].grad[0] = math.nan
     assert optimizer.first_nonfinite() == "0.3"
+    params[1].grad[0, 0, 0, 0] = math.inf
+    assert optimizer.first_nonfinite() == "0.1"
 
 
 @pytest.mark.parametrize("scaler", [tilestep.GradScaler, torch.amp.GradScaler])

@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 
 import tilestep
 from tilestep.backends.triton import source as triton
+from tilestep.backends.triton.decision import decision_source
 from tilestep.describe import spec_for
 from tilestep.norm.tiles import Order
 from tilestep.norm.triton_source import norm_source, scale_source
+from tilestep.optimizer.control import decide
+from tilestep.runtime.decision import StepInputs
 from tilestep.tracing import report_on
 from tilestep.tracing.lanes import Intervals, covers, is_update_kernel, length, minus, overlap, union
 
@@ -235,6 +238,7 @@ def test_every_kernel_of_ours_is_known_by_its_name() -> None:
     sources = [path.read_text() for path in package.rglob("*.py") if "triton" in str(path.relative_to(package))]
     sources += [norm_source((torch.bfloat16,), order) for order in Order]
     sources += [scale_source((torch.bfloat16,), limit_on_device=flag) for flag in (True, False)]
+    sources.append(decision_source(decide, StepInputs(torch.zeros(1))))
     sources += [triton.source(spec_for(rule, device_type="cuda")) for rule in tilestep.registry.values()]
     names = {name for source in sources for name in LAUNCHED.findall(source)}
     assert {"decide", "combine_parts", "symmetric_tiles", "norm_tiles", "adamw_tile_pass_0", "lamb_finish_0"} <= names

@@ -12,6 +12,7 @@ from ..graph import REDUCTIONS, Value, ancestors, size_from_end
 from ..linalg import MATRIX_OPERATIONS
 from ..runtime.segment import Segment, strides_of
 from ..storage import random_tensor, stored_in, values_of
+from .decision import gradient_scale
 from .spec import CLIP, INVERSE_SCALE, NORM, SKIP, UNSCALE
 
 
@@ -136,10 +137,5 @@ class EagerSegment(Segment):
         row = self.hyper[self.group_of[position]]
         if name != "gradient_scale":
             return row[self.spec.hypers.index(name)]
-        limit = row[self.spec.hypers.index("max_grad_norm")]
-        inverse = float(self.control[INVERSE_SCALE])
-        limit = min(-limit, float(self.control[CLIP])) if limit < 0 else limit
-        if limit == float("inf"):
-            return inverse
-        coefficient = limit / (float(self.control[NORM]) + 1e-6)
-        return inverse * (1.0 if coefficient > 1 else coefficient)
+        norm, inverse, clip = (float(self.control[place]) for place in (NORM, INVERSE_SCALE, CLIP))
+        return float(gradient_scale(norm, inverse, clip, row[self.spec.hypers.index("max_grad_norm")]))

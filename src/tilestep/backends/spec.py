@@ -18,11 +18,11 @@ MAX_DIMS = 32
 """Dimensions a strided tensor may have after adjacent ones are merged."""
 
 
-NORM, SKIP, INVERSE_SCALE, UNSCALE, SKIPPED, MEAN, MEAN_COUNT, CLIP = range(8)
-"""Places in the control numbers. The first four are of one step (UNSCALE: tile passes write the unscaled gradients
-back), as is CLIP; the others outlive it: skipped steps, running mean of the norm, norms that went into it."""
+NORM, SKIP, INVERSE_SCALE, UNSCALE, CLIP, SKIPPED = range(6)
+"""Places in the control numbers. UNSCALE: tile passes write the unscaled gradients back. CLIP: the norm to which a
+limit for `max_grad_norm` clips. All but the count of skipped steps are of one step."""
 
-CONTROL_SIZE = 8
+CONTROL_SIZE = 6
 
 LARGEST_SUM = sys.float_info.max
 """A sum of squares that stands for a larger one, of finite float64 gradients: overflow checks tell it from infinity,

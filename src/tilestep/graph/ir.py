@@ -394,4 +394,8 @@ def _identity(operation: str, args: tuple[Value, ...]) -> Value | None:
         return args[1]
     if operation == "number" and not args[0].is_bool:
         return args[0]
+    if operation in ("and", "or"):
+        for constant, other in (args, args[::-1]):
+            if constant.operation == "constant" and constant.is_bool:
+                return other if constant.attribute is (operation == "and") else constant
     return None

@@ -84,6 +84,12 @@ def rule_place() -> Place:
     return Place(f"{file}:{frame.f_lineno}", name, f"{file}:{first}")
 
 
+def places_of(error: BaseException) -> list[str]:
+    """`file:line` of an error's frames outside torch and this package's machinery, the innermost last."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return [f"{frame.f_code.co_filename}:{line}" for frame, line in frames if not _is_internal(frame)]
+
+
 def _is_internal(frame: types.FrameType) -> bool:
     module = frame.f_globals.get("__name__", "")
     return module.startswith(
@@ -91,6 +97,7 @@ def _is_internal(frame: types.FrameType) -> bool:
     ) or module in (
         "tilestep.rules.scalars",
         "tilestep.rules.protocol",
+        "tilestep.backends.floats",
     )
 
 
@@ -667,8 +674,7 @@ def _run(recorder: Recorder, rule: Rule, hyperparameters: Mapping[str, Any], sha
         is_of_torch = bool(frames) and frames[-1][0].f_globals.get("__name__", "").startswith("torch")
         if not isinstance(error, (TypeError, RuntimeError, IndexError)) and not is_of_torch:
             raise  # the rule's own
-        lines = [f"{frame.f_code.co_filename}:{line}" for frame, line in frames if not _is_internal(frame)]
-        where = lines[-1] if lines else rule.where
+        where = [rule.where, *places_of(error)][-1]
         raise RuleError(f"{where}: in {recorder.title}: {_refusal(str(error))}") from error
     finally:
         scalar_factory.reset(token)

@@ -13,6 +13,7 @@ import torch
 
 from ..backends.cpp.compile import load_library, user_flags, warn_of_failure, wide_vectors
 from ..backends.cpp.support import ELEMENTS, STANDARD
+from ..backends.decision import clip_coefficient
 from ..backends.spec import LARGEST_SUM
 from ..devices import thread_count
 from ..errors import BuildError
@@ -318,7 +319,7 @@ class CpuNorm:
         self._library.tilestep_scale(
             addresses.data_ptr(),
             *self._tile_tables,
-            clip_coefficient(norm, limit),
+            clip_coefficient(float(norm), float(limit)),
             min(self._most_threads, thread_count()),
         )
 
@@ -326,12 +327,6 @@ class CpuNorm:
 def _put(out: torch.Tensor, number: float) -> None:
     """Write a number, infinite beyond float32's range, where `fill_` would raise."""
     out.copy_(torch.tensor(number, dtype=torch.float64, device="cpu"))
-
-
-def clip_coefficient(norm: torch.Tensor, limit: torch.Tensor | float) -> float:
-    """min(1, limit / (norm + 1e-6)); NaN stays NaN."""
-    coefficient = torch.as_tensor(limit, dtype=torch.float64, device=norm.device) / (norm.double() + 1e-6)
-    return coefficient.clamp(max=1.0).item()
 
 
 class EagerNorm:
@@ -355,7 +350,7 @@ class EagerNorm:
 
     def scale(self, addresses: torch.Tensor, norm: torch.Tensor, limit: torch.Tensor | float) -> None:
         """A product in place for each tensor."""
-        coefficient = clip_coefficient(norm, limit)
+        coefficient = clip_coefficient(float(norm), float(limit))
         if coefficient != 1:
             for tensor in self._tensors(addresses):
                 tensor.mul_(coefficient)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 import numpy as np
 import torch
 
+from ..backends.decision import clip_coefficient
 from ..devices import has_streams
 from ..errors import GradientError
 from ..tensor_watch import CHANGED, SAME, Watch
@@ -82,7 +83,7 @@ class Recipe:
             self._overlap = _overlapping(np.array(self._watch.addresses, dtype=np.int64), self._bytes)
         if self._overlap or self._loose:
             by_torch = range(len(tensors)) if self._overlap else self._loose
-            coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0).reshape(())
+            coefficient = clip_coefficient(norm, max_norm).reshape(())
             for index in by_torch:
                 tensors[index].mul_(coefficient.to(tensors[index].device))
             if self._overlap:

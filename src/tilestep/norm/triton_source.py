@@ -7,6 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from .._version import __version__
+from ..backends.decision import clip_coefficient
+from ..backends.triton.source import module_text
+from ..backends.triton.text import number_function
 from .tiles import DTYPES, Order
 
 FINISH_BLOCK = 8192  # partial results that the finishing program reads at a time
@@ -235,8 +238,7 @@ def scale_tile(
 def scale_tiles(
     addresses, table, tile_tensor, norm, {limit_parameter}, TILE: tl.constexpr, STEP: tl.constexpr
 ):
-    coefficient = {limit} / (tl.load(norm).to(tl.float64) + 1e-6)
-    coefficient = tl.where(coefficient > 1, 1.0, coefficient)
+    coefficient = tl.sum(clip_coefficient(tl.load(norm).to(tl.float64), {limit}), 0)
     # A NaN is not 1: it is written everywhere, as multiplying by it would.
     if coefficient != 1:
         tile = tl.program_id(0)
@@ -290,7 +292,9 @@ def scale_source(dtypes: Sequence[torch.dtype], *, limit_on_device: bool) -> str
     source = _SCALE_SOURCE.format(
         branches=body, limit=limit, limit_parameter="limit" if limit_on_device else 'limit: "fp64"'
     )
-    return _header("Scaling of many tensors by a clip coefficient", dtypes) + source
+    title = _header("Scaling of many tensors by a clip coefficient", dtypes).partition("\n")[0]
+    coefficient = number_function("clip_coefficient", clip_coefficient)
+    return module_text(title, [coefficient, source.strip("\n").split("\n")])
 
 
 def _header(title: str, dtypes: Sequence[torch.dtype]) -> str:

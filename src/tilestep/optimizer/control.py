@@ -1,25 +1,6 @@
-"""Clip, scale and skip: the inputs of a step's decision, the numbers of it on a device, and what is kept for later.
+"""Clip, scale and skip: the inputs of a step's decision, its numbers on a device, and what is kept for later steps.
 
-The formulas, the same on every device (inputs in the order of `StepInputs`; `nan` and `inf` as in IEEE arithmetic):
-
-    inverse  = 1 / grad_scale                                   1 without a scale
-    valid    = 0 < grad_scale < inf                             true without a scale
-    finite   = power_sum < inf                                  true without a norm pass; false for nan
-    norm     = sqrt(power_sum) * inverse                        0 without a norm pass; inf from LARGEST_SUM on
-    overflow = found_inf != 0 or (check_overflow and not finite)
-    limit    = min(skip_above, mean_factor * MEAN if MEAN_COUNT >= mean_warmup and MEAN > 0 else inf)
-    skip     = overflow or not valid or (skip_nonfinite and not finite) or norm > limit
-
-    NORM, SKIP, INVERSE_SCALE = norm, skip, inverse
-    UNSCALE    = a scale was given
-    SKIPPED   += skip
-    if there was a norm pass, and norm < inf, finite, valid and not overflow:
-        MEAN       += max(1 - mean_decay, 1 / (MEAN_COUNT + 1)) * (min(norm, limit) - MEAN)
-        MEAN_COUNT += 1
-    overflow out = overflow
-
-CLIP is the norm to which an adaptive limit clips in addition to `max_grad_norm`, inf without one; limits with a memory
-run after these formulas (runtime/limits.py).
+`decide` is the decision, on floats: called as it is where the step runs on a CPU, traced to a kernel's text for a GPU.
 """
 
 from __future__ import annotations
@@ -27,73 +8,30 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..backends.decision import Decision
+from ..backends.floats import outcome_of
 from ..backends.registry import control_kernels
-from ..backends.spec import (
-    CLIP,
-    CONTROL_SIZE,
-    INVERSE_SCALE,
-    LARGEST_SUM,
-    MEAN,
-    MEAN_COUNT,
-    NORM,
-    SKIP,
-    SKIPPED,
-    UNSCALE,
-)
+from ..backends.spec import CLIP, CONTROL_SIZE, INVERSE_SCALE, LARGEST_SUM, NORM, SKIPPED, UNSCALE
 from ..combinations import DDP, FSDP1, follow_wrappers, kind_of, refuse, wrappers_around
 from ..devices import combined, moved
-from ..errors import GradientError
+from ..errors import GradientError, StateError
 from ..placement import ReductionGroup, is_distributed, next_number
 from ..placement.local import local_part
+from ..rules.limits import EARLIER_KEYS, Limit
 from ..runtime import DeviceEngine, StepInputs, build_ahead
-from ..runtime.limits import Sigma, StepHistory, StepLimit, ZClip
+from ..runtime.decision import StepHistory
 from .parameters import Optimizer
 from .plan import StepPlan
 
-LIMITS_KEY = "limits"  # key of the first group of a state_dict with what adaptive limits remember
-MEAN_KEYS = {"norm_mean": MEAN, "norm_mean_count": MEAN_COUNT}
-"""Keys of a state_dict's first group, and the places of these numbers among a step's."""
-
-
-@dataclass(frozen=True)
-class TimesMean:
-    """A limit for `skip_above`: a multiple of the running mean of the global gradient norm.
-
-    The first norms count equally; then the mean is exponential. A norm above the limit enters the mean as the limit
-    itself: one spike hardly moves it, and after a lasting rise of the norm it follows, so that skipping ends. Norms
-    that are not finite do not enter.
-
-    Args:
-        factor: skip above this many times the mean; more than 1.
-        decay: what a norm keeps of its weight from step to step; 0.99 averages over about 100 steps. In [0, 1).
-        warmup: norms that must have entered before any step is skipped; at least 1.
-
-    Raises:
-        ValueError: for a value out of its range.
-
-    Example:
-        >>> TimesMean(3.0)
-        TimesMean(factor=3.0, decay=0.99, warmup=100)
-    """
-
-    factor: float
-    decay: float = 0.99
-    warmup: int = 100
-
-    def __post_init__(self) -> None:
-        if not 1 < self.factor < math.inf:
-            raise ValueError(f"Invalid factor: {self.factor}; a multiple of the mean norm is a number above 1")
-        if not 0 <= self.decay < 1:
-            raise ValueError(f"Invalid decay: {self.decay}; it must be at least 0 and below 1")
-        if not self.warmup >= 1:
-            raise ValueError(f"Invalid warmup: {self.warmup}; at least 1 norm must be known before it is compared with")
+LIMITS_KEY = "limits"  # key of the first group of a state_dict with what limits remember
 
 
 @dataclass(frozen=True)
@@ -101,16 +39,20 @@ class SkipPolicy:
     """Which steps an optimizer skips by itself."""
 
     nonfinite: bool = False
-    above: float | TimesMean | Sigma | None = None
+    above: float | Limit | None = None
     tracks_norm: bool = False
 
     def __post_init__(self) -> None:
         above = self.above
-        if above is None or isinstance(above, (TimesMean, Sigma)):
-            return
-        if isinstance(above, (StepLimit, str)) or not above > 0:
+        if isinstance(above, Limit):
+            outcome = outcome_of(above)
+            if outcome.clips or not outcome.skips:
+                what = "clips" if outcome.clips else "never skips"
+                raise ValueError(f"Invalid skip_above: {above} {what}: give it as max_grad_norm, where it may skip too")
+        elif above is not None and (isinstance(above, str) or not above > 0):
             raise ValueError(
-                f"Invalid skip_above: {above}; it must be a positive norm, TimesMean(factor) or Sigma(factor)"
+                f"Invalid skip_above: {above}; it must be a positive norm, or a limit that skips, such as "
+                "TimesMean(factor) and Sigma(factor)"
             )
 
     @property
@@ -125,64 +67,51 @@ class SkipPolicy:
 
     def inputs(self) -> StepInputs:
         """The inputs that are the same at every step."""
-        if isinstance(self.above, TimesMean):
-            mean = self.above
-            return StepInputs(
-                skip_nonfinite=True,
-                mean_factor=float(mean.factor),
-                mean_decay=float(mean.decay),
-                mean_warmup=float(mean.warmup),
-            )
-        if isinstance(self.above, Sigma):
+        if isinstance(self.above, Limit):
             return StepInputs(skip_nonfinite=True, limits=(self.above,))
         above = math.inf if self.above is None else float(self.above)
         return StepInputs(skip_nonfinite=self.skips, skip_above=above)
 
 
 def fresh_control(device: torch.device) -> torch.Tensor:
-    """Control numbers of a first step without clip, scale or skip: float64[8] on the device."""
+    """Control numbers of a first step without clip, scale or skip: float64[6] on the device."""
     control = torch.zeros(CONTROL_SIZE, dtype=torch.float64, device=device)
     control[INVERSE_SCALE].fill_(1.0)
     control[CLIP].fill_(math.inf)
     return control
 
 
-def decide_on_host(control: torch.Tensor, inputs: StepInputs) -> None:
-    """Write the control numbers of a CPU step."""
-    numbers = control.tolist()
-    inverse = 1.0
-    if inputs.grad_scale is not None:
-        scale = float(inputs.grad_scale)
-        if not 0 < scale < math.inf:
-            raise GradientError(f"the loss scale is {scale}: gradients cannot be unscaled by it; nothing was updated")
-        inverse = 1 / scale
-    overflow = inputs.found_inf is not None and float(inputs.found_inf) != 0
-    power_sum = 0.0 if inputs.power_sum is None else float(inputs.power_sum)
-    finite = power_sum < math.inf
-    overflow = overflow or (inputs.check_overflow and not finite)
-    norm = math.inf if power_sum >= LARGEST_SUM else math.sqrt(power_sum) * inverse
-    limit = inputs.skip_above
-    if numbers[MEAN_COUNT] >= inputs.mean_warmup and numbers[MEAN] > 0:
-        limit = min(limit, inputs.mean_factor * numbers[MEAN])
-    skip = overflow or (inputs.skip_nonfinite and not finite) or norm > limit
-    numbers[NORM], numbers[SKIP], numbers[INVERSE_SCALE] = norm, float(skip), inverse
-    numbers[UNSCALE] = float(inputs.grad_scale is not None)
-    numbers[SKIPPED] += float(skip)
-    if inputs.power_sum is not None and finite and norm < math.inf and not overflow:
-        weight = max(1 - inputs.mean_decay, 1 / (numbers[MEAN_COUNT] + 1))
-        numbers[MEAN] += weight * (min(norm, limit) - numbers[MEAN])
-        numbers[MEAN_COUNT] += 1
-    control.numpy()[:] = numbers
-    if inputs.overflow is not None:
-        inputs.overflow.fill_(float(overflow))
+def decide(power_sum: Any, scale: Any, found_inf: Any, loss: Any, memories: Sequence[Any], policy: Any) -> Decision:
+    """Decide a step.
 
-
-def limit_on_host(control: torch.Tensor, limit: StepLimit, memory: torch.Tensor, loss: torch.Tensor | None) -> None:
-    """Apply a limit with a memory to a CPU step."""
-    decided, remembered = control.tolist(), memory.tolist()
-    limit.on_host(decided, remembered, None if loss is None else float(loss))
-    control.numpy()[:] = decided
-    memory.numpy()[:] = remembered
+    Args:
+        power_sum: the sum of squares of the gradients; None without a norm pass.
+        scale: the loss scale that they carry, or None.
+        found_inf: not 0 where some gradient has overflowed, or None.
+        loss: the step's loss, or None.
+        memories: what each limit remembers; changed.
+        policy: `skip_above`, a norm; `skip_nonfinite`, `check_overflow`: whether gradients that are not finite skip
+            the step, and are an overflow; `limits`.
+    """
+    norm, nonfinite, clip = 0.0, False, math.inf
+    inverse = 1.0 if scale is None else 1.0 / scale
+    if power_sum is not None:
+        nonfinite = (power_sum >= math.inf) | (power_sum != power_sum)
+        # The largest sum stands for a larger one: twice that is infinite.
+        norm = math.sqrt(power_sum + (power_sum >= LARGEST_SUM) * LARGEST_SUM) * inverse
+    overflow = False if found_inf is None else found_inf != 0
+    if policy.check_overflow:
+        overflow = overflow | nonfinite
+    skip = overflow | (norm > policy.skip_above)
+    if policy.skip_nonfinite:
+        skip = skip | nonfinite
+    if scale is not None:
+        skip = skip | (scale <= 0) | (scale >= math.inf) | (scale != scale)
+    for limit, memory in zip(policy.limits, memories):
+        skips, clip = limit.ask(norm, loss, memory, skip)
+        # Nobody can raise on a device for what is no norm.
+        skip = skip | skips | (clip < 0) | (clip != clip)
+    return Decision(norm, skip, inverse, clip, overflow)
 
 
 class DeviceControl:
@@ -206,36 +135,38 @@ class DeviceControl:
         if is_trivial and self._was_trivial:
             return
         self._was_trivial = is_trivial
-        if self._kernels is None:
-            decide_on_host(self.numbers, inputs)
-        else:
-            self._kernels.decide_on_device(self.numbers, inputs, self.launchers)
-        if inputs.limits:
-            self._apply_limits(inputs)
-
-    def _apply_limits(self, inputs: StepInputs, *, build_only: bool = False) -> None:
-        for limit in inputs.limits:
-            assert inputs.memory is not None
-            memory = inputs.memory.of(limit, self.numbers.device)
-            if self._kernels is None:
-                limit_on_host(self.numbers, limit, memory, inputs.loss)
-            else:
-                self._kernels.limit_on_device(
-                    self.numbers, limit, memory, inputs.loss, self.launchers, build_only=build_only
-                )
+        if self._kernels is not None:
+            self._kernels.decide_on_device(decide, self.numbers, inputs, self.launchers)
+            return
+        scale = None if inputs.grad_scale is None else float(inputs.grad_scale)
+        if scale is not None and not 0 < scale < math.inf:
+            raise GradientError(f"the loss scale is {scale}: gradients cannot be unscaled by it; nothing was updated")
+        power_sum, found_inf, loss = (
+            None if number is None else float(number) for number in (inputs.power_sum, inputs.found_inf, inputs.loss)
+        )
+        arrays = [inputs.memory.of(limit, self.numbers.device).numpy() for limit in inputs.limits if inputs.memory]
+        memories = [limit.remembered(array.tolist()) for limit, array in zip(inputs.limits, arrays)]
+        norm, skip, inverse, clip, overflow = decide(power_sum, scale, found_inf, loss, memories, inputs)
+        if not clip >= 0:
+            raise GradientError(f"{inputs.limits[-1]} clips gradients to a norm of {clip}; nothing was updated")
+        control = self.numbers.numpy()
+        control[:] = norm, skip, inverse, scale is not None, clip, control[SKIPPED] + skip
+        for limit, array, memory in zip(inputs.limits, arrays, memories):
+            array[:] = limit.numbers_of(memory)
+        if inputs.overflow is not None:
+            inputs.overflow.fill_(float(overflow))
 
     def launches(self, inputs: StepInputs) -> list[Any]:
         """The first launches of `update`, if kernels write the numbers."""
         if self._kernels is None or inputs.is_trivial:
             return []
         inputs = replace(inputs, overflow=self.overflow if inputs.check_overflow else None)
-        return [self._kernels.decision_launch(self.numbers, inputs, self.launchers)]
+        return [self._kernels.decision_launch(decide, self.numbers, inputs, self.launchers)]
 
     def build(self, inputs: StepInputs) -> None:
         """Build the kernels that decide such steps, if kernels do."""
         if self._kernels is not None and not inputs.is_trivial:
-            self._kernels.decide_on_device(self.numbers, inputs, self.launchers, build_only=True)
-            self._apply_limits(inputs, build_only=True)
+            self._kernels.decide_on_device(decide, self.numbers, inputs, self.launchers, build_only=True)
 
 
 class DataParallelRanks:
@@ -307,7 +238,7 @@ class StepControl:
         param: Any = next(sharded, None)
         if param is not None:
             self.number = next_number(tuple(param.device_mesh.mesh.flatten().tolist()))
-        elif self.takes_loss:
+        elif self.takes_loss(groups):
             self.number = next_number("losses")
 
     def needs_norm(self, groups: Sequence[Mapping[str, Any]]) -> bool:
@@ -315,9 +246,21 @@ class StepControl:
         clips = any(group.get("max_grad_norm") is not None for group in groups)
         return clips or self.joint is not None or self.checks_overflow or self._policy_needs_norm
 
-    def limits(self, groups: Sequence[Mapping[str, Any]]) -> tuple[StepLimit, ...]:
-        """The limits that remember something."""
-        return self.policy.inputs().limits + adaptive_clips(groups)
+    def limits(self, groups: Sequence[Mapping[str, Any]]) -> tuple[Limit, ...]:
+        """The limits of steps; one that may clip, which groups that have one share, is the last."""
+        limits = [group["max_grad_norm"] for group in groups if isinstance(group.get("max_grad_norm"), Limit)]
+        above, clips = self._constants["limits"], tuple(dict.fromkeys(limits))
+        if len(clips) > 1:
+            raise ValueError(
+                f"Invalid max_grad_norm: {clips[0]} in one param group and {clips[1]} in another; all groups are "
+                "clipped by one global norm, so give them the same limit, or None"
+            )
+        if above and clips and type(above[0]).__name__ == type(clips[0]).__name__:
+            raise ValueError(
+                f"Invalid max_grad_norm: {clips[0]} has the name of skip_above's; leave skip_above out: a limit for "
+                "max_grad_norm may skip too"
+            )
+        return above + clips  # type: ignore[no-any-return]
 
     def inputs(self, optimizer: Optimizer) -> StepInputs | None:
         """The inputs of the coming step; None for a step that neither clips, scales nor skips."""
@@ -335,8 +278,8 @@ class StepControl:
         inputs = StepInputs(**self._constants)
         inputs.needs_norm, inputs.check_overflow, inputs.memory = needs_norm, self.checks_overflow, self.history
         inputs.grad_scale, inputs.found_inf = scale, found_inf
-        if any(isinstance(limit, ZClip) for limit in limits):
-            inputs.limits += adaptive_clips(optimizer.param_groups)
+        if any(isinstance(limit, Limit) for limit in limits):
+            inputs.limits = self.limits(optimizer.param_groups)
         if inputs.limits:
             inputs.loss, self.history.loss = self.history.loss, None
         if self.joint is not None:
@@ -403,7 +346,7 @@ class StepControl:
         inputs = StepInputs(**self._constants)
         inputs.check_overflow, inputs.memory = self.checks_overflow, self.history
         inputs.needs_norm = self.needs_norm(optimizer.param_groups)
-        inputs.limits += adaptive_clips(optimizer.param_groups)
+        inputs.limits = self.limits(optimizer.param_groups)
         if inputs.needs_norm:
             self._find_norm(optimizer, plan, inputs)
         return inputs
@@ -434,14 +377,13 @@ class StepControl:
             plan.ranks.add(total)
         return total
 
-    @property
-    def takes_loss(self) -> bool:
-        """Whether the loss of a step decides whether it is skipped."""
-        return isinstance(self.policy.above, Sigma)
+    def takes_loss(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the loss of a step is part of its decision."""
+        return any(outcome_of(limit).reads_loss for limit in self.limits(groups))
 
-    def take_loss(self, loss: Any) -> None:
+    def take_loss(self, loss: Any, groups: Sequence[Mapping[str, Any]]) -> None:
         """Keep the loss of a step for its decision."""
-        if not self.takes_loss:
+        if not self.takes_loss(groups):
             return
         if isinstance(loss, torch.Tensor):
             if loss.numel() != 1:
@@ -453,11 +395,11 @@ class StepControl:
             raise TypeError(f"Invalid loss: {loss!r}; it must be a number or a tensor of one element")
 
     def carry_to(self, engines: Sequence[DeviceEngine]) -> None:
-        """Give new engines the norm, the skipped steps and the mean norm of the previous ones."""
+        """Give new engines the norm and the skipped steps of the previous ones."""
         if self.numbers is not None:
             for engine in engines:
-                engine.control[SKIPPED:].copy_(self.numbers[SKIPPED:])
-                engine.control[NORM].copy_(self.numbers[NORM])
+                for place in (NORM, SKIPPED):
+                    engine.control[place].copy_(self.numbers[place])
         if engines:
             self.numbers = engines[0].control
 
@@ -465,15 +407,13 @@ class StepControl:
         """Put what limits remember, unread, into the first group of a state_dict, and plain values for the limits."""
         groups = state_dict["param_groups"]
         own: dict[str, Any] = {}
-        if self.numbers is not None and isinstance(self.policy.above, TimesMean):
-            own = {key: self.numbers[place].clone() for key, place in MEAN_KEYS.items()}
         saved = self.history.save(self.limits(groups))
         if saved:
             own[LIMITS_KEY] = saved
         for place, group in enumerate(groups):
             clip = group.get("max_grad_norm")
-            if isinstance(clip, ZClip):
-                own = {**own, "max_grad_norm": {"ZClip": asdict(clip)}}
+            if isinstance(clip, Limit):
+                own = {**own, "max_grad_norm": {type(clip).__name__: dict(vars(clip))}}
             if own:
                 groups[place] = {**group, **own}
             own = {}
@@ -481,26 +421,14 @@ class StepControl:
     def load(self, groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
         """Take over what limits remember from a loaded state_dict, and remove it from the groups."""
         first = saved[0] if saved else {}
+        remembered = dict(first.get(LIMITS_KEY, {}))
+        for name, keys in EARLIER_KEYS.items():
+            if all(key in first for key in keys):
+                remembered[name] = torch.tensor([float(first[key]) for key in keys], dtype=torch.float64, device="cpu")
         for group in groups:
-            for key in (*MEAN_KEYS, LIMITS_KEY):
+            for key in (LIMITS_KEY, *chain.from_iterable(EARLIER_KEYS.values())):
                 group.pop(key, None)
-        if isinstance(self.policy.above, TimesMean):
-            zeros = torch.zeros(CONTROL_SIZE, dtype=torch.float64, device="cpu")
-            self.numbers = zeros if self.numbers is None else self.numbers.clone()
-            for key, place in MEAN_KEYS.items():
-                self.numbers[place] = first.get(key, 0.0)
-        self.history.load(self.limits(groups), first.get(LIMITS_KEY, {}))
-
-
-def adaptive_clips(groups: Sequence[Mapping[str, Any]]) -> tuple[ZClip, ...]:
-    """The adaptive clip of param groups, at most one."""
-    clips = tuple(dict.fromkeys(g["max_grad_norm"] for g in groups if isinstance(g.get("max_grad_norm"), ZClip)))
-    if len(clips) > 1:
-        raise ValueError(
-            f"Invalid max_grad_norm: {clips[0]} in one param group and {clips[1]} in another; all groups are clipped "
-            "by one global norm, so give them the same limit, or None"
-        )
-    return clips
+        self.history.load(self.limits(groups), remembered)
 
 
 def _agree(inputs: StepInputs, group: ReductionGroup, *, has_whole_norm: bool) -> bool:
@@ -556,12 +484,20 @@ def _decision_launches(plan: StepPlan, inputs: StepInputs) -> list[Any]:
 def with_limits(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     """A state_dict with the limits for which `StepControl.save` has put plain values."""
     groups = [
-        {**group, "max_grad_norm": ZClip(**group["max_grad_norm"]["ZClip"])}
+        {**group, "max_grad_norm": _limit_of(group["max_grad_norm"])}
         if isinstance(group.get("max_grad_norm"), dict)
         else group
         for group in state_dict["param_groups"]
     ]
     return {**state_dict, "param_groups": groups}
+
+
+def _limit_of(saved: Mapping[str, Any]) -> Limit:
+    """A limit from its class's name and its numbers."""
+    ((name, numbers),) = saved.items()
+    if name not in Limit.known:
+        raise StateError(f"max_grad_norm: the limit {name} is not known: import the module that defines it")
+    return Limit.known[name](**numbers)
 
 
 class JointGradNorm:

@@ -9,13 +9,14 @@ from typing import Any, Union
 
 import torch
 
+from ..backends.floats import outcome_of
 from ..devices import is_host
 from ..errors import RuleError, did_you_mean
 from ..graph import flat_numbers
 from ..rules import Rule, registry
+from ..rules.limits import Limit
 from ..rules.protocol import at_step
 from ..rules.scalars import PYTHON_TYPES, as_python
-from ..runtime.limits import ZClip
 from .masters import MASTER_KEYS, check_choice
 from .parameters import Optimizer, require_shapes
 from .states import check_rounding, check_state_dtype
@@ -94,9 +95,10 @@ def check_flags(rule: Rule, group: Mapping[str, Any]) -> None:
             raise ValueError(f"Invalid {name}: nan")
     limit = group.get("max_grad_norm")
     limit = limit if type(limit) in PYTHON_TYPES else _on_host(limit, "max_grad_norm")
-    if isinstance(limit, ZClip):
-        limit = limit.max_norm
-    if limit is not None:
+    if isinstance(limit, Limit):
+        if not outcome_of(limit).clips:
+            raise ValueError(f"Invalid max_grad_norm: {limit} never clips: give it as skip_above")
+    elif limit is not None:
         _check_kind("max_grad_norm", limit, 1.0)
     if isinstance(limit, (int, float)) and not limit >= 0:
         raise ValueError(f"Invalid max_grad_norm: {limit}; it must be at least 0, or None")

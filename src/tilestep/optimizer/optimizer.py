@@ -30,8 +30,8 @@ from ..placement import LOCAL, Placement, ReductionGroup, distribute, local_stat
 from ..placement.local import as_real, copy_into, local_part
 from ..rules import Rule, registry
 from ..rules.adaptive_clip import AdaGC
+from ..rules.limits import Limit
 from ..runtime import Stale, grad_dtype
-from ..runtime.limits import Sigma, ZClip
 from ..schedules.accumulation import refuse_taken_by_another
 from ..schedules.schedule import AT_STEP, Schedule
 from ..storage import entries_of, kept_in_blocks, values_of
@@ -47,7 +47,7 @@ from .build import (
     spec_of,
 )
 from .checkpoint import load, mark_codes, save_numbers, states_of_groups, unchanged_on_error
-from .control import SkipPolicy, StepControl, TimesMean
+from .control import SkipPolicy, StepControl
 from .graphs import Graphs, step_in_capture
 from .groups import about_group, check_group, current_value, find_rule, without_defaults
 from .masters import MASTER_KEYS, Masters, MasterWeights, exact_values
@@ -77,8 +77,8 @@ class Optimizer(torch.optim.Optimizer):
             plain tensors: each rank updates its shards, and all ranks of the meshes take the same decisions.
         rule: the update rule, or the name of a registered one.
         max_grad_norm: clip gradients inside the step so that their global 2-norm is at most this; the gradients
-            themselves do not change. `tilestep.ZClip()` clips norms that are outliers, `tilestep.AdaGC()` each tensor
-            by its previous norms.
+            themselves do not change. `tilestep.ZClip()` clips norms that are outliers, a `tilestep.Limit` of your own
+            as it decides, `tilestep.AdaGC()` each tensor by its previous norms.
         master_weights: keep a float32 master and float32 state for bfloat16 and float16 parameters; the parameters are
             written in the same pass. For bfloat16 parameters also "remainder" (the lower 16 bits of the master),
             "kahan" (a bfloat16 compensation), and "int8" (an 8-bit correction).
@@ -93,7 +93,8 @@ class Optimizer(torch.optim.Optimizer):
         skip_nonfinite: skip the step when a gradient is not finite: parameters, state and step count do not change.
         skip_above: also skip it when the global 2-norm of the unscaled gradients is above this number, above a multiple
             of its running mean (`tilestep.TimesMean(3.0)`), or above the mean of previous norms or losses by a number
-            of standard deviations (`tilestep.Sigma(6)`). Implies `skip_nonfinite`.
+            of standard deviations (`tilestep.Sigma(6)`), or as a `tilestep.Limit` of your own decides. Implies
+            `skip_nonfinite`.
         track_grad_norm: compute `grad_norm` at every step even if nothing else needs it.
         stats: `tilestep.Stats(...)` for statistics of every parameter; see `stats`.
         track_changes: record which weights change in steps; see `changes`.
@@ -154,13 +155,13 @@ class Optimizer(torch.optim.Optimizer):
         params: Any,
         rule: Rule | str,
         *,
-        max_grad_norm: float | torch.Tensor | ZClip | AdaGC | None = None,
+        max_grad_norm: float | torch.Tensor | Limit | AdaGC | None = None,
         master_weights: MasterWeights = False,
         state_dtype: StateDtype = None,
         rounding: str = "nearest",
         seed: int = 0,
         skip_nonfinite: bool = False,
-        skip_above: float | TimesMean | Sigma | None = None,
+        skip_above: float | Limit | None = None,
         track_grad_norm: bool = False,
         stats: Stats | None = None,
         track_changes: bool = False,
@@ -646,8 +647,8 @@ class Optimizer(torch.optim.Optimizer):
 
         Args:
             closure: re-evaluates the model and returns the loss; called with gradients enabled.
-            loss: the loss of this step, a number or a tensor with one element, for `skip_above=tilestep.Sigma(...)`;
-                the closure's by default. The host does not read it.
+            loss: the loss of this step, a number or a tensor with one element, for limits such as `tilestep.Sigma`; the
+                closure's by default. The host does not read it.
 
         Returns:
             The closure's loss, or None.
@@ -671,7 +672,7 @@ class Optimizer(torch.optim.Optimizer):
                 evaluated = closure()
         loss, history = evaluated if loss is None else loss, self.control.history
         if loss is not None:
-            self.control.take_loss(loss)
+            self.control.take_loss(loss, self.param_groups)
         try:
             if self.schedule is AT_STEP:
                 self.update()
@@ -688,7 +689,7 @@ class Optimizer(torch.optim.Optimizer):
         if unused and self.param_groups and self._current_plan().engines:
             raise RuntimeError(
                 "step(loss=...): the step was decided before it was called, in backward or without gradients, so its "
-                "loss was not compared by skip_above=Sigma(...); leave the loss out, or let the step decide"
+                "loss is not part of the decision; leave the loss out, or let the step decide"
             )
         return evaluated
 
@@ -865,9 +866,9 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state and param groups, with torch's keys and shapes.
 
-        With `skip_above=TimesMean(...)` the first group also has the running mean, as a device tensor. A hyperparameter
-        that is a function of the step is saved as its value at the last step. Loading keeps the optimizer's functions,
-        as loading a torch scheduler keeps its lambdas.
+        With limits the first group also has what they remember, as device tensors (`limits`). A hyperparameter that is
+        a function of the step is saved as its value at the last step. Loading keeps the optimizer's functions, as
+        loading a torch scheduler keeps its lambdas.
 
         Example:
             >>> import torch, tilestep

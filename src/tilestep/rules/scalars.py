@@ -46,6 +46,11 @@ PYTHON_TYPES = frozenset((float, int, bool, type(None), str))
 """What needs no `as_python`."""
 
 
+def is_traced(value: Any) -> bool:
+    """Whether torch's functions take a value: a tensor, or a number of a function of floats that is traced."""
+    return hasattr(type(value), "__torch_function__")
+
+
 def where(condition: Any, if_true: Any, if_false: Any) -> Any:
     """Choose by a condition that may be a Python bool, a 0-dim value or a tensor; `torch.where` for all of them.
 
@@ -58,7 +63,7 @@ def where(condition: Any, if_true: Any, if_false: Any) -> Any:
         >>> where(True, 1.0, 2.0), where(torch.tensor([True, False]), 1.0, 2.0).tolist()
         (1.0, [1.0, 2.0])
     """
-    if isinstance(condition, torch.Tensor):
+    if is_traced(condition):
         return torch.where(condition, if_true, if_false)
     return if_true if condition else if_false
 
@@ -130,7 +135,7 @@ def _across(kind: str, value: Any) -> Any:
 def _lift(number_function: Callable[..., Any], tensor_function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(number_function)
     def lifted(*args: Any) -> Any:
-        if any(isinstance(argument, torch.Tensor) for argument in args):
+        if any(map(is_traced, args)):
             return tensor_function(*args)
         return number_function(*args)
 
@@ -173,13 +178,13 @@ class _NumberType(type):
 
     def __instancecheck__(cls, instance: Any) -> bool:
         if not isinstance(instance, torch.Tensor):
-            return isinstance(instance, builtins.float)
+            return isinstance(instance, builtins.float) or is_traced(instance)
         return instance.dim() == 0 and instance.dtype is torch.float64
 
 
 class _Float(builtins.float, metaclass=_NumberType):
     def __new__(cls, *args: Any) -> Any:
-        return args[0] if args and isinstance(args[0], torch.Tensor) else builtins.float(*args)
+        return args[0] if args and is_traced(args[0]) else builtins.float(*args)
 
 
 _MATH = _lifted_math()

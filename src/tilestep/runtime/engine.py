@@ -20,8 +20,8 @@ from ..errors import StateError
 from ..norm import NormTable
 from ..tensor_watch import MOVED, SAME, Watch
 from .capturing import PREPARE, WARM_UP, GraphTables, nothing_skipped, require, require_no_branches
+from .decision import StepInputs
 from .gradients import Gradients, GroupWatch, Seen, Stale
-from .limits import StepInputs
 from .norms import JointNorm, SharedNorm, norm_table
 from .overlaps import WrittenMemory
 from .segment import Entry, Segment

@@ -19,8 +19,8 @@ from ..graph import Program, Slices
 from ..graph.tracer import group_value
 from ..linalg.batches import Exchange, MatrixBatches
 from ..storage import BLOCK, rows_of, stream_of
+from .decision import clip_code
 from .kernel_cache import guards_hold
-from .limits import clip_code
 from .taps import SegmentTaps
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...graph import ScalarPass, TilePass, Value, scalar_needs
 from ...storage import BLOCK, dtype_name
+from ..decision import gradient_scale
 from ..emit import Writer, scalar_source
 from ..spec import KernelSpec, describe
 from ..taps import taps_of
@@ -24,25 +25,12 @@ from .text import (
     key_lines,
     layout_line,
     neutral,
+    number_function,
     random_functions,
     scalar_type,
     scalars_of,
     totals,
 )
-
-GRADIENT_SCALE = """
-namespace {
-// What gradients are multiplied by: one over the loss scale, times the clip coefficient of the unscaled norm.
-inline double gradient_scale_of(const double* control, double max_grad_norm) {
-  if (max_grad_norm < 0) {  // an adaptive limit beside it
-    max_grad_norm = -max_grad_norm < control[CLIP] ? -max_grad_norm : control[CLIP];
-  }
-  if (max_grad_norm == INFINITY) return control[INVERSE_SCALE];
-  const double coefficient = max_grad_norm / (control[NORM] + 1e-6);
-  return control[INVERSE_SCALE] * (coefficient > 1 ? 1.0 : coefficient);
-}
-}  // namespace
-"""
 
 
 def scalar_function(spec: KernelSpec, index: int, scalar_pass: ScalarPass) -> str:
@@ -52,6 +40,7 @@ def scalar_function(spec: KernelSpec, index: int, scalar_pass: ScalarPass) -> st
     per_tensor = any(value.level.name == "TENSOR" for value in needed)
     writer = CppWriter("double", "    ", CppNames())
     states = {name: f"{_scalar_state(spec, name)}[t]" for name in spec.program.graph.scalar_states}
+    control = ", ".join(f"launch->control[{name}]" for name in ("NORM", "INVERSE_SCALE", "CLIP"))
     places = {
         "reduction": f"launch->sums[t * {spec.reduction_count} + {{}}]",
         "total": "launch->totals[{}]",
@@ -59,7 +48,7 @@ def scalar_function(spec: KernelSpec, index: int, scalar_pass: ScalarPass) -> st
         "hyper": "hyper[{}]",
         "step": "next_step",
         "machine_epsilon": repr(spec.machine_epsilon),
-        "gradient_scale": "gradient_scale_of(launch->control, {})",
+        "gradient_scale": f"gradient_scale_of({control}, {{}})",
     }
     for value in needed:
         source = scalar_source(spec, value, places, states)
@@ -380,7 +369,8 @@ def _run_loop(body: RunBody, statements: list[str]) -> list[str]:
 
 def source(spec: KernelSpec, *, gaps: bool = True) -> str:
     """The translation unit of a spec; without `gaps` only for tensors whose memory has none."""
-    parts = [spec.header("//", "C++"), PRELUDE.strip(), GRADIENT_SCALE.strip()]
+    parts = [spec.header("//", "C++"), PRELUDE.strip()]
+    parts.append(number_function("gradient_scale_of", gradient_scale))
     parts += [BLOCKS_PRELUDE.strip()] if spec.has_blocks else []
     parts += format_functions(spec.storages.values())
     parts += random_functions(spec.draws.values()) if spec.draws else []

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...storage import BLOCK
-from ..spec import MAX_DIMS
+from ..spec import CLIP, INVERSE_SCALE, MAX_DIMS, NORM, SKIP, UNSCALE
 
 _COUNTS = ("tensors", "tiles", "tile_size", "threads", "hyper_count")
 _TABLES = {
@@ -201,7 +201,7 @@ namespace {{
 
 {_structure("Launch", _COUNTS, _TABLES)}
 
-enum Control {{ NORM = 0, SKIP = 1, INVERSE_SCALE = 2, UNSCALE = 3, CLIP = 7 }};
+enum Control {{ NORM = {NORM}, SKIP = {SKIP}, INVERSE_SCALE = {INVERSE_SCALE}, UNSCALE = {UNSCALE}, CLIP = {CLIP} }};
 
 {ELEMENTS.strip()}
 

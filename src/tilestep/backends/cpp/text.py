@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from ...graph import TilePass, Value, ancestors
 from ...storage import BLOCK, Array, Codec, Storage, bits_graph, codec_of, dtype_name, keys_graph
+from ..decision import graph_of
 from ..emit import SIGNS, Names, Writer
 from ..spec import KernelSpec, describe
 
@@ -263,14 +265,22 @@ def _functions(title: str, codec: Codec) -> list[str]:
     return [_join(title, codec), *_split_blocks(title, codec, codec.largest)]
 
 
-def _written(roots: Iterable[Value], bound: Sequence[tuple[Value, str]] = ()) -> Writer:
-    """A writer that has written the graph of a format; values with names are not written again."""
-    writer = CppWriter("float", "  ", CppNames(["number", "largest", "stored_scale"]))
+def number_function(name: str, function: Callable[..., Any]) -> str:
+    """A function of floats, as a function of float64 numbers."""
+    parameters, result = graph_of(function)
+    writer = _written([result], kind="double")
+    listed = ", ".join(f"double {parameter}" for parameter in parameters)
+    return "\n".join([f"inline double {name}({listed}) {{", *writer.lines, f"  return {writer[result]};", "}"])
+
+
+def _written(roots: Iterable[Value], bound: Sequence[tuple[Value, str]] = (), kind: str = "float") -> Writer:
+    """A writer that has written a graph; values with names are not written again."""
+    writer = CppWriter(kind, "  ", CppNames(["number", "largest", "stored_scale"]))
     for value, name in bound:
         writer.bind(value, name)
     values = _needed(roots, {id(value) for value, _ in bound})
     for value in values:
-        if value.operation == "load" and id(value) not in writer.expressions:
+        if value.operation in ("load", "hyper") and id(value) not in writer.expressions:
             writer.bind(value, value.attribute)
     writer.write(values)
     return writer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 
 import numpy as np
@@ -12,14 +12,16 @@ import torch
 
 from ...compat import is_capturing
 from ...runtime.capturing import WARM_UP, require
+from ...runtime.decision import StepInputs
 from ...runtime.gradients import copy_to
-from ...runtime.limits import StepInputs, StepLimit
 from ...runtime.segment import Segment, TileRange
 from ...runtime.taps import chunks_of
 from ...tuning import tile_shape
+from ..decision import Decision, numbers_of
 from ..spec import KernelSpec, Tiles, cut_tiles
 from ..taps import taps_of
 from . import source as triton_backend
+from .decision import decision_source
 from .launch import EXACT, Launch, Launcher, build_together, load_module
 from .slices import CudaSlices
 
@@ -73,16 +75,6 @@ _FEW_ARRAYS, _MANY_ARRAYS, _MOST_ARRAYS = 6, 8, 10
 _MOST_RUNS = 4  # of a thread, in a block
 _LOAD = 16  # bytes that a thread loads of the widest array at once: so many neighbours are a run
 _DECIDE_BLOCK = 8192
-_DECIDE_FLAGS = (
-    "HAS_NORM",
-    "HAS_PARTIALS",
-    "HAS_SCALE",
-    "HAS_FOUND",
-    "SKIP_NONFINITE",
-    "CHECK_OVERFLOW",
-    "HAS_OVERFLOW_OUT",
-)
-
 _modules: dict[int, ModuleType] = {}
 
 
@@ -399,63 +391,38 @@ class CudaSegment(Segment):
             self.taps.put_kept_states(self.grads)
 
 
-DecisionLaunchers = dict[tuple[object, ...], tuple[Launcher, torch.Tensor, torch.Tensor]]
-"""Launchers of decisions from the same kinds of numbers, each with its table of limits and a placeholder for absent
-numbers."""
+DecisionLaunchers = dict[tuple[object, ...], tuple[Launcher, torch.Tensor]]
+"""Launchers of decisions from the same kinds of numbers, each with its table of numbers."""
 
 
 def decide_on_device(
-    control: torch.Tensor, decision: StepInputs, launchers: DecisionLaunchers | None = None, *, build_only: bool = False
-) -> None:
-    """Write the control numbers of a GPU step with one small launch; `decide_on_host` in Triton."""
-    launcher, arguments = decision_launch(control, decision, {} if launchers is None else launchers)
-    (launcher.build if build_only else launcher)(*arguments)
-
-
-def decision_launch(control: torch.Tensor, decision: StepInputs, launchers: DecisionLaunchers) -> Launch:
-    """The launch of `decide_on_device`; arguments as there."""
-    limits = (decision.skip_above, decision.mean_factor, decision.mean_decay, decision.mean_warmup)
-    numbers = (decision.grad_scale, decision.found_inf, decision.overflow)
-    has_scale, has_found, has_overflow = (number is not None for number in numbers)
-    flags = (
-        *(decision.has_norm, decision.partials is not None, has_scale, has_found),
-        *(decision.skip_nonfinite, decision.check_overflow, has_overflow),
-    )
-    # A launcher takes numbers of the dtypes that it was first called with.
-    key = (limits, flags, tuple(None if number is None else number.dtype for number in numbers))
-    if key not in launchers:
-        from .support import decide
-
-        require(not is_capturing(), f"no step was decided from a scaler and limits like these before; {WARM_UP}")
-
-        table = torch.tensor([*limits, 1.0], dtype=torch.float64, device=control.device)
-        constants = {**dict(zip(_DECIDE_FLAGS, flags, strict=True)), "BLOCK": _DECIDE_BLOCK}
-        launcher = Launcher(decide, 1, control.device, constants, num_warps=32 if decision.partials else 1)
-        launchers[key] = launcher, table, table.view(torch.float32)
-    launcher, table, absent = launchers[key]
-    sums = decision.partials or (control if decision.power_sum is None else decision.power_sum, table)
-    scale, found_inf, overflow = (absent if number is None else number for number in numbers)
-    return launcher, (control, *sums, scale, found_inf, table, overflow)
-
-
-def limit_on_device(
+    decide: Callable[..., Decision],
     control: torch.Tensor,
-    limit: StepLimit,
-    memory: torch.Tensor,
-    loss: torch.Tensor | None,
+    inputs: StepInputs,
     launchers: DecisionLaunchers,
     *,
     build_only: bool = False,
 ) -> None:
-    """Let a limit decide a step of a GPU with one small launch; as `limit_on_host` does."""
-    key = (limit, loss is not None)
-    if key not in launchers:
-        from . import support
+    """Write the control numbers of a GPU step, and what its limits remember, with one small launch."""
+    launcher, arguments = decision_launch(decide, control, inputs, launchers)
+    (launcher.build if build_only else launcher)(*arguments)
 
-        require(not is_capturing(), f"no step was decided with a limit like this before; {WARM_UP}")
-        table = torch.tensor(limit.numbers(), dtype=torch.float64, device=control.device)
-        constants = {"HAS_LOSS": loss is not None, **limit.constants()}
-        launcher = Launcher(getattr(support, limit.kernel), 1, control.device, constants, num_warps=1)
-        launchers[key] = launcher, table, table
-    launcher, table, absent = launchers[key]
-    (launcher.build if build_only else launcher)(control, memory, table, absent if loss is None else loss)
+
+def decision_launch(
+    decide: Callable[..., Decision], control: torch.Tensor, inputs: StepInputs, launchers: DecisionLaunchers
+) -> Launch:
+    """The launch of `decide_on_device`; arguments as there."""
+    sums = inputs.partials or (inputs.power_sum,)
+    numbers = (*sums, inputs.grad_scale, inputs.found_inf, inputs.loss, inputs.overflow)
+    # A launcher takes numbers of the dtypes that it was first called with.
+    dtypes = tuple(None if number is None else number.dtype for number in numbers)
+    key = (dtypes, inputs.skip_above, inputs.skip_nonfinite, inputs.check_overflow, inputs.limits)
+    memories = [inputs.memory.of(limit, control.device) for limit in inputs.limits if inputs.memory]
+    if key not in launchers:
+        require(not is_capturing(), f"no step was decided from a scaler and limits like these before; {WARM_UP}")
+        kernel = load_module("decide", decision_source(decide, inputs)).decide
+        warps = 32 if inputs.partials else 1
+        launcher = Launcher(kernel, 1, control.device, {"BLOCK": _DECIDE_BLOCK}, num_warps=warps, **EXACT)
+        launchers[key] = launcher, torch.tensor(numbers_of(inputs), dtype=torch.float64, device=control.device)
+    launcher, table = launchers[key]
+    return launcher, (control, table, *(number for number in numbers if number is not None), *memories)

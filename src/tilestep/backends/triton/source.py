@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 
 from ...graph import SCALAR_LEVELS, ScalarPass, TilePass, Value, scalar_needs
 from ...storage import BLOCK, Array, codec_of, dtype_name, read_arrays
+from ..decision import gradient_scale
 from ..emit import scalar_source
-from ..spec import MAX_DIMS, KernelSpec, describe
+from ..spec import CLIP, INVERSE_SCALE, MAX_DIMS, NORM, KernelSpec, describe
 from ..taps import FAR, NEAR, PassTaps, taps_of
 from .text import (
     BLOCKS_SHAPE,
@@ -23,6 +24,7 @@ from .text import (
     head,
     is_16_bits,
     narrowed,
+    number_function,
     pointer_to,
     random_functions,
     random_pointers,
@@ -38,7 +40,7 @@ def scalar_kernel(spec: KernelSpec, index: int, scalar_pass: ScalarPass) -> list
     columns = max(len(spec.program.columns), 1)
     needed = scalar_needs(scalar_pass)
     writer = writer_of("float64", "    ", TritonNames(pointers))
-    numbers = ", ".join(f"tl.load(control + {place})" for place in (0, 2, 7))
+    numbers = ", ".join(f"tl.load(control + {place})" for place in (NORM, INVERSE_SCALE, CLIP))
     places = {
         "reduction": f"tl.load(sums + t * {spec.reduction_count} + {{}}, mask=active, other=0.0)",
         "total": "tl.load(totals + {})",
@@ -1092,12 +1094,20 @@ def source(spec: KernelSpec) -> str:
             parts += [kernel.math(), kernel.kernel(), kernel.strided_kernel()]
             if tile.reductions:
                 parts.append(kernel.finish())
-    body = "\n\n\n".join("\n".join(part) for part in parts) + "\n"
-    helpers = ", ".join(name for name in HELPERS if re.search(rf"\b{name}\b", body))
+    return module_text(spec.header("#", "Triton"), parts)
+
+
+def module_text(header: str, parts: Iterable[Iterable[str]]) -> str:
+    """A module of functions, with what they call."""
+    listed = [list(part) for part in parts]
+    if any("gradient_scale_of(" in line for part in listed for line in part):
+        listed.insert(0, number_function("gradient_scale_of", gradient_scale))
+    body = "\n\n\n".join("\n".join(part) for part in listed) + "\n"
+    helpers = ", ".join(name for name in HELPERS if re.search(rf"(?<![.\w]){name}\b", body))
     imports = "import triton\nimport triton.language as tl"
     if helpers:
         imports += f"\n\nfrom tilestep.backends.triton.support import {helpers}"
-    lines = f"{spec.header('#', 'Triton')}\n{imports}\n\n\n{body}".split("\n")
+    lines = f"{header}\n{imports}\n\n\n{body}".split("\n")
     return "\n".join(part for line in lines for part in _folded(line))
 
 

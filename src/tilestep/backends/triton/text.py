@@ -6,11 +6,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
 from ...graph import SCALAR_LEVELS, TilePass, Value, ancestors
 from ...storage import BLOCK, Array, Storage, bits_graph, codec_of, dtype_name, is_coarse, keys_graph, read_arrays
+from ..decision import graph_of
 from ..emit import SIGNS, Names, Writer
 from ..spec import KernelSpec
 
@@ -449,7 +451,7 @@ _MASKS = {1: "mask", 2: "pair_mask", BLOCK: "block_mask"}
 """The mask of an array with an entry for so many elements, where tiles are of blocks."""
 
 _AROUND = """
-triton tl range float
+triton tl range float gradient_scale_of
 t tile row skip mask inside inverse_scale grad_address layout_row layout back dims dim size coordinate index
 lane begin start stop whole aligned first part active next_step base
 tile_base extents part_starts starts spans tile_count row_parts column_parts
@@ -462,8 +464,8 @@ block_matrix block_across block_column block_line block_inside code_place code_m
 """
 
 _ELSEWHERE = """
-absolute add add_count add_largest add_squares bytes_plus differs gradient_scale_of larger larger_number
-largest_in_block loop_bound nibbles_plus quick_float8_element quick_quotient smaller to_bfloat16_pairs
+absolute add add_count add_largest add_squares bytes_plus differs larger larger_number
+largest_in_block loop_bound nibbles_plus quick_float8_element quick_quotient smaller sum_of_partials to_bfloat16_pairs
 """
 """Helpers that are in no operation's spelling."""
 
@@ -508,14 +510,25 @@ def random_functions(slots: Iterable[int]) -> list[list[str]]:
     return functions
 
 
+def number_function(name: str, function: Callable[..., Any]) -> list[str]:
+    """A function of floats, as a function of float64 numbers."""
+    parameters, result = graph_of(function)
+    return _function(name, parameters, [result], kind="float64")
+
+
 def _function(
-    name: str, parameters: Iterable[str], roots: Iterable[Value], quick: bool = False, in_pairs: bool = False
+    name: str,
+    parameters: Iterable[str],
+    roots: Iterable[Value],
+    quick: bool = False,
+    in_pairs: bool = False,
+    kind: str = "float32",
 ) -> list[str]:
-    writer = writer_of("float32", "    ", TritonNames(["number"]), quick, quick, in_pairs)
+    writer = writer_of(kind, "    ", TritonNames(["number"]), quick, quick, in_pairs)
     writer.spelling = {**writer.spelling, "abs": "absolute({0})"}
     values = ancestors(roots)
     for value in values:
-        if value.operation == "load":
+        if value.operation in ("load", "hyper"):
             writer.bind(value, value.attribute)
     writer.write(values)
     returned = ", ".join(writer[root] for root in roots)

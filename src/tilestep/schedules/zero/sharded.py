@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...backends.decision import clip_coefficient
 from ...combinations import refuse
 from ...compat import route_unscaling, uncompiled
 from ...errors import GradientError
@@ -16,7 +17,6 @@ from ...norm import NormTable
 from ...norm.tiles import combine
 from ...optimizer import Optimizer
 from ...optimizer.checkpoint import unchanged_on_error
-from ...optimizer.control import MEAN_KEYS
 from ...optimizer.optimizer import Attached, AttachedType, resolve_optimizer
 from ...optimizer.parameters import iter_params, require_listed_once, require_shapes
 from ...placement.local import REAL_INSTEAD
@@ -163,7 +163,7 @@ class ShardedMethods:
         norm = self._norm_of(listed, groups if process_group is None else [*groups, process_group])
         gradients = self._gradients_of(listed)
         if gradients:
-            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+            torch._foreach_mul_(gradients, clip_coefficient(norm, max_norm))
         return norm
 
     def _gradients_of(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -369,8 +369,6 @@ def shard(
         optimizer.attach(("shard",), schedule=schedule, offers=ShardedMethods(schedule).offers)
         if state is not None:
             # Before, each rank has remembered norms and losses of its own.
-            first = state["param_groups"][0]
-            first |= sharding.ranks.gather_objects({key: float(first[key]) for key in MEAN_KEYS if key in first})[0]
             optimizer.load_state_dict(state)
             for numbers in optimizer.control.history.numbers:
                 sharding.ranks.broadcast(numbers)

@@ -1,0 +1,360 @@
+"""Functions of floats as graphs: they run once for each way through their branches, which conditions choose between."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import numbers
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import fields, is_dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import RuleError
+from ..graph import OPERATIONS, Builder, Level, Value, ancestors
+from ..graph.tracer import places_of, refusing_chance, rule_place
+from ..rules.limits import Limit, Window, first_numbers, layout_of
+from ..rules.scalars import scalar_globals
+from ..storage import Term
+
+MOST_WAYS = 256
+"""Ways through a function: each is a part of the kernel's text."""
+
+MOST_BRANCHES = 64
+"""Branches of one way; a loop that ends by what its numbers are has more."""
+
+
+def _refuse(reason: str) -> RuleError:
+    return RuleError(f"{rule_place().line}: {reason}")
+
+
+def _binary(operation: str) -> Any:
+    return lambda self, other: self._apply(operation, other)
+
+
+def _reflected(operation: str) -> Any:
+    return lambda self, other: self._like(other)._apply(operation, self)
+
+
+class Number(Term):
+    """A float64 number or a truth value of a function that is traced."""
+
+    def _like(self, other: Any) -> Number:
+        if isinstance(other, Number):
+            return other
+        if not isinstance(other, (numbers.Real, np.bool_)):
+            raise _refuse(f"a number meets a {type(other).__name__}; use floats alone")
+        is_truth = isinstance(other, (bool, np.bool_))
+        return Number(self.build, self.build.constant(bool(other) if is_truth else float(other)))
+
+    def _apply(self, operation: str, *others: Any, dtype: str | None = None) -> Number:
+        args = [self, *map(self._like, others)]
+        if operation not in ("and", "or", "not", "where", "number"):
+            args = [arg.number() for arg in args]
+        return Number(self.build, self.build.apply(operation, *(arg.value for arg in args)))
+
+    def number(self) -> Number:
+        """A truth value as 1 or 0."""
+        return self._apply("number")
+
+    def __bool__(self) -> bool:
+        return _way.get().goes(self)
+
+    def _read(self, *_: Any) -> Any:
+        raise _refuse(
+            "a device computes with a number and does not read it: call functions of math in `decide` itself, and "
+            "math.floor for a whole number"
+        )
+
+    __float__ = __int__ = __index__ = __round__ = __trunc__ = __floordiv__ = __rfloordiv__ = __divmod__ = _read
+    __lshift__ = __rshift__ = __xor__ = _read
+    __eq__, __ne__, __le__, __ge__, __mod__, __pow__ = map(_binary, ("eq", "ne", "le", "ge", "remainder", "pow"))
+    __rmod__, __rpow__, __rand__, __ror__ = map(_reflected, ("remainder", "pow", "and", "or"))
+    __hash__ = object.__hash__
+
+    def __neg__(self) -> Number:
+        return self._apply("neg")
+
+    def __abs__(self) -> Number:
+        return self._apply("abs")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Functions of math, which `scalar_globals` makes torch's."""
+        name, like = func.__name__, next(arg for arg in args if isinstance(arg, Number))
+        first, *others = map(like._like, args)
+        if name == "isfinite":
+            return abs(first) < math.inf
+        if name not in OPERATIONS or OPERATIONS[name].evaluate is None or kwargs:
+            raise _refuse(f"{name} does not run in a device's decision")
+        return first._apply(name, *others)
+
+
+def input_of(build: Builder, place: str, name: str = "") -> Number:
+    """A number that kernels read at a place."""
+    number = Number(build, build.hyper(place))
+    number.value.name = name or place
+    return number
+
+
+def number_of(build: Builder, number: Any) -> Number:
+    """A float or a traced number as a traced number; a truth value as 1 or 0."""
+    return Number(build, build.constant(0.0))._like(number).number()
+
+
+class _Way:
+    """One way through a function: the answers to its conditions."""
+
+    def __init__(self, answers: Sequence[bool], most: int) -> None:
+        self.conditions: list[Value] = []
+        self.answers, self._most = list(answers), most
+        self._known: dict[int, bool] = {}
+
+    def goes(self, condition: Number) -> bool:
+        """The answer to a condition: true where it was not asked before."""
+        value = condition.value if condition.value.is_bool else (condition != 0).value
+        if value.operation == "constant":
+            return bool(value.attribute)
+        if id(value) not in self._known:
+            place = len(self.conditions)
+            if place == self._most:
+                raise _refuse(
+                    f"a branch more than {MOST_BRANCHES} one after the other, or than {MOST_WAYS} ways through all: a "
+                    "device runs loops of a known length, and sums of products in place of branches"
+                )
+            self.conditions.append(value)
+            if place == len(self.answers):
+                self.answers.append(True)
+            self._known[id(value)] = self.answers[place]
+        return self._known[id(value)]
+
+
+_way: ContextVar[_Way] = ContextVar("way")
+
+
+def joined(build: Builder, function: Callable[[], Sequence[Any]]) -> list[Number]:
+    """The results of a function of traced numbers, over all ways through its branches."""
+    ways: list[tuple[_Way, list[Value]]] = []
+    answers, like = list[bool](), Number(build, build.constant(0.0))
+    while True:
+        way = _Way(answers, len(answers) if len(ways) >= MOST_WAYS - 1 else MOST_BRANCHES)
+        token = _way.set(way)
+        try:
+            results = function()
+        finally:
+            _way.reset(token)
+        ways.append((way, [like._like(result).value for result in results]))
+        answers = list(way.answers)
+        while answers and not answers[-1]:
+            answers.pop()
+        if not answers:
+            return [Number(build, value) for value in _merged(build, ways, 0)]
+        answers[-1] = False
+
+
+def _merged(build: Builder, ways: Sequence[tuple[_Way, list[Value]]], depth: int) -> list[Value]:
+    first, results = ways[0]
+    if depth == len(first.conditions):
+        return results
+    condition = first.conditions[depth]
+    sides = [[each for each in ways if each[0].answers[depth] is answer] for answer in (True, False)]
+    chosen = (_merged(build, side, depth + 1) for side in sides)
+    return [_choice(build, condition, *pair) for pair in zip(*chosen, strict=True)]
+
+
+def _choice(build: Builder, condition: Value, left: Value, right: Value) -> Value:
+    """The one value where a condition holds, else the other."""
+    if left is right or not (left.is_bool and right.is_bool):
+        return build.apply("where", condition, left, right)
+    opposite = build.apply("not", condition)
+    if left.operation == "constant":
+        return build.apply("or", condition, right) if left.attribute else build.apply("and", opposite, right)
+    if right.operation == "constant":
+        return build.apply("or", opposite, left) if right.attribute else build.apply("and", condition, left)
+    return build.apply("or", build.apply("and", condition, left), build.apply("and", opposite, right))
+
+
+class TracedWindow:
+    """A `Window` whose numbers are a device's, in an array from a place on."""
+
+    def __init__(self, build: Builder, array: str, start: int, size: int, name: str) -> None:
+        self.size, self.before = size, input_of(build, f"{array} + {start}", f"{name}_count")
+        self.appended: Any = False
+        self.number: Any = 0.0
+        # Elements: a name, and how many there are.
+        self._places = Number(build, build.load(f"place:{size}"))
+        self._values = Number(build, build.load(f"{array} + {start + 1}:{size}"))
+        self._values.value.name = name
+
+    @property
+    def count(self) -> Any:
+        return self.before + self.appended
+
+    def append(self, number: Any) -> None:
+        if self.appended is not False:
+            raise _refuse("a second number of one step for a window; append one")
+        self.appended, self.number = True, number
+
+    def mean(self) -> Any:
+        return self._sums()[0]
+
+    def std(self) -> Any:
+        _, squares, held = self._sums()
+        return _where(held > 1, (squares / (held - 1))._apply("sqrt"), math.nan)
+
+    def _sums(self) -> tuple[Any, Any, Any]:
+        """The mean of its numbers, the sum of squares of what they are away from it, and how many there are."""
+        if self.appended is not False:
+            raise _refuse("asks a window after its append of this step; ask it before")
+        held = _where(self.before < self.size, self.before, self.size)
+        inside = self._places < held
+        numbers = _where(inside, self._values, 0.0)
+        mean = _sum(numbers) / held
+        away = _where(inside, numbers - mean, 0.0)
+        return mean, _sum(away * away), held
+
+
+def _where(condition: Any, if_true: Any, if_false: Any) -> Any:
+    return condition._apply("where", if_true, if_false)
+
+
+def _sum(number: Any) -> Number:
+    return Number(number.build, number.build.apply("reduce_sum", number.value, level=Level.TENSOR))
+
+
+class Store(NamedTuple):
+    """A number that a kernel writes."""
+
+    place: str  # in an array: "control + 0"
+    number: Number
+    offset: Number | None = None  # how far behind that place
+    condition: Number | None = None  # whether it is written
+
+
+class TracedLimit:
+    """A limit on traced numbers: kernels read its float64 numbers from memory, all else of it is in their text.
+
+    `array` is the name of what it remembers; its own numbers begin at place `start` of the array `numbers`.
+    """
+
+    def __init__(self, build: Builder, limit: Limit, array: str = "memory", start: int = 0) -> None:
+        self.limit, self.memory, self._traced = limit, SimpleNamespace(), copy.copy(limit)
+        self._build, self._array, place = build, array, 0
+        self._cells: list[tuple[Any, str]] = []
+        """What `decide` changes: an object, and an attribute of it."""
+        for name, _, size in layout_of(limit):
+            window = TracedWindow(build, array, place, size, name) if size else None
+            self._cells += [(window, "appended"), (window, "number")] if window else [(self.memory, name)]
+            setattr(self.memory, name, window or input_of(build, f"{array} + {place}", name))
+            place += 1 + size
+        named = {name: input_of(build, f"numbers + {at}", name) for at, name in enumerate(floats_of(limit), start)}
+        decide = functools.partial(scalar_globals(type(limit).decide), self._traced)
+        vars(self._traced).update(named, decide=decide)
+
+    def ask(self, norm: Any, loss: Any, memory: SimpleNamespace, skipped: Any) -> tuple[Any, Any]:
+        """What the limit decides, over all ways through it, which changes the memory."""
+        before = self.remembered
+
+        def one_way() -> list[Any]:
+            self._take(before)
+            results = _results(self.limit, self._traced.ask, norm, loss, memory, skipped)
+            return [*results, *self.remembered]
+
+        skips, clip, *after = joined(self._build, one_way)
+        self._take([number.number() for number in after])
+        return skips, clip
+
+    @property
+    def remembered(self) -> list[Any]:
+        """What is in its memory; of a window whether a number was appended, and which."""
+        return [getattr(*cell) for cell in self._cells]
+
+    def _take(self, remembered: Sequence[Any]) -> None:
+        for cell, number in zip(self._cells, remembered):
+            setattr(*cell, number)
+
+    def stores(self) -> Iterator[Store]:
+        """What keeps the memory of after the decision."""
+        place = 0
+        for name, _, size in layout_of(self.limit):
+            entry, array = getattr(self.memory, name), f"{self._array} + {place}"
+            if not size:
+                yield Store(array, entry)
+            elif not _is(entry.appended, 0.0):
+                yield Store(array, entry.count)
+                yield Store(f"{self._array} + {place + 1}", entry.number, entry.before % size, entry.appended)
+            place += 1 + size
+
+
+def floats_of(limit: Limit) -> dict[str, float]:
+    """The numbers of a limit that its kernel reads from memory; a kernel serves all of them."""
+    own = {field.name: getattr(limit, field.name) for field in fields(limit)}  # type: ignore[arg-type]
+    return {name: number for name, number in own.items() if type(number) is float}
+
+
+def _results(limit: Limit, ask: Callable[..., Any], norm: Any, loss: Any, memory: Any, skipped: Any) -> tuple[Any, Any]:
+    """What a limit's code decides; errors have its file, its line and its name."""
+    where, name = _code_of(limit), type(limit).__name__
+    try:
+        skips, clip = ask(norm, loss, memory, skipped)
+    except RuleError:
+        raise
+    except Exception as error:
+        raise RuleError(
+            f"{[where, *places_of(error)][-1]}: limit {name}: {type(error).__name__}: {error}; `decide` takes floats, "
+            "and a loss that may be None, and returns a pair: whether to skip, and the norm to clip to"
+        ) from error
+    is_truth = skips.value.is_bool if isinstance(skips, Number) else isinstance(skips, (bool, np.bool_))
+    wrong = "" if is_truth else f"whether to skip is {skips!r}; compare two numbers"
+    if isinstance(clip, bool) or not isinstance(clip, (Number, numbers.Real)):
+        wrong = f"the norm to clip to is {clip!r}; return math.inf for no clip"
+    kinds = {entry: (Window, TracedWindow) if size else (Number, numbers.Real) for entry, _, size in layout_of(limit)}
+    for entry, value in vars(memory).items():
+        if not isinstance(value, kinds.get(entry, ())):
+            wrong = f"memory.{entry} is {value!r}: entries are those of the class's `memory`, and stay what they are"
+    if wrong:
+        raise RuleError(f"{where}: limit {name}: {wrong}")
+    return skips, clip
+
+
+def _code_of(limit: Limit) -> str:
+    code = type(limit).decide.__code__  # type: ignore[attr-defined]
+    return f"{code.co_filename}:{code.co_firstlineno}"
+
+
+class Outcome(NamedTuple):
+    """What a limit can do."""
+
+    skips: bool  # it may skip a step
+    clips: bool  # it may clip a step
+    reads_loss: bool  # what it does depends on the loss
+
+
+@functools.lru_cache(maxsize=256)
+def outcome_of(limit: Limit) -> Outcome:
+    """What a limit can do; raises `RuleError` for one that a device cannot run."""
+    kind = type(limit)
+    if not is_dataclass(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise RuleError(f"{_code_of(limit)}: limit {kind.__name__} is no frozen dataclass: say @dataclass(frozen=True)")
+    asked = []
+    with refusing_chance([kind.decide], f"in limit {kind.__name__}"):
+        for loss in (None, 1.0):
+            # The first step as a host takes it: where Python raises, as for a division by zero, devices do not.
+            _results(limit, limit.ask, 1.0, loss, limit.remembered(first_numbers(limit)), False)
+            build = Builder()
+            traced, given = TracedLimit(build, limit), None if loss is None else input_of(build, "loss")
+            results = traced.ask(input_of(build, "norm"), given, traced.memory, input_of(build, "skipped") != 0)
+            asked.append((*results, *traced.remembered))
+    return Outcome(
+        skips=any(not _is(skips, False) for skips, *_ in asked),
+        clips=any(not _is(clip, math.inf) for _, clip, *_ in asked),
+        reads_loss=any(value.attribute == "loss" for value in ancestors(part.value for part in asked[1])),
+    )
+
+
+def _is(number: Number, constant: float | bool) -> bool:
+    return number.value.operation == "constant" and number.value.attribute == constant

@@ -1,0 +1,103 @@
+"""The inputs of a step's decision, and what its limits remember."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..rules.limits import Limit, first_numbers
+
+
+def clip_code(limit: Any) -> float:
+    """`max_grad_norm` of a group, or another number, as kernels read it; below 0 for CLIP."""
+    return -math.inf if isinstance(limit, Limit) else float(limit)
+
+
+class StepHistory:
+    """What is kept between an optimizer's steps: the numbers of its limits, the same on each of its devices."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[Limit, torch.device], torch.Tensor] = {}
+        self.loss: torch.Tensor | None = None
+        """The loss of the step that is decided next, float64[1], if there is one."""
+        self.has_norm = False  # whether the last step computed the norm of its gradients
+
+    def of(self, limit: Limit, device: torch.device) -> torch.Tensor:
+        """The numbers of a limit on a device, float64[numbers]; they begin as a copy of another device's."""
+        key = (limit, device)
+        if key not in self._numbers:
+            elsewhere = next((numbers for (other, _), numbers in self._numbers.items() if other == limit), None)
+            first = _first(limit, device)
+            self._numbers[key] = first if elsewhere is None else first.copy_(elsewhere)
+        return self._numbers[key]
+
+    @property
+    def numbers(self) -> list[torch.Tensor]:
+        """The numbers of all limits, in the order in which they began."""
+        return list(self._numbers.values())
+
+    def save(self, limits: Iterable[Limit]) -> dict[str, torch.Tensor]:
+        """Copies of the numbers of these limits, by the name of their class; the host does not read them."""
+        saved = {}
+        for limit in limits:
+            numbers = next((numbers for (other, _), numbers in self._numbers.items() if other == limit), None)
+            if numbers is not None:
+                saved[type(limit).__name__] = numbers.clone()
+        return saved
+
+    def load(self, limits: Iterable[Limit], saved: Mapping[str, Any]) -> None:
+        """Take over the result of `save`; limits that are not in it, or have another size, begin anew."""
+        for limit in limits:
+            numbers = saved.get(type(limit).__name__)
+            if not isinstance(numbers, torch.Tensor) or numbers.numel() != len(first_numbers(limit)):
+                numbers = None
+            own = [tensor for (other, _), tensor in self._numbers.items() if other == limit]
+            if not own and numbers is not None:
+                own = [self.of(limit, numbers.device)]
+            for tensor in own:
+                tensor.copy_(_first(limit, tensor.device) if numbers is None else numbers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "loss": None}
+
+
+def _first(limit: Limit, device: torch.device) -> torch.Tensor:
+    return torch.tensor(first_numbers(limit), dtype=torch.float64, device=device)
+
+
+@dataclass
+class StepInputs:
+    """The inputs of a step's decision."""
+
+    power_sum: torch.Tensor | None = None
+    grad_scale: torch.Tensor | None = None  # the loss scale of the gradients, one number on the device, or None
+    found_inf: torch.Tensor | None = None  # nonzero when some gradient overflowed, one number on the device, or None
+    skip_nonfinite: bool = False  # whether gradients that are not finite skip the step
+    check_overflow: bool = False  # whether gradients that are not finite are an overflow, as a scaler means it
+    skip_above: float = math.inf  # unscaled norm above which the step is skipped
+    overflow: torch.Tensor | None = None
+    partials: tuple[torch.Tensor, torch.Tensor] | None = None
+    limits: tuple[Limit, ...] = ()  # one that may clip is the last
+    memory: StepHistory | None = None  # what they remember
+    loss: torch.Tensor | None = None  # the step's loss for them, one float64 number on the device, or None
+    needs_norm: bool = False  # whether anything asks for a norm pass
+
+    @property
+    def is_trivial(self) -> bool:
+        """Whether there is nothing to decide."""
+        return not self.has_norm and self.grad_scale is None and self.found_inf is None
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether the step may be skipped; then only the device knows whether it is."""
+        scaled = self.grad_scale is not None or self.found_inf is not None
+        return bool(scaled or self.skip_nonfinite or self.check_overflow or self.limits or self.skip_above < math.inf)
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether there was a norm pass."""
+        return self.power_sum is not None or self.partials is not None
