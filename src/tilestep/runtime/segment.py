@@ -274,10 +274,6 @@ class Segment:
     streamer: TileStreamer | None = None
     """Moves arrays to where tile passes work on them, and back."""
 
-    run_in_parts: Callable[[Segment, int], None] | None = None
-    """Runs a tile pass part by part, if updated parts are used before the rest is updated."""
-
-    can_be_cut = False  # whether tile passes over elements run range of tiles by range of tiles
     tile_ranges: Sequence[TileRange] = ()  # runs of tiles that passes can work on one by one
     leaves_sums = True  # whether its passes leave the sums of this rank, which other ranks' are added to
     has_taps = True  # whether its kernels can compute statistics and bits of changed weights
@@ -443,28 +439,11 @@ class Segment:
 
     def tile_calls(self, index: int) -> list[partial[Any]]:
         """The calls of tile pass `index`; the list stays, and what is in it may change."""
-        return [partial(self.run_tiles if self.streamer or self.run_in_parts else self.tile_pass, index)]
+        return [partial(self.streamer.run if self.streamer else self.tile_pass, index)]
 
     def tile_pass(self, index: int) -> None:
         """Run tile pass `index`, if there is one."""
         raise NotImplementedError
-
-    def run_tiles(self, index: int) -> None:
-        """Run tile pass `index`: as a whole, by the streamer, or part by part."""
-        if self.streamer is not None:
-            self.streamer.run(index)
-        elif self.run_in_parts is not None:
-            self.run_in_parts(self, index)
-        else:
-            self.tile_pass(index)
-
-    @property
-    def steps_in_one_pass(self) -> bool:
-        """Whether its update is one tile pass over independent elements."""
-        program = self.spec.program
-        tile = program.tiles[0] if len(program.tiles) == 1 else None
-        alone = tile is not None and tile.view is None and not tile.reductions and not program.slices_before(0)
-        return alone and self.matrices is None and len(program.scalars) == 1
 
     def set_tile_ranges(self, tile_ranges: Sequence[TileRange]) -> None:
         """Prepare tile passes over elements for ranges of tiles."""

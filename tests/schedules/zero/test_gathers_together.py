@@ -19,13 +19,11 @@ from sharded_twins import TINY, Elementwise, Pair, inputs, sgd, train, two_group
 
 import tilestep
 from tilestep import compat
-from tilestep.backends.cpp.run import CpuSegment
 from tilestep.placement import Ranks, peers
 from tilestep.placement import reduction as groups
 from tilestep.schedules.side_stream import Mark, SideStream
 from tilestep.schedules.zero import buckets as shard_buckets
 from tilestep.schedules.zero import parameters
-from tilestep.schedules.zero.parameters import GatherGroup
 
 LAYERS = 48
 """Of models with several groups of buckets that are as large as groups become."""
@@ -168,47 +166,12 @@ def what_is_converted_is_sent_from_such_memory_too() -> None:
     assert Files.made == before + 1, "by itself it takes such memory only for what is fetched from it"
 
 
-@contextmanager
-def cut_updates() -> Iterator[list[str]]:
-    """As on a GPU, where everything follows in the stream; parts of updates and gathers, in their order."""
-    seen: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        run_range, begin, end = CpuSegment.run_tile_range, GatherGroup.begin, GatherGroup.end
-
-        def noted(name: str, call: Any) -> Any:
-            def noting(*args: Any) -> Any:
-                seen.append(name)
-                return call(*args)
-
-            return noting
-
-        patch.setattr(SideStream, "in_order", True)
-        patch.setattr(CpuSegment, "run_tile_range", noted("update", run_range))
-        patch.setattr(GatherGroup, "begin", noted("begin", begin))
-        patch.setattr(GatherGroup, "end", noted("end", end))
-        yield seen
-
-
-def unclipped(params: Any) -> tilestep.Optimizer:
-    """With a norm, which has nothing clipped."""
-    return tilestep.AdamW(params, lr=0.1, eps=0.1, max_grad_norm=1e6)  # type: ignore[attr-defined]
-
-
-def what_is_updated_is_gathered_while_the_rest_is_updated() -> None:
-    """Where a step waits for all, and where a model is compiled as a whole; sent as well as fetched."""
+def gathers_that_are_waited_for_in_the_step() -> None:
+    """Where a step waits for all, and where a model is compiled as a whole; sent as well as fetched, in a stream."""
     data = inputs(5, 7)
     for way in (together, fetched):
-        with way(), cut_updates() as seen:
-            for make in (test_training.adamw, unclipped):
-                pair = Pair(Elementwise(LAYERS), make, bucket_cap_mb=TINY, overlap_param_sync=False)
-                for _ in range(4):
-                    seen.clear()
-                    train(pair, [lambda model, data=data: (model(data) * data).sum()])
-                    pair.compare()
-                groups = seen.count("begin")
-                assert groups > 3 and seen.count("end") == groups
-                assert seen.index("begin") < len(seen) - 1 - seen[::-1].index("update"), seen
-                pair.compare_states()
+        with way(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SideStream, "in_order", True)
             for groups_of in (two_groups, lambda model: [{"params": list(model.parameters())[::-1]}]):
                 pair = Pair(Elementwise(12), sgd, groups_of, bucket_cap_mb=TINY, overlap_param_sync=False)
                 for step in range(4):
@@ -219,51 +182,11 @@ def what_is_updated_is_gathered_while_the_rest_is_updated() -> None:
                     pair.compare()
             model = Elementwise(LAYERS)
             model.compile(backend="eager")
-            pair = Pair(model, sgd, bucket_cap_mb=TINY)
-            seen.clear()
-            train(pair, [lambda model, data=data: (model.forward(data) * data).sum()])
-            pair.compare()
-            assert seen.index("begin") < len(seen) - 1 - seen[::-1].index("update"), seen
-            # Where modules wait for their own parameters the update is made in one piece.
-            pair = Pair(Elementwise(LAYERS), sgd, bucket_cap_mb=TINY)
-            seen.clear()
-            train(pair, [lambda model, data=data: (model(data) * data).sum()])
-            pair.compare()
-            assert "update" not in seen and seen.count("end") == seen.count("begin") == groups
-
-
-def a_rank_that_updates_in_one_piece_meets_the_others_all_the_same() -> None:
-    data = inputs(5, 7)
-    for way in (together, fetched):
-        with way(), cut_updates() as seen, pytest.MonkeyPatch.context() as patch:
-            if dist.get_rank() == 1:
-                patch.setattr(CpuSegment, "can_be_cut", False)
-            pair = Pair(Elementwise(LAYERS), test_training.adamw, bucket_cap_mb=TINY, overlap_param_sync=False)
+            pair = Pair(model, test_training.adamw, bucket_cap_mb=TINY)
             for _ in range(3):
-                seen.clear()
-                train(pair, [lambda model, data=data: (model(data) * data).sum()])
+                train(pair, [lambda model, data=data: (model.forward(data) * data).sum()])
                 pair.compare()
-            assert ("update" in seen) == (dist.get_rank() == 0)
-
-
-def an_update_that_fails_leaves_nothing_to_meet_for() -> None:
-    data = inputs(5, 7)
-    with fetched(), cut_updates() as seen, pytest.MonkeyPatch.context() as patch:
-        pair = Pair(Elementwise(LAYERS), sgd, bucket_cap_mb=TINY, overlap_param_sync=False)
-        train(pair, [lambda model, data=data: (model(data) * data).sum()])
-        run_range = CpuSegment.run_tile_range
-
-        def fails(self: Any, index: int, position: int) -> None:
-            if position == 3:
-                raise RuntimeError("out of luck")
-            run_range(self, index, position)
-
-        patch.setattr(CpuSegment, "run_tile_range", fails)
-        pair.backward(lambda model: (model(data) * data).sum())
-        seen.clear()
-        with pytest.raises(RuntimeError, match="out of luck"):
-            pair.optimizer.step()
-        assert seen.count("begin") == seen.count("end") > 0
+            pair.compare_states()
 
 
 FETCHED = "ranks fetch it from each other's memory by copy engines"
@@ -360,12 +283,12 @@ def memory_of_a_cpu_is_refused_on_all_ranks_and_nothing_is_changed() -> None:
     optimizer.step()
 
 
-def an_optimizer_whose_updates_are_cut_is_let_go_at_once() -> None:
+def a_sharded_optimizer_is_let_go_at_once() -> None:
     """Its state is most of what a GPU holds, and is not to wait until garbage is collected."""
-    with together(), cut_updates() as seen:
+    with together(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SideStream, "in_order", True)
         pair = Pair(Elementwise(30), test_training.adamw, bucket_cap_mb=TINY, overlap_param_sync=False)
         train(pair, [lambda model: model(inputs(5, 7)).sum()])
-        assert "update" in seen
         held = [weakref.ref(value) for state in pair.optimizer.state.values() for value in state.values()]
         gc.collect()
         gc.disable()
@@ -409,10 +332,8 @@ CHECKS = [
     what_arrives_in_order_is_not_waited_for_again,
     ranks_fetch_what_others_have_updated,
     what_is_converted_is_sent_from_such_memory_too,
-    what_is_updated_is_gathered_while_the_rest_is_updated,
-    a_rank_that_updates_in_one_piece_meets_the_others_all_the_same,
-    an_update_that_fails_leaves_nothing_to_meet_for,
-    an_optimizer_whose_updates_are_cut_is_let_go_at_once,
+    gathers_that_are_waited_for_in_the_step,
+    a_sharded_optimizer_is_let_go_at_once,
     where_one_rank_cannot_all_of_them_send,
     ranks_of_two_hosts_send,
     others_are_chosen,

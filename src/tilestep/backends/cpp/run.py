@@ -115,8 +115,6 @@ def _point(launch: Launch, tables: Mapping[str, Table]) -> None:
 class CpuSegment(Segment):
     """A segment whose tables are in host memory and whose passes are C functions; arguments as for `Segment`."""
 
-    can_be_cut = True
-
     def choose_tiles(self) -> None:
         self.tile_size = tile_shape(self.spec, self.device).span
 
@@ -283,7 +281,7 @@ class CpuSegment(Segment):
         return [partial(self._scalar[index], self._argument)]
 
     def tile_calls(self, index: int) -> list[partial[Any]]:
-        in_python = self.streamer or self.run_in_parts or self.taps
+        in_python = self.streamer or self.taps
         return super().tile_calls(index) if in_python else self._calls[index]
 
     def tile_pass(self, index: int) -> None:

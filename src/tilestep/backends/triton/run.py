@@ -89,7 +89,6 @@ class CudaSegment(Segment):
     """A segment whose tables are device tensors and whose passes are Triton kernels; arguments as for `Segment`."""
 
     can_be_captured = True
-    can_be_cut = True
     _strided_tiles = 0  # tiles of tensors that are walked by coordinates
 
     def choose_tiles(self) -> None:

@@ -210,8 +210,6 @@ class Sharding(Placement):
         self.buckets: list[Bucket] = []
         self.members: list[Member] = []
         self.member_of: dict[Any, Member] = {}
-        self.parts: Any = None  # an `UpdateInParts`, which cuts the passes of a plan; None if updates are not cut
-        self._bucket_of: dict[int, Bucket] = {}
         self._listed: list[list[torch.Tensor]] = []  # the parameters of each param group
         self.rules: list[str | None] = []  # the "rule" of each param group
         self.places = self._lay_out(optimizer, names)  # for each bucket the indices of its parameters
@@ -268,8 +266,6 @@ class Sharding(Placement):
 
         # In the same order on all ranks: a whole parameter may come first in a segment on one rank only.
         plan.shared_sums = [SharedSums(plan.sharers, sorted(engine.segments, key=first_cut)) for engine in plan.engines]
-        if self.parts is not None:
-            self.parts.take([segment for engine in plan.engines for segment in engine.segments])
 
     def _lay_out(self, optimizer: Optimizer, names: dict[Any, str]) -> list[tuple[int, ...]]:
         """Lay out new parameters in buckets."""
@@ -315,7 +311,6 @@ class Sharding(Placement):
             flat = member.bucket.cut(member.bucket.updated, member.slot)
             # With its own version counter: writes of other code are noticed at the parameters.
             member.piece = member.shaped(flat).data.requires_grad_(member.param.requires_grad)
-            self._bucket_of[id(member.piece)] = member.bucket
             if member.bucket.grad_dtype != member.piece.dtype:
                 member.piece.grad_dtype = member.bucket.grad_dtype
             if not member.is_whole:
@@ -335,10 +330,6 @@ class Sharding(Placement):
                 "the rule of a param group of the sharded optimizer was changed, and shard() has divided parameters "
                 "for the one before: undo that, or shard a new optimizer; nothing was updated"
             )
-
-    def bucket_of(self, piece: torch.Tensor) -> Bucket | None:
-        """The bucket of a section; None for any other tensor."""
-        return self._bucket_of.get(id(piece))
 
     def note_stepped(self, has_gradient: Iterable[bool], trains: Iterable[int]) -> None:
         """After a step: parameters that train have state from the first step on, others from their first gradient."""

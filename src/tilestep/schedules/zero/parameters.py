@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...compat import is_capturing, is_compiled, version_of
+from ...compat import is_capturing, version_of
 from ...placement import ARRIVED, PeerMemory
-from ...runtime.segment import Segment, TileRange
 from ...tensor_watch import SAME, Watch, sum_of_versions
 from ..guards import guard_model, guard_sharers
 from ..side_stream import Mark, SideStream
@@ -51,23 +49,19 @@ class GatherGroup:
         return self._chosen[0].peers if self.theirs and not is_capturing() else None
 
     def begin(self) -> None:
-        """Begin, in the stream of communication."""
+        """Begin to gather; fetched sections, and those that a stream gathers, are there for what follows in it."""
         self.is_pending = True
-        if self.theirs and self.peers is not None:
+        peers = self.peers if self.theirs else None
+        if peers is not None:
             # One by one: copies of whole ranges between GPUs are the copy engines' work, and not that of a kernel.
             for own, other in self.theirs:
                 own.copy_(other)
-        else:
-            wholes, sections = self._as_they_are or self._all_sent()
-            self._work = self.buckets[0].ranks.all_gather(wholes, sections)
-
-    def end(self) -> None:
-        """After `begin`, in the same stream: from here on it is there, and what it was read from may be written."""
-        peers = self.peers if self.theirs else None
-        if peers is not None:
             # No rank writes to a section that another rank has not read.
             peers.meet()
             self._work = ARRIVED
+        else:
+            wholes, sections = self._as_they_are or self._all_sent()
+            self._work = self.buckets[0].ranks.all_gather(wholes, sections)
         if self._channel.in_order:
             self._arrive()
             self.mark = self._channel.next_mark(self.mark)
@@ -144,114 +138,6 @@ def group_buckets(buckets: Sequence[Bucket], together: bool) -> list[list[Bucket
     return groups
 
 
-_MOST_RANGES = 64
-"""Launches that an update is cut into at most."""
-
-
-_Cuts = weakref.WeakKeyDictionary[Segment, list[tuple[GatherGroup, range]]]
-"""For each segment runs of its tensors, each with the group that it is in, in the order of the groups."""
-
-
-class UpdateInParts:
-    """Makes an update part by part, in the order in which buckets are gathered; each is gathered once it is updated.
-
-    The parts run one after the other where the whole would: what comes after a step comes after all of them. So it is
-    where the next forward waits for everything. Where it waits for the first group alone, gathers cost less beside it
-    than beside an update, which waits for memory too.
-    """
-
-    def __init__(self, sync: ParameterSync, bucket_of: Callable[[torch.Tensor], Bucket | None]) -> None:
-        # Whose method it is has the placement, which has this: a circle would keep state until garbage is collected.
-        self._sync, self._bucket_of = sync, weakref.WeakMethod(bucket_of)
-        self._segments: list[weakref.ref[Segment]] = []
-        self._cuts: _Cuts | None = None
-        """For each segment how it is cut, once it was; none where one of them cannot be."""
-        self._left: dict[GatherGroup, int] | None = None
-        """How many runs each group still waits for, while an update is open."""
-        self._waiting: list[GatherGroup] = []
-
-    def take(self, segments: Sequence[Segment]) -> None:
-        """Have the tile passes of a new plan's segments come here, if all of them can be cut."""
-        able = all(
-            segment.can_be_cut and segment.streamer is None and segment.steps_in_one_pass for segment in segments
-        )
-        self._segments = [weakref.ref(segment) for segment in segments] if able else []
-        self._cuts = None
-        for segment in segments if able else ():
-            segment.run_in_parts = self.run
-
-    def _cut_all(self) -> _Cuts:
-        groups, cuts, bucket_of = self._sync.order(), _Cuts(), self._bucket_of()
-        for reference in self._segments:
-            segment = reference()
-            if segment is None or bucket_of is None:
-                return _Cuts()
-            buckets = [bucket_of(entry.param) for entry in segment.entries]
-            placed = [groups[bucket] for bucket in buckets if bucket is not None]
-            if len(placed) < len(buckets):
-                return _Cuts()
-            group_of = dict(placed)
-            runs = sorted(_runs([number for number, _ in placed]), key=lambda run: run[0])
-            cuts[segment] = [(group_of[number], tensors) for number, tensors in runs]
-        return cuts if sum(map(len, cuts.values())) in range(2, _MOST_RANGES + 1) else _Cuts()
-
-    @contextmanager
-    def around(self, which: bytes) -> Iterator[None]:
-        """A block that updates these buckets: what it has done is gathered while it goes on, if all is waited for."""
-        groups: Sequence[GatherGroup] = ()
-        if self._segments and self._sync.waits_for_all:
-            if self._cuts is None:
-                self._cuts = self._cut_all()
-            groups = self._sync.begin_parts(which) if self._cuts else ()
-        if not groups or self._cuts is None:
-            yield
-            return
-        self._waiting, self._left = list(groups), dict.fromkeys(groups, 0)
-        for cut in self._cuts.values():
-            for group, _ in cut:
-                if group in self._left:
-                    self._left[group] += 1
-        try:
-            yield
-        except BaseException:
-            self._sync.end_parts()
-            raise
-        finally:
-            self._left = None
-
-    def run(self, segment: Segment, index: int) -> None:
-        """Run the tile pass of a segment."""
-        cut = None if self._left is None or self._cuts is None else self._cuts.get(segment)
-        if self._left is None or cut is None or segment.taps is not None:
-            segment.tile_pass(index)
-            return
-        if not segment.tile_ranges:
-            first = [*segment.tiles.first_tile.tolist(), segment.tiles.count]
-            segment.set_tile_ranges([TileRange(range(first[run.start], first[run.stop]), run) for _, run in cut])
-        for position, (group, _) in enumerate(cut):
-            segment.run_tile_range(index, position)
-            if group in self._left:
-                self._left[group] -= 1
-            while self._waiting and not self._left[self._waiting[0]]:
-                self._sync.gather_part(self._waiting.pop(0))
-
-
-def _runs(numbers: Sequence[int]) -> list[tuple[int, range]]:
-    """Equal numbers that stand side by side, with their places.
-
-    Example:
-        >>> _runs([3, 3, 5, 3])
-        [(3, range(0, 2)), (5, range(2, 3)), (3, range(3, 4))]
-    """
-    runs: list[tuple[int, range]] = []
-    for place, number in enumerate(numbers):
-        if runs and runs[-1][0] == number:
-            runs[-1] = (number, range(runs[-1][1].start, place + 1))
-        else:
-            runs.append((number, range(place, place + 1)))
-    return runs
-
-
 class ParameterSync:
     """Gathers buckets after a step; looking a parameter up in its module waits for its bucket alone."""
 
@@ -268,11 +154,6 @@ class ParameterSync:
         self._which = b""  # for each bucket a one if it was updated the last time, else a zero
         self._updated: list[Bucket] = []
         self._updated_groups: list[GatherGroup] = []
-        self._begun: list[GatherGroup] = []
-        """The groups of this step whose gathers have begun while it is still updating others."""
-        self._unmet: GatherGroup | None = None
-        """The group among them that the other ranks may still be reading."""
-        self._is_whole = is_compiled(model)
         self.compiled = False
         """Whether compiled code uses parameters outside of a compiled module: it takes them without looking them up."""
         self.take_in(model, buckets)
@@ -332,10 +213,6 @@ class ParameterSync:
                     group.is_pending = False
         self._count_pending()
 
-    def order(self) -> dict[Bucket, tuple[int, GatherGroup]]:
-        """For each bucket its group, and which of all groups that is."""
-        return {bucket: (number, group) for number, group in enumerate(self._groups) for bucket in group.buckets}
-
     def _count_pending(self) -> None:
         self.is_pending = any(group.is_pending for group in self._groups)
 
@@ -357,72 +234,17 @@ class ParameterSync:
         if which != self._which:
             self._note_updated(which)
         self.is_pending = True
-        if self._begun:
-            with self._channel.after_compute():
-                for group in self._updated_groups[len(self._begun) :]:
-                    self._gather_next(group)
-                self._end_last()
-            self._begun = []
-        else:
-            with self._channel.after_compute() if self._channel.in_order else _NOTHING:
-                for peers in dict.fromkeys(group.peers for group in self._updated_groups if group.theirs):
-                    if peers is not None:
-                        peers.meet()
-                for group in self._updated_groups:
-                    group.begin()
-                    if self._channel.in_order or group.theirs:
-                        group.end()
+        with self._channel.after_compute() if self._channel.in_order else _NOTHING:
+            for peers in dict.fromkeys(group.peers for group in self._updated_groups if group.theirs):
+                if peers is not None:
+                    peers.meet()
+            for group in self._updated_groups:
+                group.begin()
         self._count_update()
         if is_capturing() if captures is None else captures:
             self._join_graph()
         elif self.compiled or not self._overlaps:
             self.wait_all()
-
-    @property
-    def waits_for_all(self) -> bool:
-        """Whether nothing that follows a step begins before all of it is there."""
-        return self.compiled or self._is_whole or not self._overlaps
-
-    def begin_parts(self, which: bytes) -> Sequence[GatherGroup]:
-        """Before an update that may be made part by part: the groups that it brings, in the order to gather them.
-
-        None where some are sent and others fetched, or lie in several memories: ranks must meet in one order, however
-        each of them makes the update.
-        """
-        if which != self._which:
-            self._note_updated(which)
-        return self._updated_groups if len({group.peers for group in self._updated_groups}) == 1 else ()
-
-    def gather_part(self, group: GatherGroup) -> None:
-        """Gather a group whose update has been asked for, in the same order on every rank."""
-        self.is_pending = True
-        self._begun.append(group)
-        with self._channel.after_compute():
-            self._gather_next(group)
-
-    def _gather_next(self, group: GatherGroup) -> None:
-        # Ranks meet as often as for an update in one piece, which others may make: where all of them have updated a
-        # group, all of them have read the one before it.
-        peers = group.peers
-        if self._unmet is not None:
-            self._unmet.end()
-        elif peers is not None:
-            peers.meet()
-        group.begin()
-        self._unmet = group
-        if peers is None:
-            self._end_last()
-
-    def _end_last(self) -> None:
-        if self._unmet is not None:
-            self._unmet.end()
-        self._unmet = None
-
-    def end_parts(self) -> None:
-        """After an update that was made part by part, or one that failed: nothing is left to meet for."""
-        with self._channel.after_compute():
-            self._end_last()
-        self._begun = []
 
     def note_update(self) -> None:
         """What was computed from the old values must not be differentiated, as after any step."""

@@ -25,7 +25,7 @@ from ..side_stream import SideStream
 from .checkpoint import sharded_states
 from .core import Sharding
 from .gradients import GradientSync
-from .parameters import ParameterSync, UpdateInParts
+from .parameters import ParameterSync
 from .ranks import HyperparameterDigest, attempt_together, validate_across_ranks
 
 
@@ -52,8 +52,6 @@ class ShardedSchedule(Schedule):
         digest = HyperparameterDigest(self._reference, ranks, sharding.members[0].name)
         self.gradients = GradientSync(buckets, sharding.places, ranks, options, self.channel, digest, model)
         self.parameters = ParameterSync(model, buckets, options, self.channel)
-        self._parts = UpdateInParts(self.parameters, sharding.bucket_of) if self.channel.in_order else None
-        sharding.parts = self._parts
         self._ready: _Gradients | None = None  # the gradients that were given to the sections
         self._stepped: _Gradients | None = None  # the gradients of the last step, if no section was written to since
         self._begun: _Gradients | None = None  # the gradients of the last `note_stepped`
@@ -108,11 +106,7 @@ class ShardedSchedule(Schedule):
         self._stepped = self.consolidated = None
         # A parameter that was frozen after its gradient was reduced is updated: torch updates all that have a gradient.
         updates = bytes(sums.was_summed or sums.bucket.trains for sums in gradients.sums)
-        if self._parts is None or captures:
-            plain(unmoved=unmoved)
-        else:
-            with self._parts.around(updates):
-                plain(unmoved=unmoved)
+        plain(unmoved=unmoved)
         ready = self._stepped = self._ready
         if ready is not None and ready is not self._begun:
             self._begun = ready
