@@ -86,7 +86,7 @@ def test_the_text_is_python_s_documentation() -> None:
 def test_runs_of_equal_losses_can_be_shown(tmp_path: Path) -> None:
     (run,) = train([Entry("plain", plain)], SMALL)
     assert largest_difference([run, run]) == 0.0
-    assert len(table([run, run], gpu=False).rows) == 7
+    assert len(table([run, run], gpu=False).rows) == 6
     picture([run, run], tmp_path / "deep" / "demo.png", "a title")
     assert (tmp_path / "deep" / "demo.png").read_bytes().startswith(b"\x89PNG")
 

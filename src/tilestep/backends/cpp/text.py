@@ -188,7 +188,8 @@ def layout_line(spec: KernelSpec, gaps: bool) -> str:
 def scalars_of(spec: KernelSpec, tile: TilePass) -> Writer:
     """A writer that has read the numbers of scalar passes that a tile pass uses, each into a variable."""
     suffixes = ("array", "spare", "run", "values", "codes", "entry", "kept", "size", "largest")
-    names = CppNames(f"{array.name}_{suffix}" for array in [spec.grad, *spec.arrays] for suffix in suffixes)
+    buffers = dict.fromkeys([*(array.name for array in [spec.grad, *spec.arrays]), *spec.storages])
+    names = CppNames(f"{buffer}_{suffix}" for buffer in buffers for suffix in suffixes)
     scalars = CppWriter(scalar_type(spec), "    ", names)
     for value in tile.values():
         if tile.leaves(value) and value.operation != "constant" and id(value) in spec.program.columns:
