@@ -271,3 +271,108 @@ def test_soap_is_the_rule_in_float64_and_waits_only_to_decompose() -> None:
     optimizer.step()
     for param, known in zip(params, before):
         assert all(torch.equal(kept, known[name]) for name, kept in optimizer.state[param].items())
+
+
+def split_apart(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Two groups of queries, keys and values."""
+    groups = tensor.unflatten(0, (2, 256))
+    return [groups[:, first:stop].flatten(0, 1) for first, stop in ((0, 128), (128, 192), (192, 256))]
+
+
+INSIDE: dict[str, tuple[tuple[int, ...], dict[str, Any], Any]] = {
+    "stack": ((6, 320, 256), {}, list),
+    "large stack": ((2, 1024, 1536), {}, list),
+    "heads": ((512, 384), {"heads": 8}, lambda tensor: list(tensor.unflatten(0, (8, 64)))),
+    "convolution": ((128, 64, 3, 3), {"flatten": True}, lambda tensor: [tensor.flatten(1)]),
+    "splits": ((512, 384), {"splits": (256, 128, 128)}, lambda tensor: list(tensor.split((256, 128, 128)))),
+    "splits in groups": ((512, 384), {"splits": (128, 64, 64)}, split_apart),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", INSIDE)
+def test_matrices_inside_of_tensors_are_parameters_of_their_own(name: str, dtype: torch.dtype) -> None:
+    shape, given, pieces = INSIDE[name]
+    results = []
+    for _ in range(2):
+        start = (0.02 * drawn(shape)).to(dtype)
+        param, own = torch.nn.Parameter(start.clone()), [torch.nn.Parameter(one.clone()) for one in pieces(start)]
+        arguments = {"lr": 0.02, "weight_decay": 0.0, "master_weights": dtype is torch.bfloat16}
+        optimizers = tilestep.Muon([param], **arguments, **given), tilestep.Muon(own, **arguments)
+        for step in range(4):
+            gradient = drawn(shape, 100 + step).to(dtype)
+            param.grad = gradient
+            for piece, one in zip(own, pieces(gradient)):
+                piece.grad = one.clone()
+            with no_synchronization() if step else nullcontext():
+                for optimizer in optimizers:
+                    optimizer.step()
+        for found, wanted, begin in zip(pieces(param.detach()), own, pieces(start)):
+            moved = (wanted.detach() - begin).float()
+            assert float((found - wanted.detach()).float().norm()) < 1e-2 * float(moved.norm())
+        results.append(param.detach().clone())
+    assert torch.equal(*results)
+
+
+@tilestep.rule
+def normalized(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    """Reductions over each matrix, its rows and its columns."""
+    update = tilestep.orthogonalize(grad) * grad.norm()
+    return param - lr * update / update.abs().amax(dim=-1, keepdim=True) - lr * grad.mean(dim=-2, keepdim=True)
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_rules_reduce_over_each_matrix_alone(name: str) -> None:
+    shape, given, pieces = INSIDE[name]
+    start = drawn(shape)
+    param, own = torch.nn.Parameter(start.clone()), [torch.nn.Parameter(one.clone()) for one in pieces(start)]
+    optimizers = (
+        tilestep.Optimizer([{"params": [param], **given}], normalized, lr=0.1),
+        tilestep.Optimizer(own, normalized, lr=0.1),
+    )
+    for step in range(3):
+        param.grad = drawn(shape, 100 + step)
+        for piece, one in zip(own, pieces(param.grad)):
+            piece.grad = one.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for found, wanted, begin in zip(pieces(param.detach()), own, pieces(start)):
+        moved = (wanted.detach() - begin).norm()
+        assert float((found - wanted.detach()).norm()) < 1e-2 * float(moved)
+
+
+def test_stacks_are_captured_and_offloaded_and_splits_are_refused_there() -> None:
+    def make(**given: Any) -> tuple[list[Any], Any]:
+        params = [torch.nn.Parameter(0.02 * drawn((4, 320, 256))), torch.nn.Parameter(0.02 * drawn((512, 256)))]
+        return params, tilestep.Muon([{"params": params[:1]}, {"params": params[1:], **given}], lr=0.02)
+
+    mine, captured = make(heads=4)
+    theirs, plain = make(heads=4)
+    moved, offloaded = make(heads=4)
+    tilestep.offload(offloaded, where="gpu")
+    for params, optimizer in ((mine, captured), (theirs, plain), (moved, offloaded)):
+        set_gradients(params, 0)
+        optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured.step()
+    for step in range(1, 4):
+        for params in (mine, theirs, moved):
+            set_gradients(params, step)
+        graph.replay()
+        plain.step()
+        offloaded.step()
+    for left, right, other in zip(mine, theirs, moved):
+        torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(other, right, rtol=1e-6, atol=1e-6)
+    params, optimizer = make(splits=(256, 128, 128))
+    set_gradients(params, 0)
+    optimizer.step()
+    with pytest.raises(tilestep.CaptureError, match="or splits of several sizes, whose views a graph does not follow"):
+        optimizer.prepare_capture()
+    with pytest.raises(ValueError, match="has splits of several sizes, and offload has room for whole parameters"):
+        tilestep.offload(optimizer, where="gpu")
+    before = params[1].detach().clone()
+    set_gradients(params, 1)
+    optimizer.step()
+    assert not torch.equal(params[1].detach(), before)

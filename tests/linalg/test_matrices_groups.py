@@ -88,8 +88,111 @@ def test_frozen_parameters_are_left_out_and_a_pattern_of_one_s_own_decides() -> 
     assert "layers.1.output.weight" in names(others) and not any(name.startswith("layers.0") for name in names(others))
 
 
+class Attention(nn.Module):
+    """As in transformers: several query heads for each key head, and a fused projection beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim = 4
+        self.q_proj, self.k_proj = nn.Linear(16, 16, bias=False), nn.Linear(16, 8, bias=False)
+        self.v_proj, self.o_proj = nn.Linear(16, 8, bias=False), nn.Linear(16, 16, bias=False)
+
+
+class Fused(nn.Module):
+    """As in timm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 2
+        self.qkv, self.proj = nn.Linear(16, 48), nn.Linear(16, 16)
+
+
+class Experts(nn.Module):
+    """As in transformers and torchtitan: stacks of matrices, and a router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 3, bias=False)
+        self.shared_expert_gate = nn.Linear(16, 1, bias=False)
+        self.experts = nn.ParameterDict(
+            {"gate_up_proj": torch.zeros(3, 24, 16), "down_proj": torch.zeros(3, 16, 12), "bias": torch.zeros(3, 16)}
+        )
+        self.gate_proj = nn.Linear(16, 12, bias=False)  # of a shared expert: a hidden matrix
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(50, 16)
+        self.positions = nn.Parameter(torch.zeros(1, 30, 16))
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.blocks = nn.ModuleList([nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3, groups=8), nn.Conv1d(8, 6, 9)])
+        self.layers = nn.ModuleList([nn.ModuleDict({"attn": kind(), "moe": Experts()}) for kind in (Attention, Fused)])
+        self.multihead = nn.MultiheadAttention(16, 4)
+        self.lm_head = nn.Linear(16, 50, bias=False)
+
+
+def test_stacks_heads_and_convolutions_are_found_and_what_is_left_is_named() -> None:
+    model = Mixture()
+    groups = tilestep.muon_groups(model, heads=True, muon={"lr": 0.02})
+    muon, others = groups
+    inside = set(names(muon))
+    experts = {f"layers.{layer}.moe.{name}" for layer in range(2) for name in ("gate_proj.weight",)}
+    stacks = {f"layers.{layer}.moe.experts.{name}" for layer in range(2) for name in ("gate_up_proj", "down_proj")}
+    heads = {"layers.0.attn.q_proj.weight": 4, "layers.0.attn.k_proj.weight": 2, "layers.0.attn.v_proj.weight": 2}
+    heads |= {"layers.1.attn.qkv.weight": 6, "multihead.in_proj_weight": 12}
+    plain = {"layers.0.attn.o_proj.weight", "layers.1.attn.proj.weight", "multihead.out_proj.weight"}
+    assert inside == experts | stacks | set(heads) | plain | {"blocks.0.weight", "blocks.2.weight"}
+    assert groups.left == {"positions": (1, 30, 16), "stem.weight": (8, 3, 3, 3), "blocks.1.weight": (8, 1, 3, 3)}
+    routers = {"layers.0.moe.gate.weight", "layers.1.moe.shared_expert_gate.weight"}
+    assert routers | {"layers.0.moe.experts.bias"} <= set(names(others))  # of two dimensions both
+    optimizer = tilestep.Muon(groups)
+    entries = optimizer.fitting_plan(ahead=True).engines[0].entries
+    rows = {entry.label.split("(")[1][:-1]: entry.shape for entry in entries if entry.holds is not None}
+    assert rows == {
+        **{name: (model.get_parameter(name).size(0) // count, 16) for name, count in heads.items()},
+        **{name: tuple(model.get_parameter(name).shape[-2:]) for name in stacks},
+        "blocks.0.weight": (8, 72),
+        "blocks.2.weight": (6, 72),
+    }
+
+
+def test_printed_groups_say_what_each_rule_gets() -> None:
+    model = Mixture()
+    groups = tilestep.muon_groups(model)
+    total = sum(param.numel() for param in model.parameters())
+    inside = sum(param.numel() for _, param in groups[0]["params"])
+    assert groups.shares == {"Muon": inside / total, "AdamW": 1 - inside / total}
+    first, second, third = str(groups).splitlines()
+    assert first.startswith(f"Muon: {inside / total:.1%} of {total:,} elements, ")
+    assert "2 x layers.*.moe.experts.gate_up_proj" in first and "multihead.in_proj_weight" in first
+    assert second.startswith(f"AdamW: {1 - inside / total:.1%}, ") and "2 x layers.*.moe.gate.weight" in second
+    assert third == (
+        "stacks and convolutions that Muon does not get: positions (1, 30, 16), stem.weight (8, 3, 3, 3), "
+        "blocks.1.weight (8, 1, 3, 3)"
+    )
+    assert groups[0]["flatten"] and "heads" not in groups[0]
+
+
+def test_patterns_of_one_s_own_for_stacks_and_heads() -> None:
+    model = Mixture()
+    muon, _ = tilestep.muon_groups(model, stacks="positions", muon={"heads": {"q_proj": 2}})
+    assert "positions" in names(muon) and "layers.0.moe.experts.down_proj" not in names(muon)
+    assert muon["heads"] == {"q_proj": 2}
+    with pytest.raises(ValueError, match="heads=True finds no projection to heads in a module that says their size"):
+        tilestep.muon_groups(nn.Sequential(nn.Linear(4, 4)), heads=True)
+    named = [
+        ("conv.weight", nn.Parameter(torch.ones(6, 5, 3, 3))),
+        ("first.weight", nn.Parameter(torch.ones(6, 3, 3, 3))),
+    ]
+    muon, others = tilestep.muon_groups(named)
+    assert (names(muon), names(others)) == (["conv.weight"], ["first.weight"])
+
+
 def test_a_model_without_hidden_matrices_is_refused() -> None:
     with pytest.raises(ValueError, match="no parameter that trains has two dimensions"):
         tilestep.muon_groups(nn.LayerNorm(4))
-    with pytest.raises(ValueError, match=r"0\.weight are taken for embeddings and heads; give another `outside`"):
+    with pytest.raises(
+        ValueError, match=r"0\.weight are taken for embeddings, heads and routers; give another `outside`"
+    ):
         tilestep.muon_groups(nn.Sequential(nn.Embedding(3, 4)))

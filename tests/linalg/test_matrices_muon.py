@@ -153,7 +153,7 @@ def test_one_optimizer_with_one_schedule_is_torch_s_two() -> None:
     assert names_of["up.bias"] == names_of["embed.weight"] == {"step", "exp_avg", "exp_avg_sq"}
 
 
-@pytest.mark.parametrize("shape", [(5,), (), (2, 3, 4)])
+@pytest.mark.parametrize("shape", [(5,), ()])
 def test_a_parameter_that_is_no_matrix_is_refused_by_name(shape: tuple[int, ...]) -> None:
     named = [("up.weight", params_of()[0]), ("up.bias", torch.nn.Parameter(torch.ones(shape)))]
     with pytest.raises(ValueError, match=r"up\.bias.*is not a matrix, and Muon works on matrices only.*muon_groups"):

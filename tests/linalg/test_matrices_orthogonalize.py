@@ -60,6 +60,13 @@ def test_a_batch_is_its_matrices_one_by_one_and_stays_as_it_is(shape: tuple[int,
         torch.testing.assert_close(out[place], newton_schulz([batch[place : place + 1]], NUMBERS, None)[0])
 
 
+def test_leading_dimensions_are_stacks() -> None:
+    stack = drawn((2, 3, 6, 9)).float()
+    found = tilestep.orthogonalize(stack)
+    assert all(torch.equal(found[i, j], tilestep.orthogonalize(stack[i, j])) for i in range(2) for j in range(3))
+    assert tilestep.orthogonalize(torch.ones(0, 6, 9)).shape == (0, 6, 9)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_the_result_has_the_operand_s_dtype_and_bfloat16_values(dtype: torch.dtype) -> None:
     matrix = drawn((6, 9)).to(dtype)
@@ -79,7 +86,7 @@ def test_nothing_stays_nothing_and_small_is_not_lost() -> None:
     ("arguments", "error", "message"),
     [
         ({"x": torch.ones(4)}, tilestep.MatrixError, "not a tensor of 1 dimensions"),
-        ({"x": torch.ones(2, 2, 2)}, ValueError, "not a tensor of 3 dimensions"),
+        ({"x": torch.ones(())}, ValueError, "not a tensor of 0 dimensions"),
         ({"coefficients": (1.0, 2.0)}, tilestep.RuleError, "three numbers, a list of such, or one of jordan, simple"),
         ({"coefficients": [(1.0, 2.0, "3")]}, tilestep.RuleError, "three numbers"),
         ({"coefficients": [(1.0, 2.0, float("nan"))]}, tilestep.RuleError, "three numbers"),

@@ -142,5 +142,6 @@ def test_what_cannot_be_done_is_refused_with_its_line(function: Any, message: st
 
 def test_products_of_parameters_that_are_no_matrices_are_refused_by_name() -> None:
     named = [("conv", torch.nn.Parameter(torch.ones(2, 2, 3, 3)))]
-    with pytest.raises(tilestep.MatrixError, match=r"conv.*of shape \(2, 2, 3, 3\) is not a matrix"):
+    message = r"conv.*of shape \(2, 2, 3, 3\): its last sides are those of a convolution's window; flatten=True takes"
+    with pytest.raises(tilestep.MatrixError, match=message):
         tilestep.Optimizer(named, tilestep.rule(lambda param, grad: param - grad.mT @ grad @ grad))

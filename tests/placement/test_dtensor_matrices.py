@@ -203,6 +203,78 @@ def tensor_parallel_and_sharded() -> None:
                 _same(mine, others, atol=1e-3, rtol=1e-3)
 
 
+@tilestep.rule
+def normalized(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    """Reductions over each matrix, its rows and its columns."""
+    update = tilestep.orthogonalize(grad) * grad.norm()
+    return param - lr * update / update.abs().amax(dim=-1, keepdim=True) - lr * grad.mean(dim=-2, keepdim=True)
+
+
+def stacks_and_heads_are_those_of_one_process() -> None:
+    """Experts sharded by expert, of which a rank may have none, are sent nowhere; heads are of whole matrices."""
+    meshes = _meshes()
+    shapes = [(8, 4, 9), (3, 4, 9), (5, 4, 9), (16, 6)]
+    layouts = {
+        "rows": meshes["rows"],
+        "replicated rows": meshes["replicated rows"],
+        "rows twice": meshes["rows twice"],
+        "whole": meshes["whole"],
+    }
+    for rule in (tilestep.registry["Muon"], normalized):
+
+        def make(params: Any, rule: Any = rule) -> Any:
+            heads = {} if rule is normalized else {"heads": 4}
+            return tilestep.Optimizer([{"params": params[:3]}, {"params": params[3:], **heads}], rule, lr=0.1)
+
+        def drawn(step: int) -> list[torch.Tensor]:
+            generator = torch.Generator().manual_seed(step)
+            return [torch.randn(shape, generator=generator).to(device()) for shape in shapes]
+
+        alone = [torch.nn.Parameter(whole) for whole in drawn(0)]
+        models = {name: [torch.nn.Parameter(placed(one, *lie)) for one in drawn(0)] for name, lie in layouts.items()}
+        optimizers = {name: make(params) for name, params in models.items()}
+        expected = make(alone)
+        for step in range(1, 4):
+            for name, params in {"": alone, **models}.items():
+                for param, gradient in zip(params, drawn(step)):
+                    param.grad = placed(gradient, *layouts[name]) if name else gradient
+                (optimizers[name] if name else expected).step()
+            for params in models.values():
+                _same(params, alone, **({} if rule is not normalized else {"atol": 1e-5, "rtol": 1e-5}))
+    params = [torch.nn.Parameter(placed(whole, *layouts["rows"])) for whole in drawn(0)[:2]]
+    optimizer = tilestep.Muon(params, lr=0.1)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    with torch.profiler.profile() as profiler:
+        optimizer.step()
+    assert not [event.key for event in profiler.key_averages() if event.key.startswith("c10d::")]
+
+
+def matrices_that_ranks_have_parts_of_are_refused() -> None:
+    mesh, rows = _meshes()["rows"]
+    for shape, placement, given in (
+        ((8, 4, 9), Shard(1), {}),
+        ((8, 4, 9), Shard(2), {}),
+        ((8, 4, 3, 3), Shard(0), {"flatten": True}),
+        ((16, 6), Shard(0), {"splits": (8, 4, 4)}),
+        ((16, 9, 8), Shard(1), {"heads": 3}),
+    ):
+        param = torch.nn.Parameter(distribute_tensor(torch.zeros(shape, device=device()), mesh, [placement]))
+        try:
+            tilestep.Muon([("w", param)], **given)
+        except tilestep.MatrixError as error:
+            assert "(w) of shape" in str(error) and "of which ranks have parts" in str(error), error
+        else:
+            raise AssertionError(f"{shape} {given} was not refused")
+    param = torch.nn.Parameter(distribute_tensor(torch.zeros(16, 6, device=device()), mesh, rows))
+    try:
+        tilestep.Optimizer([{"params": [("w", param)], "heads": 4}], normalized)
+    except tilestep.MatrixError as error:
+        assert "of which ranks have parts" in str(error)
+    else:
+        raise AssertionError("heads with reductions were not refused")
+
+
 CHECKS = {
     check.__name__: check
     for check in (
@@ -213,6 +285,8 @@ CHECKS = {
         work_is_divided,
         two_messages_for_each_pass,
         tensor_parallel_and_sharded,
+        stacks_and_heads_are_those_of_one_process,
+        matrices_that_ranks_have_parts_of_are_refused,
     )
 }
 

@@ -10,7 +10,7 @@ import torch
 from ..errors import BuildError
 from ..graph import REDUCTIONS, Value, ancestors, size_from_end
 from ..linalg import MATRIX_OPERATIONS
-from ..runtime.segment import Segment, strides_of
+from ..runtime.segment import Entry, Segment, strides_of
 from ..storage import random_tensor, stored_in, values_of
 from .decision import gradient_scale
 from .spec import CLIP, INVERSE_SCALE, NORM, SKIP, UNSCALE
@@ -61,6 +61,8 @@ class EagerSegment(Segment):
         for name, storage in self.spec.storages.items():
             if name != "grad" and name not in self.spec.program.matrices.scratch:
                 loads[name] = values_of(storage, entry.arrays, name, compute, entry.param.shape)
+        if entry.holds is not None:
+            loads = {name: value.reshape(self._seen(entry, name)) for name, value in loads.items()}
         # Copies, as those of `values_of`: a rule may move a state's old value to another, which is written later.
         loads.update({name: matrix.clone() for name, matrix in entry.matrices.items()})
         numbers = {name: array[position] for name, array in self.scalar_states.items()}
@@ -76,9 +78,18 @@ class EagerSegment(Segment):
                 entry.matrices[name].copy_(value)
             else:
                 random = self._random(position, name)
+                if entry.holds is not None:
+                    like = entry.arrays[name] if name in graph.slice_states else entry.param
+                    value = value.expand(self._seen(entry, name)).reshape(like.shape)
                 stored_in(self.spec.storages[name], entry.arrays, name, value, entry.param.shape, random)
         if float(self.control[UNSCALE]):
             gradient.mul_(float(self.control[INVERSE_SCALE]))
+
+    def _seen(self, entry: Entry, name: str) -> list[int]:
+        """The shape of a buffer as the rule sees it."""
+        graph = self.spec.program.graph
+        gone = range(*graph.slice_states.get(name, (0, 0)))
+        return [1 if dim in gone else size for dim, size in enumerate(entry.here(graph.dims))]
 
     def _random(self, position: int, name: str) -> torch.Tensor | None:
         """The random bits that round a buffer; None for one that is rounded to nearest."""
@@ -123,9 +134,11 @@ class EagerSegment(Segment):
     def _matrix(self, value: Value, args: list[Any]) -> torch.Tensor:
         operation = MATRIX_OPERATIONS[value.operation]
         dtype = operation.dtype or self.spec.compute
-        operands = [matrix.to(dtype).unsqueeze(0) for matrix in args[: operation.operands]]
+        operands = [matrix.to(dtype) for matrix in args[: operation.operands]]
         numbers = [float(number) for number in args[operation.operands :]]
-        return operation.run(operands, numbers, None)[0].to(self.spec.compute)
+        if operands[0].dim() > 2:
+            return operation.run(operands, numbers, None).to(self.spec.compute)
+        return operation.run([matrix.unsqueeze(0) for matrix in operands], numbers, None)[0].to(self.spec.compute)
 
     def _number(self, name: str, position: int) -> float:
         if name == "step":

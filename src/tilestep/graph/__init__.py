@@ -17,6 +17,7 @@ from .ir import (
     evaluate,
     outcome,
 )
-from .lowering import size_from_end, sizes_of
+from .lowering import is_matrix_work, size_from_end, sizes_of
 from .partition import MatrixPass, Program, ScalarPass, Slices, TilePass, View, partition, scalar_needs
+from .stacked import combines, stacked
 from .tracer import flat_numbers, known_numbers, rule_place, trace

@@ -222,6 +222,7 @@ class Graph:
     dtype: torch.dtype = torch.float32  # the type of the rule's values in the trace
     reads_dtype: bool = False  # whether the rule asked for it, so that the graph holds for this type only
     specs: dict[Any, Any] = field(default_factory=dict, repr=False)
+    stack: Graph | None = field(default=None, repr=False)  # the same for a stack of matrices, once it was made
 
     def values(self) -> list[Value]:
         """Every value the outputs need, each after what it is computed from."""

@@ -152,19 +152,25 @@ class SharedMatrices:
         outputs: Sequence[str],
         skipped_values: frozenset[int] | None,
     ) -> None:
-        arrays = {
-            name: torch.stack([gathered.pop((member, name)) for member in batch.members])
+        wholes = {
+            name: [gathered.pop((member, name)) for member in batch.members]
             for name in dict.fromkeys(matrix_pass.inputs.values())
         }
-        device, count = self._segment.entries[batch.members[0]].param.device, len(batch.members)
-        made = {name: torch.zeros(count, *batch.shape, dtype=self._scratch[name], device=device) for name in outputs}
+        shapes = [whole.shape for whole in next(iter(wholes.values()))]
+        arrays = {name: torch.cat([one.reshape(-1, *batch.shape) for one in each]) for name, each in wholes.items()}
+        count = sum(batch.counts)
+        made = {
+            name: torch.zeros(count, *batch.shape, dtype=self._scratch[name], device=batch.device) for name in outputs
+        }
         batch.arrays = {**arrays, **made}
-        for start in range(0, len(batch.members), batch.chunk):
+        for start in range(0, count, batch.chunk):
             if skipped_values is not None:
                 chunk = slice(start, start + batch.chunk)
                 run_chunk(self._segment, matrix_pass, batch, chunk, skipped_values, stores=True)
         batch.arrays = {}
-        gathered.update({(member, name): made[name][at] for at, member in enumerate(batch.members) for name in outputs})
+        for name in outputs:
+            parts = zip(batch.members, batch.parts(made[name]), shapes)
+            gathered.update({(member, name): part.view(shape) for member, part, shape in parts})
 
 
 def elementwise(operation: str, arguments: list[torch.Tensor]) -> torch.Tensor:
@@ -424,7 +430,7 @@ class MatrixBatches:
         self._recorded = self._recordings()
 
     def _keys(self) -> list[tuple[Any, ...]]:
-        """Shape and numbers of each tensor."""
+        """The shape and numbers of each tensor's matrices, and how many it holds."""
         numbers_of: dict[int, tuple[float, ...]] = {}
         keys = []
         for entry in self.entries:
@@ -432,7 +438,10 @@ class MatrixBatches:
                 numbers = GroupNumbers(self.groups[entry.group])
                 numbers_of[entry.group] = tuple(float(evaluate(value, numbers)) for value in self.numbers)
             tensor = entry.param if entry.exchange is None else entry.handle
-            keys.append((tuple(tensor.shape), numbers_of[entry.group]))
+            shape, count = tuple(tensor.shape), 1
+            if entry.holds is not None:
+                shape, count = (entry.holds.rows, entry.holds.columns), entry.holds.count(tensor)
+            keys.append((shape, numbers_of[entry.group], count))
         return keys
 
     def outdated(self) -> bool:
@@ -442,16 +451,16 @@ class MatrixBatches:
     def _sorted(self, indices: Sequence[int]) -> dict[tuple[Any, ...], list[int]]:
         members: dict[tuple[Any, ...], list[int]] = {}
         for index in indices:
-            members.setdefault(self.keys[index], []).append(index)
+            members.setdefault(self.keys[index][:2], []).append(index)
         return members
 
     def _batch(self, key: tuple[Any, ...], members: list[int]) -> Batch:
-        (rows, columns), numbers = key
+        shape, numbers = key
         work = [value for matrix_pass in self.passes.values() for value in matrix_pass.values]
-        chunk = matrices_at_once(work, (rows, columns), self.spec.compute, len(members))
+        counts = [self.keys[member][2] for member in members]
+        chunk = matrices_at_once(work, shape, self.spec.compute, sum(counts))
         by_identity = {id(value): number for value, number in zip(self.numbers, numbers)}
-        batch = Batch((rows, columns), members, by_identity, chunk)
-        batch.index = torch.tensor(members, dtype=torch.int64, device=self.segment.device)
+        batch = Batch(shape, members, counts, by_identity, chunk, self.segment.device)
         for name in self.spec.program.graph.matrix_states:  # entries get views of the batch's states
             batch.states[name] = torch.stack([self.entries[index].matrices[name] for index in members])
             for index, state in zip(members, batch.states[name]):
@@ -460,16 +469,17 @@ class MatrixBatches:
 
     def _allocate(self, batch: Batch) -> None:
         """Scratch arrays; a result lies one chunk before the operand it replaces, in the same memory."""
-        device, count = self.entries[batch.members[0]].param.device, len(batch.members)
+        count = sum(batch.counts)
         for name, replaced in self._replacements().items():
             dtype = self.program.scratch[name] or self.spec.compute
             spare = batch.chunk if replaced else 0
-            memory = torch.zeros(count + spare, *batch.shape, dtype=dtype, device=device)
+            memory = torch.zeros(count + spare, *batch.shape, dtype=dtype, device=batch.device)
             batch.arrays[name] = memory[spare:]
             if replaced:
                 batch.arrays[replaced] = memory[:count]
-        for place, index in enumerate(batch.members):
-            self.entries[index].arrays.update({name: array[place] for name, array in batch.arrays.items()})
+        for name, array in batch.arrays.items():
+            for index, part in zip(batch.members, batch.parts(array)):
+                self.entries[index].arrays[name] = part.view(self.entries[index].param.shape)
 
     def _replacements(self) -> dict[str, str | None]:
         """Each scratch array with its own memory, and the array, if any, that takes over this memory chunk by chunk."""
@@ -587,12 +597,12 @@ class MatrixBatches:
             if decides:
                 self.conditions.look(self.segment.step, self.active)
         for place, batch in enumerate(self.batches):
-            if not all(batch.shape) or not self._takes_part(batch):
+            if not (all(batch.shape) and len(batch.index)) or not self._takes_part(batch):
                 continue
             skipped_values = (fixed or {}).get((index, place), frozenset())
             if decides:
                 skipped_values = self._skipped_values(matrix_pass, batch)
-            for start in range(0, len(batch.members), batch.chunk):
+            for start in range(0, len(batch.index), batch.chunk):
                 run_chunk(self.segment, matrix_pass, batch, slice(start, start + batch.chunk), skipped_values, stores)
         if self.shared is not None and stores:
             self.shared.run(

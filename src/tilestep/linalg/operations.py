@@ -30,22 +30,33 @@ class MatrixSegment(Protocol):
 
 @dataclass
 class Batch:
-    """Tensors of one shape whose operations take the same numbers."""
+    """Matrices of one shape whose operations take the same numbers."""
 
     shape: tuple[int, int]  # rows and columns of each
-    members: list[int]  # their places in the segment
+    members: list[int]  # the places in the segment of the tensors that hold them
+    counts: list[int]  # how many each of these holds, one behind the other
     numbers: dict[int, float]  # what operations take beside matrices, by identity of the value
     chunk: int  # how many are worked on at once
-    arrays: dict[str, torch.Tensor] = field(default_factory=dict)  # each scratch array, [members, rows, columns]
+    device: torch.device
+    arrays: dict[str, torch.Tensor] = field(default_factory=dict)  # each scratch array, [matrices, rows, columns]
     states: dict[str, torch.Tensor] = field(default_factory=dict)  # each matrix state, [members, side, side]
-    index: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64, device="cpu"))
+    index: torch.Tensor = field(init=False)  # int64[matrices], the place of each one's tensor
+
+    def __post_init__(self) -> None:
+        places = [member for member, count in zip(self.members, self.counts) for _ in range(count)]
+        self.index = torch.tensor(places, dtype=torch.int64, device=self.device)
 
     def of(self, members: Sequence[int]) -> Batch:
         """The same of some members; matrix states are kept by all members or none."""
         if list(members) == self.members:
             return self
-        index = torch.tensor(members, dtype=torch.int64, device=self.index.device)
-        return replace(self, members=list(members), index=index, arrays={}, states={})
+        counts = dict(zip(self.members, self.counts))
+        own = [counts[member] for member in members]
+        return replace(self, members=list(members), counts=own, arrays={}, states={})
+
+    def parts(self, array: torch.Tensor) -> list[torch.Tensor]:
+        """Each member's matrices in an array of all."""
+        return list(array.split(self.counts))
 
 
 limit: int = 1 << 30  # the bound for new optimizers
@@ -107,8 +118,8 @@ def matrices_at_once(work: Sequence[Operation], shape: tuple[int, int], compute:
         extra = operation.workspace(rows, columns) if operation else 0
         needs.append((rows * columns + extra) * ((operation and operation.dtype) or compute).itemsize)
     kept = _kept.get()
-    chunks = -(-count * max(needs) // max(limit if kept is None else kept, 1))
-    return max(1, -(-count // min(chunks, count)))
+    chunks = max(1, -(-count * max(needs) // max(limit if kept is None else kept, 1)))
+    return max(1, -(-count // min(chunks, max(count, 1))))
 
 
 Launch = tuple[Any, Sequence[Any]]  # what launches one of Triton's kernels, and the arguments

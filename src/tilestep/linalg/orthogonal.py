@@ -120,13 +120,14 @@ def orthogonalize(
     precision: str = "bfloat16",
     safety: float = SAFETY,
 ) -> Any:
-    """A matrix with the singular vectors of this one and singular values near one.
+    """Matrices with the singular vectors of these and singular values near one.
 
-    With X the matrix over its Frobenius norm, each step is X <- a X + (b G + c G^2) X where G = X X^T; a tall matrix is
+    With X a matrix over its Frobenius norm, each step is X <- a X + (b G + c G^2) X where G = X X^T; a tall matrix is
     worked on from its short side.
 
     Args:
-        x: two dimensions, any floating dtype; in a rule, a value of the parameter's shape or a product.
+        x: a matrix, or a stack of matrices [..., rows, columns], any floating dtype; in a rule, which sees one matrix
+            at a time, a value of the parameter's shape or a product.
         steps: iterations, less than 100; None for as many as the coefficients have, 5 for three numbers.
         coefficients: a, b, c for all steps; a list of such, one a step; or the name of a published set: "jordan"
             ("simple"), "quintic", "polar_express", "polar_express_dion", "cans" and "cubic5" with 5 steps, "aol" with
@@ -137,10 +138,10 @@ def orthogonalize(
         safety: "polar_express" is for singular values up to this.
 
     Returns:
-        A matrix of the same shape and dtype, holding bfloat16 values (float16 values, float32 values).
+        Matrices of the same shape and dtype, holding bfloat16 values (float16 values, float32 values).
 
     Raises:
-        MatrixError: unless the matrix has two dimensions.
+        MatrixError: for a tensor of less than two dimensions.
         RuleError: for coefficients that are none of these, or another number of steps than they take.
 
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), and torch.optim.Muon for
@@ -159,8 +160,8 @@ def orthogonalize(
     """
     from ..rules.protocol import as_scalar  # rules use this module
 
-    if x.dim() != 2:
-        raise MatrixError(f"orthogonalize takes a matrix, not a tensor of {x.dim()} dimensions")
+    if x.dim() < 2:
+        raise MatrixError(f"orthogonalize takes matrices, not a tensor of {x.dim()} dimensions")
     if precision not in PRECISIONS:
         raise RuleError(f"orthogonalize: precision={precision!r}; it must be one of {', '.join(PRECISIONS)}")
     numbers = [eps, *flat(rows_of(coefficients, steps, safety))]
@@ -248,8 +249,9 @@ def _registered(precision: torch.dtype) -> Callable[..., torch.Tensor]:
 
     @torch.library.custom_op(f"tilestep::{name}", mutates_args=(), schema="(Tensor matrix, Tensor[] numbers) -> Tensor")
     def call(matrix: torch.Tensor, numbers: list[torch.Tensor]) -> torch.Tensor:
-        batch, known = matrix.to(dtype).unsqueeze(0), [float(number) for number in numbers]
-        return newton_schulz([batch], known, None, precision=precision)[0].to(matrix.dtype, copy=True)
+        batch, known = matrix.to(dtype).unsqueeze(0).flatten(0, -3), [float(number) for number in numbers]
+        found = newton_schulz([batch], known, None, precision=precision)
+        return found.to(matrix.dtype, copy=True).view(matrix.shape)
 
     @call.register_fake
     def _(matrix: torch.Tensor, numbers: list[torch.Tensor]) -> torch.Tensor:

@@ -51,7 +51,7 @@ def plan_for(optimizer: Optimizer) -> Plan:
         if param.is_meta:
             continue
         part = local_part(param)
-        spec = spec_of(optimizer.rule_of(group), group, part, param.shape)
+        spec = spec_of(optimizer.rule_of(group), group, part, param.shape, share.listed)
         key = (id(spec), part.dtype, grad_dtype(part))
         if key not in widths:
             widths[key] = (*_widths(spec), key[2].itemsize, part.element_size(), round(sum(total_traffic(spec))))

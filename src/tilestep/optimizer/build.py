@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from ..compat import fake_mode_is_active, has_memory, is_fake, resolved
 from ..errors import GradientError, MatrixError, StateError
 from ..garbage import without_collections
 from ..graph import Graph
+from ..linalg.views import Cut
 from ..placement import (
     LocalGradients,
     MatrixExchange,
@@ -30,13 +31,14 @@ from ..placement import (
     local_state,
     take_in_matrix,
 )
-from ..placement.local import ComplexMembers, as_complex, as_real, first_index, local_part
+from ..placement.local import ViewedMembers, as_complex, as_real, first_index, local_part, sharded_dims
 from ..rules import Rule
-from ..runtime import READABLE, DeviceEngine, Entry, JointNorm, grad_dtype, graph_for, is_dense, kernel_spec, load_ahead
+from ..runtime import READABLE, DeviceEngine, Entry, JointNorm, grad_dtype, is_dense, kernel_spec, load_ahead
 from ..storage import entries_of
 from .control import DeviceControl
-from .groups import about_group, check_flags, deciding_keys, sorted_for
+from .groups import about_group, check_flags, deciding_keys
 from .masters import MASTER_KEYS, Masters, check_master
+from .matrices import Seen, check_cut, check_matrices, check_patterns, is_cut, matrix_options, seen_by
 from .parameters import (
     Optimizer,
     check_not_shared,
@@ -47,6 +49,7 @@ from .parameters import (
     shares_of,
 )
 from .plan import StepPlan
+from .sorting import sorted_for
 from .states import (
     BufferRequests,
     ParameterState,
@@ -61,16 +64,27 @@ from .states import (
 )
 
 
-def graph_of(rule: Rule, group: Mapping[str, Any], shape: torch.Size, dtype: torch.dtype = torch.float32) -> Graph:
+def graph_of(
+    rule: Rule, group: Mapping[str, Any], shape: torch.Size, dtype: torch.dtype = torch.float32, label: str = ""
+) -> Graph:
     """The graph of a rule under a param group's hyperparameters; `dtype` is what is computed in."""
-    return graph_for(rule, {key: group[key] for key in rule.hyperparameters}, len(shape), shape, dtype)
+    return seen_by(rule, group, shape, dtype, label)[0].graph
+
+
+def graphs_of(optimizer: Optimizer, index: int) -> list[Graph]:
+    """The graphs of a param group's parameters, each once."""
+    group, rule = optimizer.param_groups[index], optimizer.rule_of(optimizer.param_groups[index])
+    listed = [(label, param.shape) for label, at, _, param in iter_params(optimizer) if at == index]
+    kinds = {(shape, *matrix_options(group, label).items()): (label, shape) for label, shape in listed}
+    graphs = [one.graph for label, shape in kinds.values() for one in seen_by(rule, group, shape, label=label)]
+    return list({id(graph): graph for graph in graphs}.values())
 
 
 def spec_of(
     rule: Rule, group: Mapping[str, Any], part: torch.Tensor, shape: torch.Size | None = None, label: str = ""
 ) -> KernelSpec:
     """What the kernels of a parameter are built from."""
-    graph = graph_of(rule, group, part.shape if shape is None else shape, compute_dtype(part))
+    graph = graph_of(rule, group, part.shape if shape is None else shape, compute_dtype(part), label)
     formats = storages(part, group, graph, rule, None, label, shape)
     return kernel_spec(graph, formats, compute_dtype(part), part.device.type)
 
@@ -122,18 +136,34 @@ class _Planned:
     """A share that is updated, before it has its entry in an engine."""
 
     share: Share
-    graph: Graph
-    spec: KernelSpec
+    kind: _Kind
     state: dict[str, Any]
     is_unreal: bool = False
+
+    @property
+    def graph(self) -> Graph:
+        """The graph for what is seen of it first; all of them keep the same states."""
+        return self.kind.seen[0].graph
+
+    @property
+    def spec(self) -> KernelSpec:
+        """What its kernels are built from."""
+        return self.kind.specs[0]
+
+    @property
+    def has_cut_matrices(self) -> bool:
+        """Whether it takes whole matrices of which other ranks have parts."""
+        holder = self.share.holder
+        cuts = holder.dim() - 2 <= max(sharded_dims(holder), default=-1) if is_distributed(holder) else holder.is_meta
+        return bool(self.spec.program.matrices.scratch) and not is_whole(holder) and cuts
 
 
 @dataclass
 class _Kind:
     """What all parameters of a kind share; `part` is this rank's part of one of them."""
 
-    graph: Graph
-    spec: KernelSpec
+    seen: list[Seen]
+    specs: list[KernelSpec]
     part: torch.Tensor
     group: dict[str, Any]
     rule: Rule
@@ -141,7 +171,7 @@ class _Kind:
     @functools.cached_property
     def template(self) -> StateTemplate:
         """How their states begin."""
-        return StateTemplate(self.part, self.group, self.graph, self.rule, self.spec.storages)
+        return StateTemplate(self.part, self.group, self.seen[0].graph, self.rule, self.specs[0].storages)
 
 
 _Kinds = dict[tuple[Any, ...], _Kind | None]  # None where parameters of each shape are a kind of their own
@@ -156,16 +186,23 @@ def _kind_of(optimizer: Optimizer, kinds: _Kinds, share: Share, part: torch.Tens
     base: tuple[Any, ...] = (share.group_index, len(shape), param.dtype, is_split_pair, grad_dtype(param), device)
     if "state_dtype" in group:
         base = (*base, label, shape)
+    if options := matrix_options(group, share.listed):
+        base = (*base, *options.items(), shape)
     key = (*base, shape) if kinds.get(base, base) is None else base
     kind = kinds.get(key)
     if kind is None:
         rule = optimizer.rule_of(group)
         try:
-            graph = graph_of(rule, group, shape, compute_dtype(part))
-        except MatrixError as error:
+            seen = seen_by(rule, group, shape, compute_dtype(part), share.listed)
+            graph = seen[0].graph
+            if seen[0].matrices is not None:
+                check_matrices(share, rule, seen)
+        except GradientError as error:
             if param.is_complex():
                 check_pairs(label, rule, None, is_sharded=is_distributed(param))
                 raise
+            if not isinstance(error, MatrixError):
+                raise MatrixError(f"{label} of shape {tuple(shape)}: {error}") from None
             dims = "> 2" if len(shape) > 2 else "!= 2"
             others = f'tilestep.param_groups(model, {{lambda name, param: param.dim() {dims}: {{"rule": "AdamW"}}}})'
             raise MatrixError(
@@ -174,34 +211,44 @@ def _kind_of(optimizer: Optimizer, kinds: _Kinds, share: Share, part: torch.Tens
                 f"{others if rule.fallback is None else sorted_for(rule)} makes such groups"
             ) from error
         if param.is_complex():
-            check_pairs(label, rule, graph, is_sharded=is_distributed(param))
-        if graph.branches_on_sizes:
+            # Pairs of reals are no matrices.
+            seen_as_it_is = graph if seen[0].matrices is None else None
+            check_pairs(label, rule, seen_as_it_is, is_sharded=is_distributed(param))
+        if seen[0].matrices is not None or graph.branches_on_sizes:
             kinds[base], key = None, (*base, shape)
         own = grad_dtype(part if param.is_complex() else param)
         if own not in READABLE:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in READABLE)
             raise GradientError(f"{label} has gradients of {own}, by its grad_dtype; supported are {names}")
         formats = storages(part, group, graph, rule, own, share.listed, shape)
+        if is_cut(seen):
+            check_cut(optimizer, share, rule, seen, formats)
         if param.is_complex():
             check_complex_states(label, formats)
         if is_distributed(param):
             check_cut_blocks(label, param, formats)
         make = functools.partial(kernel_spec, graph, formats, compute_dtype(part), part.device.type)
         spec = make()
+        specs = [kernel_spec(one.graph, formats, compute_dtype(part), part.device.type) for one in seen]
         if optimizer.taps is not None:
             if param.is_complex():
                 raise GradientError(
                     f"{label} is complex: stats and track_changes are of real parameters; give it to an optimizer "
                     "of its own without them"
                 )
-            spec = optimizer.taps.spec(spec, make, part.device)
-        kind = kinds[key] = _Kind(graph, spec, part, group, rule)
+            specs = [optimizer.taps.spec(spec, make, part.device)]
+        kind = kinds[key] = _Kind(seen, specs, part, group, rule)
     return kind
+
+
+def _cut(entry: Entry) -> Cut | None:
+    return None if entry.holds is None else entry.holds.cut
 
 
 @without_collections()  # ten thousand new objects would start the collector several times
 def check_params(optimizer: Optimizer) -> None:
     """Raise for parameters that cannot be updated or translated, before there is state; builds a CPU's kernels."""
+    check_patterns(optimizer.param_groups)
     kinds, by_device = _Kinds(), dict[torch.device, list[tuple[str, torch.Tensor]]]()
     specs: dict[tuple[int, torch.device], KernelSpec] = {}
     gaps: set[tuple[int, torch.device]] = set()
@@ -216,14 +263,16 @@ def check_params(optimizer: Optimizer) -> None:
         part = as_real(part) if part.is_complex() else part
         if "master_weights" in group:
             check_master(label, part.dtype, group)
-        spec = _kind_of(optimizer, kinds, share, part).spec
+        kind = _kind_of(optimizer, kinds, share, part)
         if (type(part) in _PLAIN and not part.is_meta) or not is_unreal(part):
             by_device.setdefault(part.device, []).append((label, part))
-            key = id(spec), part.device
-            specs[key] = spec
-            by_rows = spec.program.slices.views or spec.has_blocks
-            if not part.is_contiguous() and (by_rows or not is_dense(part)):
-                gaps.add(key)
+            for (_, matrices), spec in zip(kind.seen, kind.specs):
+                seen = part if matrices is None else matrices.of(part.detach())
+                key = id(spec), part.device
+                specs[key] = spec
+                by_rows = spec.program.slices.views or spec.has_blocks
+                if not seen.is_contiguous() and (by_rows or not is_dense(seen)):
+                    gaps.add(key)
     for key, spec in specs.items():
         load_ahead(spec, key[1], gaps=key in gaps)
     for tensors in by_device.values():
@@ -257,7 +306,7 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
     planned = [_planned(optimizer, kinds, share, state.get(share.param, {}), requests) for share in stepped]
     for one in planned:
         label, holder = one.share.label, one.share.holder
-        if one.spec.program.matrices.scratch and not is_whole(holder):
+        if one.has_cut_matrices:
             one.share.exchange = take_in_matrix(exchanges, label, holder, everywhere=bool(one.graph.matrix_states))
     fill_buffers(requests, memory)
     fresh = {id(one.state[key]) for key in MASTER_KEYS for one in requests.get(key, ()) if one.source is None}
@@ -302,10 +351,14 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
         ]
         plan.shared_sums = [SharedSums(mesh_ranks, engine.segments) for engine in engines]
         plan.sends = bool(exchanges) or any(sums.sends for sums in plan.shared_sums)
-    if any(param.is_complex() for params in plan.members for param in params):
-        plan.complex_members = [
-            ComplexMembers([entry.label for entry in engine.entries], params, engine.params)
-            for engine, params in zip(plan.engines, plan.members)
+    if any(param.is_complex() for params in plan.members for param in params) or any(
+        is_cut(one.kind.seen) for one in planned
+    ):
+        plan.viewed_members = [
+            ViewedMembers(
+                [entry.label for entry in engine.entries], params, engine.params, list(map(_cut, engine.entries))
+            )
+            for engine, params in zip(engines, plan.members)
         ]
     return plan
 
@@ -357,7 +410,7 @@ def _planned(
     if "master_weights" in group:
         check_master(label, part.dtype, group)
     kind = _kind_of(optimizer, kinds, share, part)
-    graph, template = kind.graph, kind.template
+    graph, template = kind.seen[0].graph, kind.template
     unreal = not is_plain and is_unreal(local)
 
     def kernel_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -375,7 +428,7 @@ def _planned(
     ):
         values, live = kernel_values(values), None if live is None else kernel_values(live)
     state = template.begin(label, part, group, values, requests, memory, param.shape, live)
-    return _Planned(share, graph, kind.spec, state, is_unreal=unreal)
+    return _Planned(share, kind, state, is_unreal=unreal)
 
 
 def _checked(optimizer: Optimizer, label: str, param: torch.Tensor) -> torch.Tensor:
@@ -453,21 +506,24 @@ def _engines(
     if not planned and optimizer.placement.device is not None:
         parts[optimizer.placement.device] = {}
     members: dict[int, Share] = {}
-    for one in planned:
-        entry, share = _entry(optimizer, one), one.share
+    for share, entry, spec in [(one.share, *own) for one in planned for own in _entries(optimizer, one)]:
         # The random bits of an element do not depend on the mesh: they depend on parameter and index.
         entry.ordinal = share.ordinal
-        if one.spec.draws:
+        if spec.draws:
             pair = 2 if share.param.is_complex() else 1
             entry.origin = pair * (share.start or 0)
             if is_distributed(share.param):
                 entry.origin = pair * first_index(share.param, share.label)
                 strides = tuple(pair * stride for stride in share.param.stride())
                 entry.strides = (*strides, 1) if pair > 1 else strides
+            elif (cut := _cut(entry)) is not None:
+                like = share.holder if is_dense(share.holder) else torch.empty(share.holder.shape, device="meta")
+                rows = cut.of(torch.empty_strided(like.shape, like.stride(), device="meta"))
+                entry.origin, entry.strides = int(rows.storage_offset()), rows.stride()
         entry.weight = 1.0 if mesh_ranks is None else mesh_ranks.share(share.holder)
-        optimizer.memory.on_entry(one.spec, entry)
+        optimizer.memory.on_entry(spec, entry)
         members[id(entry)] = share
-        parts.setdefault(entry.param.device, {}).setdefault(id(one.spec), (one.spec, []))[1].append(entry)
+        parts.setdefault(entry.param.device, {}).setdefault(id(spec), (spec, []))[1].append(entry)
     for by_spec in parts.values():
         entries = [entry for _, entries in by_spec.values() for entry in entries]
         arrays = [
@@ -490,24 +546,29 @@ def _engines(
     return engines, controls, places, [[members[id(entry)] for entry in engine.entries] for engine in engines]
 
 
-def _entry(optimizer: Optimizer, one: _Planned) -> Entry:
-    """A share as an engine sees it."""
+def _entries(optimizer: Optimizer, one: _Planned) -> Iterator[tuple[Entry, KernelSpec]]:
+    """A share as an engine sees it, and what its kernels are built from; one of each for every size of splits."""
     share, holder, part = one.share, one.share.holder, one.share.local
-    scratch = one.spec.program.matrices.scratch
-    names = [array.name for array in one.spec.arrays if array.name not in scratch]
-    arrays = {name: part if name == "param" else one.state[name] for name in names}
-    scalars = {name: one.state[name] for name in ("step", *one.graph.scalar_states)}
     # A complex parameter shares its version counter with its view.
     is_view = holder.is_complex() and not is_distributed(holder)
     full = share.whole if part is holder or is_view else holder
-    entry = Entry(share.label, part, arrays, scalars, share.group_index, full)
-    entry.matrices = {name: one.state[name] for name in one.graph.matrix_states}
-    read = set(one.graph.states).difference(one.graph.outputs)
-    arrays_of = [array for name in read & one.spec.storages.keys() for array in one.spec.storages[name].arrays(name)]
-    entry.only_read = read.union(array.name for array in arrays_of)
-    entry.exchange = share.exchange
-    entry.in_norm = share.group.get("in_norm", True)
-    return entry
+    for (graph, matrices), spec in zip(one.kind.seen, one.kind.specs):
+        scratch = spec.program.matrices.scratch
+        names = [array.name for array in spec.arrays if array.name not in scratch]
+        arrays = {name: part if name == "param" else one.state[name] for name in names}
+        own = part
+        if matrices is not None and matrices.cut is not None:
+            own, full = matrices.of(part.detach()), holder
+            arrays = {name: own if name == "param" else matrices.of(array) for name, array in arrays.items()}
+        scalars = {name: one.state[name] for name in ("step", *graph.scalar_states)}
+        entry = Entry(share.label, own, arrays, scalars, share.group_index, full)
+        entry.matrices = {name: one.state[name] for name in graph.matrix_states}
+        read = set(graph.states).difference(graph.outputs)
+        arrays_of = [array for name in read & spec.storages.keys() for array in spec.storages[name].arrays(name)]
+        entry.only_read = read.union(array.name for array in arrays_of)
+        entry.exchange, entry.holds = share.exchange, matrices
+        entry.in_norm = share.group.get("in_norm", True)
+        yield entry, spec
 
 
 def _distributed(state: dict[str, Any], param: torch.Tensor, graph: Graph) -> dict[str, Any]:
@@ -568,13 +629,13 @@ def flat_part(optimizer: Optimizer) -> str:
         if not split_kind(param):
             continue
         first = first or label
-        if _reduces(optimizer.rule_of(group), group, param):
+        if _reduces(optimizer.rule_of(group), group, param, label):
             refuse("a reduction", [FSDP1], label, GradientError)
     return first
 
 
-def _reduces(rule: Rule, group: Mapping[str, Any], param: torch.Tensor) -> bool:
+def _reduces(rule: Rule, group: Mapping[str, Any], param: torch.Tensor, label: str) -> bool:
     """Whether a rule does more with a parameter than with each element alone."""
-    program = spec_of(rule, group, local_part(param), param.shape).program
+    program = spec_of(rule, group, local_part(param), param.shape, label).program
     reduces = program.global_reductions or any(tile and (tile.reductions or tile.parts) for tile in program.tiles)
     return bool(reduces or program.matrices.scratch or program.slices.views or program.graph.slice_states)

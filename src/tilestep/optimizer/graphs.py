@@ -16,7 +16,7 @@ from ..linalg import MATRIX_OPERATIONS
 from ..runtime import Stale, segment_class
 from ..runtime.capturing import PREPARE, require
 from ..taps import Taps
-from .build import graph_of
+from .build import graphs_of
 from .parameters import LISTED_TWICE, Optimizer
 from .plan import StepPlan
 
@@ -83,10 +83,9 @@ def require_current(graphs: Graphs) -> None:
 
 def require_no_waits(optimizer: Optimizer) -> None:
     """Raise if the host waits in some steps: ranks that step together would decide this one by one."""
-    for group in optimizer.param_groups:
+    for index, group in enumerate(optimizer.param_groups):
         rule = optimizer.rule_of(group)
-        for shape in {param.shape for param in group["params"]}:
-            graph = graph_of(rule, group, shape)
+        for graph in graphs_of(optimizer, index):
             operations = (MATRIX_OPERATIONS.get(value.operation) for value in graph.values())
             waits = any(operation is not None and operation.waits for operation in operations)
             require(not waits, f"rule {rule.name} decomposes matrices in some steps, and ranks step together")
@@ -97,7 +96,8 @@ def _require_capturable(plan: StepPlan) -> None:
     by_ranks = "several ranks decide its steps together; for DTensors run the steps outside graphs"
     require(plan.mesh_ranks is None, by_ranks)
     require(not plan.further_rounds, f"{LISTED_TWICE}, and a graph holds one update of it")
-    require(not plan.complex_members, "it has complex parameters, whose views a graph does not follow")
+    of_views = "it has complex parameters, or splits of several sizes, whose views a graph does not follow"
+    require(not plan.viewed_members, of_views)
 
 
 def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> StepPlan:

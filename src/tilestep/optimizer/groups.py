@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Union
 
 import torch
@@ -15,10 +15,11 @@ from ..errors import RuleError, did_you_mean
 from ..graph import flat_numbers
 from ..rules import Rule, registry
 from ..rules.limits import Limit
-from ..rules.protocol import at_step
+from ..rules.protocol import MATRIX_OPTIONS, at_step
 from ..rules.scalars import PYTHON_TYPES, as_python
 from .masters import MASTER_KEYS, check_choice
-from .parameters import Optimizer, require_shapes
+from .matrices import check_matrix_options
+from .parameters import Optimizer, shortened
 from .states import check_rounding, check_state_dtype
 
 GROUP_OPTIONS: Mapping[str, Any] = {
@@ -38,7 +39,7 @@ OWN_KEYS = (*GROUP_OPTIONS, "rule")  # keys that torch's param groups do not hav
 
 def deciding_keys(rule: Rule) -> tuple[str, ...]:
     """The keys of a param group that decide what a step does, or whether it is refused."""
-    return (*rule.hyperparameters, *OWN_KEYS, "differentiable", *_FIXED.intersection(rule.options))
+    return (*rule.hyperparameters, *OWN_KEYS, *MATRIX_OPTIONS, "differentiable", *_FIXED.intersection(rule.options))
 
 
 _FIXED = frozenset({"decoupled_weight_decay"})  # options that belong to the rule and that no group can change
@@ -85,6 +86,7 @@ def check_flags(rule: Rule, group: Mapping[str, Any]) -> None:
     """Raise for flags that no rule supports; a param group may have been changed since it was added."""
     if not isinstance(group.get("in_norm", True), bool):
         raise ValueError(f"Invalid in_norm: {group['in_norm']!r}; True, or False for a group left out of the norm")
+    check_matrix_options(group)
     check_choice(group.get("master_weights", False))
     check_state_dtype(rule, group.get("state_dtype"))
     check_rounding(group)
@@ -263,93 +265,7 @@ def param_groups(
             if pattern in fitting:
                 others = f"{fitting[pattern]} and all others it fits go to earlier patterns"
                 raise ValueError(f"pattern {label} gets no parameter: {others}")
-            shown = _listed(names) or "none"
+            shown = shortened(names) or "none"
             raise ValueError(f"pattern {label} fits no parameter that trains; their names are {shown}")
     first = [{"params": rest}] if rest else []
     return first + [{**overrides[pattern], "params": params} for pattern, params in taken.items()]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-
-
-OUTSIDE = r"(^|\.)((un)?embed\w*|\w*_embed(dings?)?|\w*_emb|wte|wpe|(lm_)?head|classifier)(\.|$)|^output\."
-"""Names of parameters at the ends of a model: embeddings and heads."""
-
-
-_RULE = "Muon"
-
-
-def sorted_for(rule: Rule) -> str:
-    """The call that sorts a model's parameters for a rule of matrices, for messages."""
-    return "tilestep.muon_groups(model" + (")" if rule.name == _RULE else ', muon={"rule": ...})')
-
-
-def muon_groups(
-    model: torch.nn.Module | Iterable[tuple[str, torch.Tensor]],
-    *,
-    muon: Mapping[str, Any] | None = None,
-    others: Mapping[str, Any] | None = None,
-    outside: str | re.Pattern[str] = OUTSIDE,
-    rule: Rule | str | None = None,
-) -> list[dict[str, Any]]:
-    """Sort a model's parameters into two param groups: hidden matrices for Muon, the rest for another rule.
-
-    The rest are biases, norms and convolutions (all parameters without two dimensions), and matrices at the model's
-    ends: those whose name matches `outside`, and in a module also every `Embedding` and a head, that is the only other
-    matrix with an embedding's shape. Frozen parameters are left out. Groups include the parameters' names.
-
-    Args:
-        model: a module, or its `named_parameters()`.
-        muon: hyperparameters of Muon's group, such as `{"lr": 0.02}`; or a rule derived from Muon,
-            `{"rule": cautious(...)}`.
-        others: hyperparameters of the other group.
-        outside: a regular expression, searched in the names of matrices.
-        rule: the rule of the other group; by default Muon's `fallback`, AdamW.
-
-    Raises:
-        ValueError: if no matrix is left for Muon, if there are no parameters, or if the rest has no rule.
-
-    Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), on what to leave to AdamW.
-
-    Example:
-        >>> import tilestep
-        >>> linear = torch.nn.Linear
-        >>> model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(9, 4), "up": linear(4, 6), "head": linear(4, 9)})
-        >>> groups = muon_groups(model, others={"lr": 3e-4})
-        >>> [[name for name, _ in group["params"]] for group in groups]
-        [['up.weight'], ['embed.weight', 'up.bias', 'head.weight', 'head.bias']]
-        >>> optimizer = tilestep.Muon(groups, lr=0.02, adjust_lr_fn="match_rms_adamw")
-        >>> [(group["rule"], group["lr"]) for group in optimizer.param_groups]
-        [('Muon', 0.02), ('AdamW', 0.0003)]
-    """
-    named = list(model.named_parameters() if isinstance(model, torch.nn.Module) else model)
-    require_shapes("muon_groups()", named)
-    ends: set[torch.Tensor] = set()
-    if isinstance(model, torch.nn.Module):
-        tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-        ends.update(module.weight for module in model.modules() if isinstance(module, tables))
-        for shape in {table.shape for table in ends}:
-            alike = [param for _, param in named if param.shape == shape and param not in ends]
-            ends.update(alike if len(alike) == 1 else ())
-    inside: list[tuple[str, torch.Tensor]] = []
-    rest: list[tuple[str, torch.Tensor]] = []
-    for name, param in named:
-        if not param.requires_grad:
-            continue
-        is_matrix = param.dim() == 2 and not param.is_complex()
-        is_inside = is_matrix and param not in ends and not re.search(outside, name)
-        (inside if is_inside else rest).append((name, param))
-    if not inside:
-        matrices = _listed([name for name, param in rest if param.dim() == 2])
-        why = f"{matrices} are taken for embeddings and heads; give another `outside`"
-        why = why if matrices else "no parameter that trains has two dimensions"
-        raise ValueError(f"no matrix is left for Muon: {why}")
-    first = {"rule": _RULE, **(muon or {}), "params": inside}
-    if not rest:
-        return [first]
-    taken = find_rule(first["rule"], {})
-    second = {"rule": rule or taken.fallback, **(others or {}), "params": rest}
-    if second["rule"] is None:
-        raise ValueError(f"{taken.name} names no rule for the parameters that it does not take; give `rule`")
-    return [first, second]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -111,6 +112,15 @@ def iter_params(optimizer: Optimizer | torch.optim.Optimizer) -> list[Listed]:
     return listed
 
 
+_NAME = re.compile(r"\((.*)\)$")
+
+
+def name_in(label: str) -> str:
+    """The name of the parameter with this label; empty without one."""
+    named = _NAME.search(label)
+    return named[1] if named else ""
+
+
 def shares_of(optimizer: Optimizer) -> list[Share]:
     """This rank's shares of the parameters, in order; a parameter that its group lists several times has one."""
     shares: list[Share] = []
@@ -133,6 +143,11 @@ def further_rounds(optimizer: Optimizer | torch.optim.Optimizer) -> tuple[frozen
     counts = Counter(ids)
     rounds = range(1, max(counts.values()))
     return tuple(frozenset(one for one, count in counts.items() if count > before) for before in rounds)
+
+
+def shortened(names: Sequence[str]) -> str:
+    """The first few names."""
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def require_shapes(caller: str, params: Iterable[tuple[str, torch.Tensor]]) -> None:

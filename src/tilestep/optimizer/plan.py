@@ -20,7 +20,7 @@ from ..devices import combined
 from ..errors import GradientError, StateError
 from ..memory.memory import StateMemory
 from ..placement import LocalGradients, ReductionGroup, Share, SharedSums
-from ..placement.local import ComplexMembers
+from ..placement.local import ViewedMembers
 from ..runtime import DeviceEngine, JointNorm, Stale, StepInputs, pass_calls, run_marked
 from ..runtime.engine import CALL, STATES_MOVED, Calls
 from ..runtime.gradients import copy_to
@@ -56,7 +56,7 @@ class StepPlan:
     places: Mapping[Any, tuple[int, ...]] = field(default_factory=dict)  # by part the places of its engines
     home: StateMemory = field(default_factory=StateMemory)  # where the state is
     further_rounds: tuple[frozenset[int], ...] = ()  # see `parameters.further_rounds`
-    complex_members: Sequence[ComplexMembers] = ()  # for each engine its complex parameters, if there are any
+    viewed_members: Sequence[ViewedMembers] = ()  # for each engine the parameters that entries are views of, if any
     controls: Sequence[Any] = ()  # for each device its `control.DeviceControl`
     ahead: list[Share] = field(default_factory=list)  # those whose state was made before their first step
     are_others: bool = True  # whether other parameters have gradients than when it was asked who has taken the rest
@@ -178,7 +178,7 @@ class StepPlan:
         return (
             self._fits_lists(optimizer)
             and (not parts or self.mesh_ranks is None or self._same_parts(self._every))
-            and (not self.complex_members or all(members.lie_as_before() for members in self.complex_members))
+            and (not self.viewed_members or all(members.lie_as_before() for members in self.viewed_members))
         )
 
     def _fits_lists(self, optimizer: Optimizer) -> bool:
@@ -205,8 +205,8 @@ class StepPlan:
         for place in places:
             params, engine = self.members[place], self.engines[place]
             parts = list(map(self.home.part, params, local_parts(params)))
-            if self.complex_members:
-                parts = [own if part.is_complex() else part for part, own in zip(parts, engine.params)]
+            for viewed in self.viewed_members[place].places if self.viewed_members else ():
+                parts[viewed] = engine.params[viewed]
             if not _same(parts, engine.params):
                 return False
         return True
@@ -232,7 +232,7 @@ class StepPlan:
         gradients = list(map(find, self.members[place]))
         if self.mesh_ranks is not None:
             gradients = self.local_gradients[place].parts(gradients)
-        return self.complex_members[place].real_gradients(gradients) if self.complex_members else gradients
+        return self.viewed_members[place].gradients(gradients) if self.viewed_members else gradients
 
     def prepare(self, gradients: list[list[torch.Tensor | None]] | None = None) -> list[list[torch.Tensor | None]]:
         """Bring every engine up to date; updates no parameter."""
@@ -434,7 +434,7 @@ class Scan:
         if (
             module is None
             or plan.further_rounds
-            or plan.complex_members
+            or plan.viewed_members
             or plan.home.looks_at_gradients
             or not engine.can_scan
         ):

@@ -41,13 +41,12 @@ from ..storage import (
     values_of,
 )
 from .masters import MASTER_KEYS, master_kind, other_master
-from .parameters import Optimizer, iter_params, shares_of
+from .parameters import Optimizer, iter_params, name_in, shares_of
 
 StateDtype = torch.dtype | str | Mapping[str, Any] | Callable[[str], Any] | None  # what `state_dtype` takes
 SMALLEST = 4096  # elements from which a parameter's state is kept as `state_dtype` says: smaller ones save little
 SHORTEST = 32  # elements of a row from which it is worth its scales
 _EMBEDDING = re.compile(r"emb|wte|wpe|vocab", re.IGNORECASE)
-_NAME = re.compile(r"\((.*)\)$")
 
 
 def compute_dtype(param: torch.Tensor) -> torch.dtype:
@@ -78,8 +77,7 @@ def state_formats(
     # parameters and squares of embeddings' gradients have float32. So have parameters of fewer than `SMALLEST` elements
     # and, in place of blocks, rows shorter than `SHORTEST` and states that other code writes. A function of the
     # parameter's name overrides all of this.
-    named = _NAME.search(label)
-    name = named[1] if named else ""
+    name = name_in(label)
     choice = group.get("state_dtype")
     is_chosen_by_name = callable(choice)
     if callable(choice):

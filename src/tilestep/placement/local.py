@@ -22,6 +22,7 @@ from ..storage import shape_of_entries
 
 if TYPE_CHECKING:
     from ..graph import Value
+    from ..linalg.views import Cut
 
 
 Over = tuple[int, int]  # the first of some neighbouring dimensions, and the one after the last
@@ -312,15 +313,22 @@ def resolved(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg() if tensor.is_complex() else tensor
 
 
-class ComplexMembers:
-    """The complex ones among an engine's parameters."""
+class ViewedMembers:
+    """The parameters of an engine that entries are views of: complex ones, and those cut into splits."""
 
-    def __init__(self, labels: Sequence[str], params: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        labels: Sequence[str],
+        params: Sequence[torch.Tensor],
+        views: Sequence[torch.Tensor],
+        cuts: Sequence[Cut | None],
+    ) -> None:
         self._members = [
-            (place, label, param, view)
-            for place, (label, param, view) in enumerate(zip(labels, params, views))
-            if param.is_complex()
+            (place, label, param, view, cut)
+            for place, (label, param, view, cut) in enumerate(zip(labels, params, views, cuts))
+            if param.is_complex() or cut is not None
         ]
+        self.places = {place for place, *_ in self._members}
 
     def __bool__(self) -> bool:
         return bool(self._members)
@@ -328,26 +336,31 @@ class ComplexMembers:
     def lie_as_before(self) -> bool:
         """Whether the views are still those of their parameters: `param.data = ...` leaves them behind."""
         # `param.data = param.data.conj()` has no view of reals before it is resolved.
-        parts = [(local_part(param), view) for _, _, param, view in self._members]
-        return all(not part.is_conj() and _place(as_real(part)) == _place(view) for part, view in parts)
+        parts = [(local_part(param), view, cut) for _, _, param, view, cut in self._members]
+        return all(not part.is_conj() and _place(_viewed(part, cut)) == _place(view) for part, view, cut in parts)
 
-    def real_gradients(self, gradients: list[Any]) -> list[Any]:
+    def gradients(self, gradients: list[Any]) -> list[Any]:
         """Gradients as kernels read them."""
         # One that torch conjugates lazily is resolved, and that becomes the parameter's `grad`.
         gradients = list(gradients)
-        for place, label, param, _ in self._members:
+        for place, label, param, _, cut in self._members:
             gradient = gradients[place]
             if gradient is None:
                 continue
-            if gradient.dtype is not param.dtype:
+            if param.is_complex() and gradient.dtype is not param.dtype:
                 raise GradientError(
                     f"the gradient of {label} has dtype {gradient.dtype}, the parameter has {param.dtype}"
                 )
             plain = resolved(gradient)
             if plain is not gradient and param.grad is gradient:
                 param.grad = plain
-            gradients[place] = as_real(plain)
+            fits = plain.layout is torch.strided and plain.shape == param.shape
+            gradients[place] = _viewed(plain, cut if fits else None)
         return gradients
+
+
+def _viewed(tensor: torch.Tensor, cut: Cut | None) -> torch.Tensor:
+    return as_real(tensor) if cut is None else cut.of(tensor.detach())
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:

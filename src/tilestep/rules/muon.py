@@ -8,7 +8,7 @@ from typing import Any
 
 from ..linalg.coefficients import COEFFICIENTS, refusal, rows_of
 from ..linalg.orthogonal import orthogonalize
-from .protocol import at_least, between, one_of, rule
+from .protocol import MATRIX_OPTIONS, at_least, between, one_of, rule
 
 
 def _as_torch_has_it(group: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -29,6 +29,7 @@ def _as_torch_has_it(group: Mapping[str, Any]) -> Mapping[str, Any]:
         "adjust_lr_fn": one_of(None, "original", "match_rms_adamw", "spectral", "spectral_unclamped"),
         "lr_scale": at_least(0),
     },
+    options=MATRIX_OPTIONS,
     keyword_only=("lr_scale",),
     fallback="AdamW",
     saved=_as_torch_has_it,
@@ -60,7 +61,11 @@ def muon(
     one a step, or the name of a set, as "polar_express"; `ns_steps` is by default as many as these have, 5 for three
     numbers.
 
-    Parameters must be matrices; `tilestep.muon_groups` gives the others to another rule in the same optimizer.
+    Each matrix inside of a parameter is updated as a parameter of its own. Dimensions before the last two are a stack.
+    `flatten=True` takes all dimensions but the first as columns, as for convolutions; `heads` are so many blocks of
+    rows; `splits` are sizes of blocks of rows, which repeat if the rows are a multiple of their sum, and then equal
+    places form one matrix. Each may be a mapping from regular expressions, searched in parameters' names, to that, and
+    stand in a param group. Vectors and others are for another rule: `tilestep.muon_groups` makes such groups.
 
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); Liu et al., "Muon is
     Scalable for LLM Training" (2025) for match_rms_adamw; Bernstein, "Deriving Muon" (2025) for spectral_unclamped;

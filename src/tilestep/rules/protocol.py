@@ -102,6 +102,10 @@ def one_of(*values: Any) -> Allowed:
     return lambda value: "" if value in values else f"it must be one of {', '.join(map(repr, values))}"
 
 
+MATRIX_OPTIONS: Mapping[str, Any] = {"flatten": False, "heads": None, "splits": None}
+"""Options of rules that work on matrices: which matrices a parameter holds. Any param group of such a rule may have
+them; a rule that names them in `options` makes them arguments of its optimizer."""
+
 _SHAPES = ("param", "scalar", "row", "column", "left", "right")
 
 _NOT_FOR_STATES = {

@@ -406,7 +406,7 @@ _NUMBERS = (float, int)
 
 
 def _has_list(value: Any) -> bool:
-    return isinstance(value, list) or (type(value) is tuple and any(map(_has_list, value)))
+    return isinstance(value, (list, Mapping)) or (type(value) is tuple and any(map(_has_list, value)))
 
 
 def _both_numbers(left: Any, right: Any) -> bool:

@@ -13,6 +13,7 @@ import torch
 
 from ..backends.spec import KernelSpec, Taps
 from ..devices import is_host
+from ..errors import MatrixError
 from ..graph import Graph, known_numbers, outcome, partition, size_from_end, sizes_of, trace
 from ..rules import Rule
 from ..rules.scalars import PYTHON_TYPES, as_python
@@ -38,6 +39,9 @@ if hasattr(os, "register_at_fork"):
 _graphs: weakref.WeakKeyDictionary[Rule, dict[Any, list[Graph]]] = weakref.WeakKeyDictionary()
 """By rule and static description. Rules and functions are held weakly: they may hold a model."""
 
+_refusals: weakref.WeakKeyDictionary[Rule, dict[Any, str]] = weakref.WeakKeyDictionary()
+"""By rule, static description and dimensions, why a rule of matrices takes no parameter of these."""
+
 _specs: weakref.WeakValueDictionary[Any, KernelSpec] = weakref.WeakValueDictionary()
 """By graph, storages, compute dtype and kind of device: one launch each. Graphs hold their specs."""
 
@@ -49,6 +53,8 @@ def statics_of(hyperparameters: Mapping[str, Any]) -> tuple[tuple[str, Any], ...
         value = value if type(value) in PYTHON_TYPES else as_python(value)
         if isinstance(value, (tuple, list)):
             return tuple(kind(entry, depth + 1) for entry in value)
+        if isinstance(value, Mapping):
+            return tuple((key, kind(entry, 2)) for key, entry in value.items())
         is_number = isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool)
         return NUMBER if is_number and depth < 2 else value
 
@@ -85,7 +91,14 @@ def graph_for(
             fits = (not graph.reads_shape or graph.dims == dims) and (not graph.reads_dtype or graph.dtype is dtype)
             if fits and guards_hold(graph, hyperparameters, shape):
                 return graph
-        graph = trace(rule, hyperparameters, dims, shape, dtype)
+        refusals = _refusals.setdefault(rule, {})
+        if (key, dims) in refusals:
+            raise MatrixError(refusals[key, dims])
+        try:
+            graph = trace(rule, hyperparameters, dims, shape, dtype)
+        except MatrixError as error:
+            refusals[key, dims] = str(error)
+            raise
         graphs.setdefault(key, []).append(graph)
         return graph
 

@@ -15,9 +15,10 @@ from ..backends.spec import MAX_DIMS, SKIP, KernelSpec, cut_tiles
 from ..backends.triton.launch import Launch
 from ..compat import has_memory
 from ..errors import GradientError, StateError
-from ..graph import Program, Slices
+from ..graph import Program
 from ..graph.tracer import group_value
 from ..linalg.batches import Exchange, MatrixBatches
+from ..linalg.views import Matrices
 from ..storage import BLOCK, rows_of, stream_of
 from .decision import clip_code
 from .kernel_cache import guards_hold
@@ -154,8 +155,9 @@ def _starts(counts: np.ndarray) -> np.ndarray:
 class SliceTables:
     """The tables of passes over slices."""
 
-    def __init__(self, slices: Slices, entries: Sequence[Entry], choose: Callable[[int, int, int], Block]) -> None:
-        shapes, empty = [entry.param.shape for entry in entries], [not entry.handle.numel() for entry in entries]
+    def __init__(self, program: Program, entries: Sequence[Entry], choose: Callable[[int, int, int], Block]) -> None:
+        slices, dims = program.slices, program.graph.dims
+        shapes, empty = [entry.here(dims) for entry in entries], [not entry.handle.numel() for entry in entries]
         self.views = [cut_view([view.extents(shape) for shape in shapes], choose, empty) for view in slices.views]
         counts = [
             [math.prod(shape[: over[0]]) * math.prod(shape[over[1] :]) for shape in shapes] for over in slices.kinds
@@ -221,6 +223,7 @@ class Entry:
     weight: float = 1.0  # of this rank's sums over it, where several ranks hold the same part
     in_norm: bool = True
     matrices: dict[str, torch.Tensor] = field(default_factory=dict)
+    holds: Matrices | None = None  # what its rule sees in place of it; None for the tensor as it is
     ordered: bool = False  # whether its gradient must lie in memory as it does itself; one that does not is copied
     gradient_device: torch.device | None = None
     exchange: tuple[Exchange, int] | None = None
@@ -247,6 +250,18 @@ class Entry:
     def handle(self) -> torch.Tensor:
         """The tensor as users have it."""
         return self.param if self.whole is None else self.whole
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of what its rule sees: the tensor, or one of the matrices that it holds."""
+        return tuple(self.handle.shape) if self.holds is None else (self.holds.rows, self.holds.columns)
+
+    def here(self, dims: int) -> tuple[int, ...]:
+        """The shape of its local part as a graph of so many dimensions sees it."""
+        if self.holds is None:
+            return tuple(self.param.shape)
+        count = self.holds.count(self.param)
+        return self.shape if dims == 2 and count == 1 else (count, *self.shape)
 
 
 def hyper_row(names: Sequence[str], group: Mapping[str, Any]) -> list[float]:
@@ -307,7 +322,7 @@ class Segment:
         self.group_indices = used
         position = {group: index for index, group in enumerate(used)}
         self.group_of = np.asarray([position[entry.group] for entry in self.entries], dtype=np.int32)
-        self.sizes = np.asarray([_sizes(entry.handle, spec.sizes) for entry in self.entries], dtype=np.int64)
+        self.sizes = np.asarray([_sizes(entry.shape, spec.sizes) for entry in self.entries], dtype=np.int64)
         scratch = spec.program.matrices.scratch
         alone = None if self.batches_matrices else next((entry for entry in entries if entry.exchange), None)
         if alone is not None:
@@ -396,7 +411,7 @@ class Segment:
             return True
         shapes: set[tuple[int, ...]] = {()}
         if graph.branches_on_sizes:
-            shapes = {tuple(entry.handle.shape) for entry in self.entries if entry.group == group}
+            shapes = {entry.shape for entry in self.entries if entry.group == group}
         now = hyperparameters()
         return all(guards_hold(graph, now, shape) for shape in shapes)
 
@@ -567,9 +582,9 @@ def _is_counted(entry: Entry) -> bool:
     return all(size == 1 or own == whole for size, own, whole in walk)
 
 
-def _sizes(tensor: torch.Tensor, from_end: Sequence[int]) -> list[int]:
-    """Sizes of a tensor, counted from the last as 1; 1 where it has fewer dimensions; 0 for all elements."""
-    return [(tensor.shape[-dim] if dim <= tensor.dim() else 1) if dim else tensor.numel() for dim in from_end]
+def _sizes(shape: Sequence[int], from_end: Sequence[int]) -> list[int]:
+    """Sizes of a shape, counted from the last as 1; 1 where it has fewer dimensions; 0 for all elements."""
+    return [(shape[-dim] if dim <= len(shape) else 1) if dim else math.prod(shape) for dim in from_end]
 
 
 def _columns(entry: Entry) -> int:

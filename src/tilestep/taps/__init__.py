@@ -120,7 +120,8 @@ class Taps:
                 for group in optimizer.param_groups:
                     for param in group["params"]:
                         place = names.places[id(param)]
-                        specs[place] = specs.get(place) or spec_of(optimizer.rule_of(group), group, param)
+                        rule, label = optimizer.rule_of(group), f"({names.names[place]})"
+                        specs[place] = specs.get(place) or spec_of(rule, group, param, label=label)
             ordered = [specs[place] for place in sorted(specs)]
             numels = [param.numel() for param in handles.values()]
             places = {key: names.places[id(share.param)] for key, share in rows.items()}

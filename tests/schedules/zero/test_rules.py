@@ -114,6 +114,38 @@ def a_rank_that_owns_nothing() -> None:
     other.load_state_dict(full)
 
 
+class Holders(nn.Module):
+    """A stack of experts, blocks of rows of one size and of several, and a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+
+        def drawn(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(shape, generator=generator))
+
+        self.experts, self.stem = drawn(3, 6, 8), drawn(4, 2, 3, 3)
+        self.heads, self.qkv, self.groups = drawn(12, 6), drawn(16, 6), drawn(16, 6)
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        sums = [torch.tanh(data @ expert).sum() for expert in self.experts]
+        sums += [torch.tanh(data @ one.mT).square().sum() for one in (self.heads, self.qkv, self.groups)]
+        return torch.stack(sums).sum() + torch.tanh(data.mean() * self.stem).square().sum()
+
+
+def matrices_inside_of_tensors() -> None:
+    def make(params: Any) -> Any:
+        splits = {"qkv": (8, 4, 4), "groups": (2, 1, 1)}
+        return tilestep.Muon(params, lr=0.1, flatten={"stem": True}, heads={"heads": 3}, splits=splits)  # type: ignore[attr-defined]
+
+    pair = Pair(Holders(), make, lambda model: list(model.named_parameters()), bucket_cap_mb=TINY)
+    for _ in range(3):
+        data = inputs(4, 6)
+        train(pair, [lambda model, data=data: model(data)])
+        pair.compare()
+    pair.compare_states()
+
+
 def rules_made_of_rules() -> None:
     adamw = tilestep.registry["AdamW"]
     for rule in (clip_update(adamw, 0.5), ema(adamw, 0.9), lookahead(adamw, 2), scaled_states(adamw)):
@@ -152,6 +184,7 @@ CHECKS = [
     *RULES,
     muon_beside_adamw,
     a_rank_that_owns_nothing,
+    matrices_inside_of_tensors,
     rules_made_of_rules,
     reductions_of_pieces_in_channels_last,
     hyperparameters_that_are_functions,

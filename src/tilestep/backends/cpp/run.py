@@ -40,8 +40,8 @@ class CpuSlices:
     """The tables of a segment's slices, and the record that points at them."""
 
     def __init__(self, spec: KernelSpec, entries: Sequence[Entry]) -> None:
-        slices, compute = spec.program.slices, np.dtype(np.float64 if spec.compute.itemsize == 8 else np.float32)
-        self.tables = SliceTables(slices, entries, block_of)
+        compute = np.dtype(np.float64 if spec.compute.itemsize == 8 else np.float32)
+        self.tables = SliceTables(spec.program, entries, block_of)
         self._views = (ViewTables * len(self.tables.views))()
         for record, tiles in zip(self._views, self.tables.views):
             record.tiles = len(tiles.tile_tensor)

@@ -116,7 +116,7 @@ class CudaSlices:
         self.spec, self.device = spec, device
         slices = spec.program.slices
         total = sum(entry.param.numel() for entry in entries)
-        self.tables = tables = SliceTables(slices, entries, block_of(elements_of(total), spec.has_blocks))
+        self.tables = tables = SliceTables(spec.program, entries, block_of(elements_of(total), spec.has_blocks))
         self.most_tiles = tables.most_tiles
         self._arrays = {
             "starts": self._table(tables.starts[:, :-1].T),

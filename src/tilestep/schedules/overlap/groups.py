@@ -113,9 +113,9 @@ def _gatherers(model: nn.Module) -> dict[int, nn.Module]:
 def _by_global_rule(optimizer: Optimizer) -> dict[str, list[torch.Tensor]]:
     """The parameters of rules that reduce over all tensors, by the rule's name."""
     by_rule: dict[str, list[torch.Tensor]] = {}
-    for _, _, group, param in iter_params(optimizer):
+    for label, _, group, param in iter_params(optimizer):
         rule = optimizer.rule_of(group)
-        if not param.is_meta and spec_of(rule, group, param).program.global_reductions:
+        if not param.is_meta and spec_of(rule, group, param, label=label).program.global_reductions:
             by_rule.setdefault(rule.name, []).append(param)
     return by_rule
 

@@ -18,7 +18,7 @@ from torch import nn
 from ...combinations import kind_of, refuse, split_kind, wrappers_around
 from ...graph import Graph, ancestors
 from ...optimizer import Optimizer
-from ...optimizer.build import graph_of
+from ...optimizer.build import graphs_of
 from ...optimizer.groups import GROUP_OPTIONS, about_group, deciding_keys, described_numbers, plain_value
 from ...optimizer.parameters import iter_params
 from ...placement import Ranks, Received, is_distributed
@@ -165,8 +165,7 @@ def _described(
         for key in sorted({*group, *GROUP_OPTIONS}, key=str):
             if key not in ("params", "param_names", "rule"):
                 yield f"group {index} {key}={plain_value(group.get(key, GROUP_OPTIONS.get(key)))}"
-        shapes = dict.fromkeys(param.shape for param in group["params"])
-        for graph in {id(graph): graph for graph in (graph_of(rule, group, shape) for shape in shapes)}.values():
+        for graph in graphs_of(optimizer, index):
             yield from (f"in group {index} rule {rule.name} with {step}" for step in _steps(graph))
 
 

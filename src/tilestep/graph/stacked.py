@@ -1,0 +1,63 @@
+"""A rule's graph for a matrix as one for a stack of matrices, each a parameter of its own to the rule."""
+
+from __future__ import annotations
+
+from ..errors import MatrixError
+from .ir import GLOBAL_REDUCTIONS, REDUCTIONS, Builder, Graph, Level, Over, Value
+from .lowering import is_matrix_work
+
+
+def combines(graph: Graph) -> bool:
+    """Whether a graph for a matrix has numbers of matrices, rows or columns, which a stack has several of."""
+    kept = bool(graph.slice_states or graph.matrix_states or graph.scalar_states)
+    return kept or any(value.operation in REDUCTIONS | GLOBAL_REDUCTIONS for value in graph.values())
+
+
+def stacked(graph: Graph) -> Graph:
+    """The graph with a dimension more, before rows and columns; reductions of a matrix leave a number for each.
+
+    Raises:
+        MatrixError: for a rule that keeps a number or a square for each matrix, or reduces over all tensors.
+    """
+    if graph.stack is not None:
+        return graph.stack
+    spans = any(value.operation in GLOBAL_REDUCTIONS for value in graph.values())
+    if graph.matrix_states or graph.scalar_states or spans:
+        what = "reduces over all tensors" if spans else f"keeps {min((*graph.matrix_states, *graph.scalar_states))!r}"
+        raise MatrixError(f"{graph.title} {what}, which several matrices in one tensor do not have each")
+    build = Builder(graph.dims + 1, graph.dtype)
+    made: dict[int, Value] = {}
+    for value in graph.values():
+        made[id(value)] = _rebuilt(build, value, [made[id(arg)] for arg in value.args], graph.dims)
+    outputs = {name: made[id(value)] for name, value in graph.outputs.items()}
+    stack = Graph(graph.title, outputs, graph.guards, graph.states)
+    stack.slice_states = {name: _behind(over) for name, over in graph.slice_states.items()}
+    stack.state_dtypes, stack.dims, stack.dtype = graph.state_dtypes, build.dims, graph.dtype
+    stack.reads_shape, stack.reads_dtype = True, graph.reads_dtype
+    stack.branches_on_sizes = graph.branches_on_sizes
+    graph.stack = stack
+    return stack
+
+
+def _behind(over: Over) -> Over:
+    return over[0] + 1, over[1] + 1
+
+
+def _rebuilt(build: Builder, value: Value, args: list[Value], dims: int) -> Value:
+    over = None if value.over is None else _behind(value.over)
+    if value.operation == "constant":
+        return build.constant(value.attribute) if not value.dtype else build.integer(value.attribute)
+    if value.operation == "hyper":
+        made = build.hyper(value.attribute, value.level)
+    elif value.operation == "load":
+        made = build.load(value.attribute, value.level, over, value.dtype)
+    elif value.operation in REDUCTIONS:
+        over = over or (1, dims + 1)
+        made = build.apply(value.operation, *args, attribute=over, level=Level.SLICE, over=over)
+    elif is_matrix_work(value):
+        made = build.apply(value.operation, *args, attribute=value.attribute, level=value.level)
+        made.space = value.space
+    else:
+        made = build.apply(value.operation, *args, attribute=value.attribute, dtype=value.dtype)
+    made.name, made.line = made.name or value.name, made.line or value.line
+    return made

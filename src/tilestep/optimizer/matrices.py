@@ -1,0 +1,181 @@
+"""Which matrices parameters hold, by the keys of their groups, and what rules make of these."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import GradientError, MatrixError
+from ..graph import Graph, combines, is_matrix_work, stacked
+from ..linalg.views import Matrices, find_matrices
+from ..placement import Share, is_distributed, is_whole
+from ..placement.local import sharded_dims
+from ..rules import Rule
+from ..rules.protocol import MATRIX_OPTIONS
+from ..runtime import graph_for
+from ..storage import Storage, codec_of
+from .parameters import Optimizer, name_in, shortened
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+_OPTION_KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "flatten": ("True or False", lambda value: isinstance(value, bool)),
+    "heads": ("a number of blocks of rows", _is_size),
+    "splits": (
+        "sizes of blocks of rows",
+        lambda value: isinstance(value, (tuple, list)) and len(value) > 0 and all(map(_is_size, value)),
+    ),
+}
+
+
+def check_matrix_options(group: Mapping[str, Any]) -> None:
+    """Raise for values that `flatten`, `heads` and `splits` cannot have."""
+    for key, (what, fits) in _OPTION_KINDS.items():
+        value = group.get(key)
+        by_pattern = value if isinstance(value, Mapping) else {"": value}
+        for pattern, one in by_pattern.items():
+            if one is not None and not fits(one):
+                raise ValueError(f"Invalid {key}: {one!r}; it must be {what}, or a mapping from patterns to that")
+            if not isinstance(pattern, (str, re.Pattern)):
+                raise ValueError(f"Invalid {key}: {pattern!r} is no regular expression to search names for")
+
+
+def matrix_options(group: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """What a group says of the matrices inside of a parameter: of patterns the first that fits its label's name."""
+    name = name_in(label)
+    options: dict[str, Any] = {}
+    for key in MATRIX_OPTIONS:
+        value = group.get(key)
+        if isinstance(value, Mapping):
+            value = next((own for pattern, own in value.items() if name and re.search(pattern, name)), None)
+        if value:
+            options[key] = tuple(value) if isinstance(value, list) else value
+    return options
+
+
+def check_patterns(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise for a pattern of `flatten`, `heads` or `splits` that fits no parameter of the groups that have it."""
+    for key in MATRIX_OPTIONS:
+        names: list[tuple[Mapping[Any, Any], list[str]]] = []
+        for group in groups:
+            if isinstance(group.get(key), Mapping):
+                own = next((listed for value, listed in names if value == group[key]), None)
+                if own is None:
+                    names.append((group[key], own := []))
+                own += group.get("param_names", ())
+        for value, listed in names:
+            if not listed:
+                raise ValueError(f"{key}: patterns need names of parameters: give model.named_parameters()")
+            for pattern in value:
+                if not any(re.search(pattern, name) for name in listed):
+                    shown = pattern.pattern if isinstance(pattern, re.Pattern) else pattern
+                    raise ValueError(f"{key}: pattern {shown!r} fits no parameter; their names are {shortened(listed)}")
+
+
+class Seen(NamedTuple):
+    """What a rule sees of a parameter, or of some of its rows, and its graph for that."""
+
+    graph: Graph
+    matrices: Matrices | None = None  # the matrices that are seen one by one; None for the parameter as it is
+
+
+def seen_by(
+    rule: Rule, group: Mapping[str, Any], shape: torch.Size, dtype: torch.dtype = torch.float32, label: str = ""
+) -> list[Seen]:
+    """The parts in which a rule sees a parameter: all of it, or the matrices that it holds, if it works on matrices."""
+    hyperparameters = {key: group[key] for key in rule.hyperparameters}
+    options = matrix_options(group, label)
+    if len(shape) < 3:
+        options.pop("flatten", None)
+    if not options:
+        try:
+            return [Seen(graph_for(rule, hyperparameters, len(shape), shape, dtype))]
+        except MatrixError:
+            if len(shape) < 3:
+                raise
+    if len(shape) < 2:
+        raise MatrixError(f"{rule.name} works on matrices, and the parameter has {len(shape)} dimensions")
+    try:
+        found = find_matrices(shape, **options)
+    except ValueError as error:
+        raise GradientError(str(error)) from None
+    return [Seen(_graph_of_matrices(rule, hyperparameters, one, shape, dtype, options), one) for one in found]
+
+
+def _graph_of_matrices(
+    rule: Rule,
+    hyperparameters: Mapping[str, Any],
+    matrices: Matrices,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    options: Mapping[str, Any],
+) -> Graph:
+    """A rule's graph for matrices inside of a parameter of this shape."""
+    graph = graph_for(rule, hyperparameters, 2, (matrices.rows, matrices.columns), dtype)
+    if not any(map(is_matrix_work, graph.values())):
+        raise GradientError(f"{rule.name} works on no matrices: leave {' and '.join(options)} out of its group")
+    if not combines(graph):
+        return graph
+    # Numbers of rows lie side by side, and of blocks of rows too, unless these lie apart.
+    cut = matrices.cut
+    in_place = "flatten" not in options and (cut is None or (cut.groups == 1 and len(shape) == 2))
+    rows = {name for name, over in graph.slice_states.items() if over == (1, 2) and in_place}
+    by_shape = {*graph.slice_states, *graph.matrix_states} - rows
+    if by_shape and options:
+        raise GradientError(
+            f"{rule.name} keeps {min(by_shape)!r} by rows or columns of the parameter: leave {' and '.join(options)} "
+            "out of its group"
+        )
+    if cut is not None and graph.scalar_states:
+        raise GradientError(f"{rule.name} keeps {graph.scalar_states[0]!r}, one number for all splits: leave them out")
+    return graph if matrices.rows * matrices.columns == shape.numel() else stacked(graph)
+
+
+def is_cut(seen: Sequence[Seen]) -> bool:
+    return seen[0].matrices is not None and seen[0].matrices.cut is not None
+
+
+def check_matrices(share: Share, rule: Rule, seen: Sequence[Seen]) -> None:
+    """Raise for matrices inside of a DTensor that ranks share parts of, and cannot put together."""
+    param: Any = share.holder
+    if not is_distributed(param) or is_whole(param):
+        return
+    shape, matrices = param.shape, seen[0].matrices
+    assert matrices is not None
+    is_stack = matrices.columns == shape[-1]
+    have_all = is_stack and all(dim < param.dim() - 2 for dim in sharded_dims(param))
+    graph = seen[0].graph
+    is_put_together = is_stack and param.dim() == 2 and not combines(graph)
+    is_here = have_all and graph.dims in (2, param.dim())
+    if is_cut(seen) or not (is_here or is_put_together):
+        raise GradientError(
+            f"it is a DTensor with placements {tuple(param.placements)}, and {rule.name} works on matrices inside of "
+            "it, of which ranks have parts: shard a stack along its first dimension, and give others to another rule, "
+            "in a param group of its own"
+        )
+
+
+def check_cut(
+    optimizer: Optimizer, share: Share, rule: Rule, seen: Sequence[Seen], formats: Mapping[str, Storage]
+) -> None:
+    """Raise for splits of several sizes, which have an entry each, where a parameter must have one."""
+    reasons = {
+        "stats and track_changes are of whole parameters": optimizer.taps is not None,
+        "offload has room for whole parameters": not optimizer.memory.is_beside,
+        "its states in blocks are those of whole parameters": any(codec_of(one).has_blocks for one in formats.values()),
+        f"{rule.name} keeps other states for some of them": any(
+            one.graph.states != seen[0].graph.states for one in seen
+        ),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise GradientError(
+                f"{share.label} has splits of several sizes, and {reason}; make each of them a parameter, or leave "
+                "splits out of its group"
+            )
