@@ -232,6 +232,38 @@ def state_by_name_as_torch_gives_it() -> None:
             torch.testing.assert_close(other, mine, rtol=0, atol=0)
 
 
+def states_that_one_rank_has_are_named_on_all() -> None:
+    """Of matrices that are not cut: torch's calls give and take the same names everywhere."""
+    for name in ("muon", "adafactor"):
+        model = model_for(name)
+        optimizer = tilestep.shard(MAKERS[name](model.parameters()), model, bucket_cap_mb=TINY)
+        trained(name, range(2), optimizer, model)
+        saved = get_optimizer_state_dict(model, optimizer)
+        names: list[Any] = [None, None]
+        dist.all_gather_object(names, {key: {*values} - {"step"} for key, values in saved["state"].items()})
+        assert names[0] == names[1] and names[0]["matrix"]
+        folder = shared_folder()
+        dcp.save({"optimizer": saved}, checkpoint_id=folder)
+        fresh = model_for(name)
+        again = tilestep.shard(MAKERS[name](fresh.parameters()), fresh, bucket_cap_mb=TINY)
+        loaded = {"optimizer": get_optimizer_state_dict(fresh, again)}
+        dcp.load(loaded, checkpoint_id=folder)
+        set_optimizer_state_dict(fresh, again, loaded["optimizer"])
+        assert_same(again.full_state_dict(), optimizer.full_state_dict())
+
+
+def averages_are_saved_before_a_step_as_they_would_begin() -> None:
+    """With weights that have come since `shard`, as the model's checkpoint brings them."""
+    model = nn.Linear(9, 5)
+    averages = tilestep.Optimizer(model.parameters(), tilestep.ema(tilestep.registry["SGD"], 0.5), lr=0.1)
+    optimizer = tilestep.shard(averages, model, bucket_cap_mb=TINY)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(3.0)
+    for values in optimizer.full_state_dict()["state"].values():
+        assert all((value == 3.0).all() for name, value in values.items() if name != "step")
+
+
 def checkpoints_of_torch_s_optimizer_are_loaded_strictly() -> None:
     """By name, nested and flattened, in pieces; a checkpoint without some of the state is refused."""
     model = Convolutions()
@@ -407,6 +439,31 @@ def a_function_of_the_step_and_a_user_s_own_values() -> None:
     assert isinstance(saved["param_groups"][0]["lr"], float)
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["lr"] is lr
+    note = torch.arange(3.0)
+    optimizer.state[model.weight]["note"] = note
+    for saved in (optimizer.state_dict(), optimizer.full_state_dict()):
+        assert torch.equal(saved["state"][0]["note"], note)
+        optimizer.load_state_dict(saved)
+        assert torch.equal(optimizer.state[model.weight]["note"], note)
+
+
+def blocks_are_read_by_value_where_pieces_cut_them() -> None:
+    """A whole checkpoint of states in 8 bits, by an optimizer that keeps them in float32; it is not written to."""
+    model = nn.Linear(96, 47)
+    plain = tilestep.AdamW(model.parameters(), lr=0.1, state_dtype="int8")  # type: ignore[attr-defined]
+    trained("adamw", range(3), plain, model)
+    saved = plain.state_dict()
+    kept = copy.deepcopy(saved)
+    assert any(value.dtype is torch.int8 for value in saved["state"][0].values())
+    optimizer = tilestep.shard(adamw(model.parameters()), model, bucket_cap_mb=TINY)
+    optimizer.load_state_dict(saved)
+    wanted, found = tilestep.full_precision(kept)["state"], optimizer.full_state_dict()["state"]
+    for number, values in wanted.items():
+        for name, value in values.items():
+            torch.testing.assert_close(found[number][name], value, rtol=0, atol=0)
+    trained("adamw", range(3, 5), optimizer, model)
+    for number, values in kept["state"].items():
+        assert all(torch.equal(saved["state"][number][name], value) for name, value in values.items())
 
 
 def dtypes_of_messages_are_not_saved() -> None:
@@ -426,6 +483,8 @@ CHECKS = [
     functions_of_the_step_are_saved_on_ranks_that_update_some_of_a_group,
     full_states_go_to_torch_and_back,
     state_by_name_as_torch_gives_it,
+    states_that_one_rank_has_are_named_on_all,
+    averages_are_saved_before_a_step_as_they_would_begin,
     checkpoints_of_torch_s_optimizer_are_loaded_strictly,
     momentum_of_torch_s_optimizer_is_loaded_in_place,
     states_go_to_fully_sharded_data_parallelism_and_back,
@@ -433,6 +492,7 @@ CHECKS = [
     pieces_are_not_computed_with,
     hooks_of_checkpoints,
     a_function_of_the_step_and_a_user_s_own_values,
+    blocks_are_read_by_value_where_pieces_cut_them,
     dtypes_of_messages_are_not_saved,
 ]
 
