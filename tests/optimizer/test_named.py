@@ -16,8 +16,6 @@ from twins import assert_close, make_params, set_gradients, train, twins
 import tilestep
 from tilestep.rules.compose import ema
 
-TORCHS = sorted(name for name in tilestep.registry if hasattr(torch.optim, name))
-
 
 @pytest.mark.parametrize("name", sorted(tilestep.registry))
 def test_a_class_for_every_rule(name: str) -> None:
@@ -31,16 +29,6 @@ def test_a_class_for_every_rule(name: str) -> None:
     common = {"max_grad_norm", "master_weights", "skip_nonfinite"}
     assert common <= {key for key, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY}
     assert "Args:" in made.__doc__ and made.__doc__.startswith(inspect.cleandoc(rule.__doc__ or "")[:20])
-
-
-@pytest.mark.parametrize("name", TORCHS)
-def test_the_arguments_are_torch_s(name: str) -> None:
-    mine = inspect.signature(getattr(tilestep, name)).parameters
-    theirs = inspect.signature(getattr(torch.optim, name)).parameters
-    assert set(theirs) - {"self"} <= set(mine)
-    for key, parameter in theirs.items():
-        if parameter.default is not parameter.empty:
-            assert mine[key].default == parameter.default, key
 
 
 def test_arguments_by_position() -> None:
