@@ -134,11 +134,13 @@ def cases(device: str) -> dict[str, Callable[[], Case]]:
     small = 1024 if device == "cpu" else 65536
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     made: dict[str, Callable[[], Case]] = {}
-    for count in (50, 219, 2000):
+    for count, elements in ((50, small), (219, small), (2000, small), (2000, 1024), (5000, 1024)):
         for clip in (False, True):
             options = {"max_grad_norm": 1.0} if clip else {}
-            name = f"{device}: host of a step, {count} tensors of {small}{', clip' if clip else ''}"
-            made[name] = lambda count=count, options=options: _steps(device, count, small, dtype, options, False)
+            name = f"{device}: host of a step, {count} tensors of {elements}{', clip' if clip else ''}"
+            made[name] = lambda count=count, elements=elements, options=options: _steps(
+                device, count, elements, dtype, options, False
+            )
     made[f"{device}: constructor and a step, 200 tensors"] = lambda: _constructor(device, 200)
     made[f"{device}: load_state_dict and a step, 200 tensors"] = lambda: _load(device, 200)
     if device == "cuda":
