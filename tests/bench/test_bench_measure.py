@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -88,3 +91,12 @@ def test_trace_counts_outermost_calls_and_the_highest_point_of_memory() -> None:
     assert traced.calls == 4
     assert 8_000 <= traced.peak_bytes < 12_000
     assert traced.launches == 0
+
+
+def test_every_script_has_a_row_and_every_result_is_there() -> None:
+    folder = Path(__file__).parents[2] / "benchmarks"
+    rows = [line.split("|")[1:-1] for line in (folder / "README.md").read_text().splitlines() if line.startswith("| `")]
+    named = {row[0].strip(" `") for row in rows}
+    assert named == {path.name for path in folder.glob("*.py") if "__main__" in path.read_text()}
+    patterns = [pattern for row in rows for pattern in re.findall(r"`([^`]+)`", row[3])]
+    assert [pattern for pattern in patterns if not any((folder / "results").glob(pattern))] == []

@@ -1,7 +1,7 @@
 """Compare two versions of tilestep by turns: host time of steps, constructors and loads, device time of large steps.
 
     git worktree add ../before v0.1.0
-    python benchmarks/two_versions.py ../before/src src --out benchmarks/results/two-versions.json
+    python benchmarks/compare_versions.py ../before/src src --out benchmarks/results/compare_versions_h100_1.json
 
 Each version runs in a process of its own, one round at a time, so that a machine whose speed drifts slows both alike;
 the figure to quote is the ratio within rounds. Only what both versions have in common is used: named rules,
