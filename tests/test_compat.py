@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -273,6 +274,19 @@ def test_work_is_always_marked_without_knowing_of_profilers(monkeypatch: pytest.
     weight.grad = torch.ones(3)
     tilestep.SGD([weight], lr=1.0).step()  # type: ignore[attr-defined]
     assert weight.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_triton_s_interpreter_splats_comparisons_as_truth_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison of scalars in a mask, from Triton 3.9 on; before, numbers were taken for truth values."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter", reason="Triton is not installed")
+    core = importlib.import_module("triton.language").core
+    builder = interpreter.InterpreterBuilder
+    monkeypatch.setattr(builder, "create_splat", builder.create_splat)
+    compat.splat_truths()
+    for scalar, dtype in (([True], "bool"), ([7], "int64")):
+        handle = interpreter.TensorHandle(np.array(scalar), core.int64)
+        block = builder().create_splat(core.block_type(core.int64, [4]), handle).data
+        assert block.dtype == dtype and block.tolist() == scalar * 4
 
 
 def test_triton_has_a_hash_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,11 +35,12 @@ def kernels(files: dict[str, str]) -> list[tuple[str, str]]:
     return sorted((Path(name).name, contents) for name, contents in files.items())
 
 
-def test_ctrl_c_waits_for_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_waits_for_no_kernel() -> None:
     """Those that wait are not begun; the ones that are compiled end in their threads."""
-    runtime = pytest.importorskip("triton.runtime._async_compile")
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    if not triton.__version__.startswith(compat._KNOWN_TRITON):
+        pytest.skip("kernels are not compiled together with this Triton")
     begun, end = [], threading.Event()
-    monkeypatch.setattr(compat, "_KNOWN_TRITON", ("",))
 
     def compilation(place: int) -> None:
         def work() -> Any:
@@ -48,7 +49,7 @@ def test_ctrl_c_waits_for_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
             end.wait(60)
 
-        runtime.active_mode.get().submit(place, work, lambda kernel: kernel)
+        triton.runtime._async_compile.active_mode.get().submit(place, work, lambda kernel: kernel)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     start = time.monotonic()

@@ -787,6 +787,24 @@ def reduce_by_halves() -> None:
         interpreter.ReduceOps.generic_reduce = generic_reduce
 
 
+def splat_truths() -> None:
+    """Let Triton's interpreter splat a comparison of scalars as truth values, as masks must be from Triton 3.9 on."""
+    # It splats in the operands' integer type. For a GPU the comparison has the type int1.
+    from triton.runtime import interpreter
+
+    builder: Any = getattr(interpreter, "InterpreterBuilder", None)
+    splat = getattr(builder, "create_splat", None)
+    if splat is None:
+        return
+
+    def create_splat(self: Any, block_type: Any, scalar: Any) -> Any:
+        block = splat(self, block_type, scalar)
+        is_truth = scalar.data.dtype == np.bool_
+        return interpreter.TensorHandle(block.data.astype(np.bool_), block.dtype) if is_truth else block
+
+    builder.create_splat = create_splat
+
+
 def direct_launch(
     compiled: Any, grid: tuple[int, int, int], device: torch.device, constants: tuple[Any, ...]
 ) -> Callable[[tuple[torch.Tensor | float, ...]], bool] | None:

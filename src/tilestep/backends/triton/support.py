@@ -9,13 +9,14 @@ import triton.language as tl
 from triton import knobs
 from triton.language.target_info import cuda_capability_geq
 
-from ...compat import NumpyDevice, reduce_by_halves
+from ...compat import NumpyDevice, reduce_by_halves, splat_truths
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 """Triton's interpreter has no device library: numpy's functions and the simple formulas below stand in for it."""
 
 if INTERPRETED.value:
     reduce_by_halves()
+    splat_truths()
     libdevice = NumpyDevice()
 else:
     from triton.language.extra import libdevice  # type: ignore[no-redef]
