@@ -206,15 +206,6 @@ def block_max(value):
     return largest.to(tl.int32, bitcast=True)
 
 
-@triton.jit
-def largest_in_block(value):
-    """The largest number of each row, as `block_max`; NaN if one is."""
-    largest = tl.reduce(value, 1, maximum, keep_dims=True)
-    if len(value.shape) == 3:
-        largest = tl.reduce(largest, 2, maximum, keep_dims=True)
-    return largest
-
-
 def _pack_bytes(place: int) -> str:
     """PTX that packs the byte at `place` of four integers."""
     pair = f"0x00{place + 4}{place}"

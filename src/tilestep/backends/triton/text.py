@@ -212,71 +212,6 @@ class _FusingWriter(_QuickWriter):
         return f"tl.fma({factors[0]}, {factors[1]}, {plus})"
 
 
-class _PairsWriter(_FusingWriter):
-    """Computes block maxima and codes of roots from the roots that the rule computes too.
-
-    Where codes share a byte, arithmetic is what a step waits for. Numbers below float32's normal ones have the root 0.
-    """
-
-    def write(self, values: Iterable[Value]) -> None:
-        ordered = list(values)
-        uses = Counter(id(arg) for value in ordered for arg in value.args)
-        self._shorter: dict[int, tuple[str, Sequence[Value]]] = {}
-        for value in ordered:
-            for operations, spelling in _SHORTER:
-                chain = _chain(value, operations)
-                between = _all_args(chain[:-1]) if chain else []
-                taken = Counter(id(arg) for part in (value, *between) for arg in part.args)
-                if chain and all(uses[id(part)] == taken[id(part)] for part in between):
-                    self._shorter[id(value)] = spelling, chain[-1].args
-                    for part in between:
-                        self.bind(part, "")
-        super().write(ordered)
-
-    def spelled(self, value: Value) -> str:
-        if id(value) in self._shorter:
-            spelling, args = self._shorter[id(value)]
-            return spelling.format(*(self.expressions.get(id(arg), "") for arg in args))
-        return super().spelled(value)
-
-
-_SHORTER = (
-    (("root", "where", "mul"), "(tl.sqrt({0}) * tl.sqrt({1}))"),
-    (("sqrt", "of_bits", "block_max", "bits", "add"), "largest_in_block(tl.sqrt({0}))"),
-    (("block_max", "bit_and", "bits"), "bits_of(largest_in_block(absolute({0})))"),
-)
-"""Operations, each on the one behind it, and how all of them are said of what the last one is on."""
-
-
-def _chain(value: Value, operations: Sequence[str]) -> list[Value]:
-    """A value and what it is worked out from, if these are the operations; of the larger of two, from the first."""
-    chain = [value]
-    for operation in operations[1:]:
-        args = chain[-1].args[_is_larger(chain[-1]) :]
-        chain += args[:1] if args and args[0].operation == operation else []
-    fits = tuple(link.operation for link in chain) == tuple(operations) and all(map(_has_its_constant, chain))
-    return chain if fits else []
-
-
-_CONSTANTS = {"add": 0.0, "bit_and": 0x7FFFFFFF}
-
-
-def _has_its_constant(link: Value) -> bool:
-    """Whether a link's last argument is what the shorter form takes it for: to no effect, or all bits but the sign."""
-    if link.operation not in ("where", *_CONSTANTS):
-        return True
-    last = link.args[-1]
-    if link.operation == "where":
-        return last.operation == "constant" and last.attribute <= _NOTHING
-    return last.operation == "constant" and last.attribute == _CONSTANTS[link.operation]
-
-
-def _all_args(chain: Sequence[Value]) -> list[Value]:
-    """The arguments of the links of a chain, without constants."""
-    args = {id(arg): arg for link in chain for arg in link.args if arg.operation != "constant"}
-    return list(args.values())
-
-
 def _is_larger(value: Value) -> bool:
     """Whether a value is the larger of two, the second where one is NaN."""
     return value.operation == "where" and value.args[0].operation == "gt" and value.args[0].args == value.args[1:]
@@ -295,12 +230,9 @@ def _has_root(value: Value) -> bool:
     return value.operation != "div" and left.level in SCALAR_LEVELS and _has_root(right)
 
 
-def writer_of(
-    kind: str, indent: str, names: Names, quick: bool = False, fuses: bool = False, in_pairs: bool = False
-) -> Writer:
+def writer_of(kind: str, indent: str, names: Names, quick: bool = False, fuses: bool = False) -> Writer:
     """A writer of Triton statements that compute in a type."""
-    fusing = _PairsWriter if in_pairs else _FusingWriter
-    writer = _PlainWriter if not quick else fusing if fuses else _QuickWriter
+    writer = _PlainWriter if not quick else _FusingWriter if fuses else _QuickWriter
     return writer(kind, indent, names, quick)
 
 
@@ -465,7 +397,7 @@ block_matrix block_across block_column block_line block_inside code_place code_m
 
 _ELSEWHERE = """
 absolute add add_count add_largest add_squares bytes_plus differs larger larger_number
-largest_in_block loop_bound nibbles_plus quick_float8_element quick_quotient smaller sum_of_partials to_bfloat16_pairs
+loop_bound nibbles_plus quick_float8_element quick_quotient smaller sum_of_partials to_bfloat16_pairs
 """
 """Helpers that are in no operation's spelling."""
 
@@ -498,7 +430,7 @@ def format_functions(storages: Iterable[Storage], quick: bool) -> list[list[str]
         if not codec.is_element:
             functions.append(_function(f"join_{title}", arrays, [codec.loaded], quick))
         random = ["random"] if codec.is_random else []
-        functions.append(_function(f"split_{title}", ["number", *random], codec.stored, is_quick, codec.is_packed))
+        functions.append(_function(f"split_{title}", ["number", *random], codec.stored, is_quick))
     return functions
 
 
@@ -521,10 +453,9 @@ def _function(
     parameters: Iterable[str],
     roots: Iterable[Value],
     quick: bool = False,
-    in_pairs: bool = False,
     kind: str = "float32",
 ) -> list[str]:
-    writer = writer_of(kind, "    ", TritonNames(["number"]), quick, quick, in_pairs)
+    writer = writer_of(kind, "    ", TritonNames(["number"]), quick, quick)
     writer.spelling = {**writer.spelling, "abs": "absolute({0})"}
     values = ancestors(roots)
     for value in values:
