@@ -349,15 +349,6 @@ class TileMath:
         lines += [f"{of}_low = {of}_index.to(tl.int32)", f"{of}_high = ({of}_index >> 32).to(tl.int32)"]
         return [indent + line for line in lines]
 
-    def near_index(self, indent: str, first: str, place: str) -> list[str]:
-        """The same for elements whose indices share their upper halves: a scalar then, not a vector."""
-        if not self.draws:
-            return []
-        return [
-            f"{indent}element_low = (origin + {first}).to(tl.int32) + ({place})",
-            f"{indent}element_high = ((origin + {first}) >> 32).to(tl.int32)",
-        ]
-
     @property
     def walked(self) -> list[tuple[int, Array | None]]:
         """As `used`, with the whole tensor's strides as an array of their own if the pass needs indices."""
@@ -802,10 +793,6 @@ _PARTS = (("part", "TILE"), ("rest", BLOCK))
 """Accumulators of a reduction over block tiles: of whole tiles and of masked ones, and their sizes."""
 
 
-_UPPER_HALVES = "(origin + begin) >> 32 == (origin + stop - 1) >> 32"
-"""Whether the elements of a program share the upper halves of their indices."""
-
-
 class _Kernel(TileMath):
     """The kernels that load and store around the math of one tile pass."""
 
@@ -863,9 +850,8 @@ class _Kernel(TileMath):
                 base = f"tl.multiple_of({pointer_to(array)}, {aligned // 2})"
                 place = f"{base} + ({start} // 2 + block_lane * {BLOCK // 2} + pair_lane)"
             lines.append(f"{indent}{array.name}_array = {place}")
-        return lines + self.near_index(
-            indent, "start", f"block_lane * {BLOCK} + lane" if self.spec.has_blocks else "lane"
-        )
+        lane = f"block_lane * {BLOCK} + lane" if self.spec.has_blocks else "lane"
+        return lines + self.element_index(indent, f"start + {lane}")
 
     def _carried(self) -> list[Array]:
         """The arrays with an entry for each block that are read: too narrow for asynchronous copies."""
@@ -1020,7 +1006,6 @@ class _Kernel(TileMath):
             f"    if {self._runs} & (layout_row < 0):",
             f"        aligned = (({together}) & 15) == 0",
             *is_even,
-            *([f"        aligned = aligned & ({_UPPER_HALVES})"] if self.draws else []),
             *(["        aligned = aligned & (skip == 0.0)"] if self.taps is not None and self.taps.stats else []),
             *self._rows(),
             *self._accumulators("        "),
