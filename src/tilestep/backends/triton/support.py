@@ -189,15 +189,6 @@ def at_most(value, bound):
 
 
 @triton.jit
-def larger_number(left, right):
-    """The larger of two numbers; the second, which is never NaN, where the first is NaN."""
-    if INTERPRETED:
-        return tl.where(left > right, left, right)
-    else:
-        return tl.maximum(left, right)
-
-
-@triton.jit
 def block_max(value):
     """The largest unsigned integer of each row; runs of a row may be a third dimension."""
     largest = tl.max(value.to(tl.uint32, bitcast=True), 1, keep_dims=True)

@@ -183,9 +183,6 @@ class _FusingWriter(_QuickWriter):
             _, number, least = value.args[0].args
             if least.operation == "constant" and least.attribute <= _NOTHING:  # one instruction takes all roots
                 return f"tl.sqrt({self[number]})"
-        floor = value.args[2] if _is_larger(value) and not value.dtype else None
-        if floor and floor.operation == "where" and all(arg.operation == "constant" for arg in floor.args[1:]):
-            return f"larger_number({self[value.args[1]]}, {self[floor]})"  # one of two constants is never NaN
         return super().spelled(value)
 
     def _is_product(self, value: Value) -> bool:
@@ -396,7 +393,7 @@ block_matrix block_across block_column block_line block_inside code_place code_m
 """
 
 _ELSEWHERE = """
-absolute add add_count add_largest add_squares bytes_plus differs larger larger_number
+absolute add add_count add_largest add_squares bytes_plus differs larger
 loop_bound nibbles_plus quick_float8_element quick_quotient smaller sum_of_partials to_bfloat16_pairs
 """
 """Helpers that are in no operation's spelling."""
