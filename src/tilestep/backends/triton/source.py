@@ -261,7 +261,7 @@ class TapText:
         return [indent + line for line in lines]
 
 
-_AROUND_ARRAYS = ("array", "address", "element", "now", "next")
+_AROUND_ARRAYS = ("array", "address", "element")
 
 
 class TileMath:
@@ -853,20 +853,6 @@ class _Kernel(TileMath):
         lane = f"block_lane * {BLOCK} + lane" if self.spec.has_blocks else "lane"
         return lines + self.element_index(indent, f"start + {lane}")
 
-    def _carried(self) -> list[Array]:
-        """The arrays with an entry for each block that are read: too narrow for asynchronous copies."""
-        storages = ((name, self.spec.storages[name]) for name in self.tile.reads() if name in self.spec.storages)
-        arrays = [array for name, storage in storages for array in read_arrays(storage, name)]
-        return [array for array in arrays if array.elements == BLOCK]
-
-    def _ahead(self, indent: str, pointer: Callable[[Array], str], start: str) -> list[str]:
-        """A tile's loads from the arrays that are carried from one iteration to the next."""
-        mask = f"(block_lane >= 0) & ({start} < whole)"
-        return [
-            f"{indent}{array.name}_next = tl.load({pointer(array)}, mask={mask}, other=0.0)"
-            for array in self._carried()
-        ]
-
     def _whole_loop(self, indent: str) -> list[str]:
         """The range of tiles that lie inside their tensor, and the head of the loop over them."""
         if not self.spec.has_blocks:
@@ -878,11 +864,8 @@ class _Kernel(TileMath):
             ]
         return [
             f"{indent}whole = tl.where(aligned, begin + (stop - begin) // TILE * TILE, begin)",
-            *self._ahead(indent, lambda array: f"{pointer_to(array)} + (begin // {BLOCK} + block_lane)", "begin"),
             f"{indent}for start in tl.range(loop_bound(begin), loop_bound(whole), TILE, num_stages=STAGES):",
             *self._whole_pointers(f"{indent}    "),
-            *(f"{indent}    {array.name}_now = {array.name}_next" for array in self._carried()),
-            *self._ahead(f"{indent}    ", lambda array: f"{array.name}_array + TILE // {BLOCK}", "start + TILE"),
         ]
 
     def _masks(self, indent: str) -> list[str]:

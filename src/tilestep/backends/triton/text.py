@@ -314,8 +314,6 @@ class TileBody:
 
     def loaded(self, array: Array) -> str:
         """The expression of an array's elements as stored."""
-        if array.elements == BLOCK and not self.mask and self.shapes is None:
-            return f"{array.name}_now"
         other = "0.0" if array.dtype.is_floating_point and array.dtype.itemsize > 1 else "0"
         mask = self._mask(array)
         masked = f", mask={mask}, other={other}" if mask else ""
