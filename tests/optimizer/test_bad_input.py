@@ -150,6 +150,27 @@ def test_a_parameter_that_another_group_takes_too_is_refused() -> None:
     assert_unchanged(optimizer, before)
 
 
+@pytest.mark.parametrize("rule", ["Adagrad", "AdamW"])
+def test_a_group_that_is_listed_twice_is_saved_twice(rule: str) -> None:
+    """As torch's, whose test of deterministic checkpoints lists one twice; its update is refused."""
+    dicts = []
+    for library in (tilestep, torch.optim):
+        (param,) = make_params([(5,)])
+        optimizer = getattr(library, rule)([param], lr=0.1)
+        train([(optimizer, [param])], range(2))
+        optimizer.param_groups.extend(optimizer.param_groups)
+        saved = optimizer.state_dict()
+        dicts.append((list(saved["state"]), [group["params"] for group in saved["param_groups"]]))
+    assert dicts[0] == dicts[1] == ([0], [[0], [0]])
+    (param,) = make_params([(5,)])
+    optimizer = getattr(tilestep, rule)([param], lr=0.1)
+    optimizer.param_groups.extend(optimizer.param_groups)
+    assert (len(optimizer.state_dict()["state"]) == 1) is (rule == "Adagrad")
+    set_gradients([param])
+    with pytest.raises(GradientError, match="parameter 0 of group 1 is parameter 0 of group 0 too"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("steps", [0, 2])
 def test_parameters_that_are_tied_later_are_refused(steps: int) -> None:
     """By `.data`, which leaves two parameters in the place of one: they would be updated at the same time."""

@@ -190,6 +190,8 @@ def copies_and_pickles_train_on(make: Callable[..., Any]) -> Any:
     unset = type(optimizer).__new__(type(optimizer))
     unset.__setstate__(copy.deepcopy(optimizer.__getstate__()))
     others = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer)), loaded, unset]
+    public = [{name for name in vars(one) if not name.startswith("_")} for one in (optimizer, *others[:2])]
+    assert public[0] == public[1] == public[2]
     for other in [*others, optimizer]:
         draw(members(other), step=1)
         other.step()

@@ -46,6 +46,7 @@ from .parameters import (
     check_parameter,
     further_rounds,
     iter_params,
+    require_one_group,
     shares_of,
 )
 from .plan import StepPlan
@@ -249,6 +250,7 @@ def _cut(entry: Entry) -> Cut | None:
 def check_params(optimizer: Optimizer) -> None:
     """Raise for parameters that cannot be updated or translated, before there is state; builds a CPU's kernels."""
     check_patterns(optimizer.param_groups)
+    require_one_group(optimizer)
     kinds, by_device = _Kinds(), dict[torch.device, list[tuple[str, torch.Tensor]]]()
     specs: dict[tuple[int, torch.device], KernelSpec] = {}
     gaps: set[tuple[int, torch.device]] = set()
@@ -284,6 +286,7 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
     """The engines of an optimizer's parameters as they are now; makes the state that steps need."""
     for index, group in enumerate(optimizer.param_groups):
         about_group(index, partial(check_flags, optimizer.rule_of(group), group))
+    require_one_group(optimizer)
     state = _watched(optimizer)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     kept = set(map(id, params))
@@ -456,6 +459,7 @@ def loaded_states(
     optimizer: Optimizer, saved: Mapping[torch.Tensor, Mapping[str, Any]]
 ) -> dict[torch.Tensor, dict[str, Any]]:
     """States with a checkpoint's values, which are copied unless they are the optimizer's own buffers."""
+    require_one_group(optimizer)
     kinds, requests = _Kinds(), BufferRequests()
     together = begins_together(optimizer)
     begun = [

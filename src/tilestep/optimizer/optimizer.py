@@ -945,7 +945,8 @@ class Optimizer(torch.optim.Optimizer):
             "_given": self._given,
             "_unclipped": self._unclipped,
             "control": self.control,
-            "taps": Taps(self.taps.asked, self.taps.tracks) if self.taps is not None else None,
+            "workspace_limit": self.workspace_limit,
+            **({} if self.taps is None else {"taps": Taps(self.taps.asked, self.taps.tracks)}),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

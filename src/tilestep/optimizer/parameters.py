@@ -122,17 +122,25 @@ def name_in(label: str) -> str:
 
 
 def shares_of(optimizer: Optimizer) -> list[Share]:
-    """This rank's shares of the parameters, in order; a parameter that its group lists several times has one."""
+    """This rank's shares of the parameters, in order; a parameter that is listed several times has one."""
     shares: list[Share] = []
-    seen: dict[int, Listed] = {}
+    seen: set[int] = set()
     for ordinal, listed in enumerate(iter_params(optimizer)):
-        first = seen.setdefault(id(listed[3]), listed)
-        if first[1] != listed[1]:
-            raise GradientError(f"{listed[0]} is {first[0]} too: a parameter belongs to one param group")
-        share = optimizer.placement.share(listed, ordinal) if first is listed else None
+        share = None if id(listed[3]) in seen else optimizer.placement.share(listed, ordinal)
+        seen.add(id(listed[3]))
         if share is not None:
             shares.append(share)
     return shares
+
+
+def require_one_group(optimizer: Optimizer) -> None:
+    """Raise for a parameter of several groups: its update is that of one, while a `state_dict` may have them all."""
+    groups: dict[int, Listed] = {}
+    for listed in iter_params(optimizer):
+        label, index, _, param = listed
+        first = groups.setdefault(id(param), listed)
+        if first[1] != index:
+            raise GradientError(f"{label} is {first[0]} too: a parameter belongs to one param group")
 
 
 def further_rounds(optimizer: Optimizer | torch.optim.Optimizer) -> tuple[frozenset[int], ...]:
