@@ -126,6 +126,26 @@ CHANGES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("rank", [1, 6])
+def test_bases_of_null_spaces_are_those_of_rounding(rank: int) -> None:
+    """The authors' algorithm does not agree with itself there; with Gram matrices of full rank both do."""
+    begin = drawn((6, 7), 0)[:, :6]
+    optimizer: Any = tilestep.SOAP([param := torch.nn.Parameter(begin.clone())], precondition_frequency=3)
+    published, nudged = (Published(begin, precondition_frequency=3) for _ in range(2))
+    for step in range(12):
+        grad = drawn((6, rank), 2 * step) @ drawn((rank, 6), 2 * step + 1) if step < 2 else gradient(0, step)[:, :6]
+        param.grad = grad
+        published.take(grad)
+        nudged.take(torch.nextafter(grad, 2 * grad))
+        optimizer.step()
+    moved = (published.param - begin).norm()
+    off, own = (published.param - param.detach()).norm() / moved, (published.param - nudged.param).norm() / moved
+    if rank < 6:
+        assert own > 1e-3 and off < 10 * own
+    else:
+        assert own < 1e-9 and off < 1e-9
+
+
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
 def test_it_is_the_authors_algorithm(changes: dict[str, Any]) -> None:
     params = params_of()

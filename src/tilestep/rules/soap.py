@@ -67,6 +67,10 @@ def soap(
     That cannot change for a parameter that has been stepped. Vectors are turned on none. Tensors of more than two
     dimensions are for another rule, in a param group of its own.
 
+    In the null space of a singular L or R (gradients of low rank, rows without gradients, the longer side of a matrix
+    at its first step) the basis is what rounding leaves, and Adam scales rounding's gradients there as all others. The
+    authors' code on gradients that differ in the last place differs from itself as much as from this rule.
+
     Source: Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (ICLR 2025), and its soap.py.
     """
     beta1, beta2 = betas
