@@ -55,6 +55,33 @@ def test_hyperparameters_of_groups() -> None:
     assert_close(mine, theirs)
 
 
+def test_a_group_with_another_rule_takes_that_rule_s_defaults_and_says_so(recwarn: Any) -> None:
+    """Muon's learning rate is ten times AdamW's, and its weight decay is another."""
+    model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Linear(8, 8))
+
+    def numbers(optimizer: Any) -> list[tuple[float, float]]:
+        return [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+
+    optimizer = tilestep.Optimizer(tilestep.muon_groups(model), "Muon", lr=0.02, weight_decay=0.5)
+    assert numbers(optimizer) == [(0.02, 0.5), (1e-3, 0.01)]
+    (said,) = [str(one.message) for one in recwarn]
+    assert said == (
+        "a param group of rule AdamW takes that rule's defaults, lr=0.001, weight_decay=0.01, and not the optimizer's "
+        "lr=0.02, weight_decay=0.5, which are for Muon: give the group its own numbers"
+    )
+    recwarn.clear()
+    told = tilestep.muon_groups(model, others={"lr": 3e-4, "weight_decay": 0.5})
+    assert numbers(tilestep.Optimizer(told, "Muon", lr=0.02, weight_decay=0.5)) == [(0.02, 0.5), (3e-4, 0.5)]
+    assert numbers(tilestep.Optimizer(tilestep.muon_groups(model), "Muon")) == [(1e-3, 0.1), (1e-3, 0.01)]
+    # Rules derived from the optimizer's, or from the same rule, take its arguments.
+    careful = tilestep.cautious(tilestep.registry["AdamW"])
+    first, second, third = make_params()[:3]
+    groups = [{"params": [first]}, {"params": [second], "rule": careful}, {"params": [third], "max_grad_norm": None}]
+    assert numbers(tilestep.AdamW(groups, lr=0.5, max_grad_norm=tilestep.AdaGC())) == [(0.5, 0.01)] * 3
+    assert numbers(tilestep.Optimizer([{"params": [first], "rule": "AdamW"}], careful, lr=0.5)) == [(0.5, 0.01)]
+    assert not list(recwarn)
+
+
 def test_groups_with_rules_of_their_own() -> None:
     @tilestep.rule
     def sign_descent(param: Any, grad: Any, *, lr: Any = 0.5, scale: Any = 1.0) -> Any:
@@ -64,14 +91,14 @@ def test_groups_with_rules_of_their_own() -> None:
     optimizer = tilestep.AdamW(
         [
             {"params": params[:2]},
-            {"params": params[2:4], "rule": "SGD", "momentum": 0.9},
+            {"params": params[2:4], "rule": "SGD", "momentum": 0.9, "lr": 0.1},
             {"params": params[4:], "rule": sign_descent, "lr": 0.25},
         ],
         lr=0.1,
         weight_decay=0.0,
     )
     first, second, third = optimizer.param_groups
-    # What was given explicitly holds for every group whose rule knows it; else its rule's default.
+    # What the optimizer was given is for groups of its rule; others have their rule's defaults.
     assert (second["lr"], second["weight_decay"], second["dampening"]) == (0.1, 0.0, 0.0)
     assert (third["lr"], third["scale"]) == (0.25, 1.0)
     assert "betas" in first and "betas" not in second and "betas" not in third and "weight_decay" not in third

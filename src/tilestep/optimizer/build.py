@@ -459,7 +459,6 @@ def loaded_states(
     optimizer: Optimizer, saved: Mapping[torch.Tensor, Mapping[str, Any]]
 ) -> dict[torch.Tensor, dict[str, Any]]:
     """States with a checkpoint's values, which are copied unless they are the optimizer's own buffers."""
-    require_one_group(optimizer)
     kinds, requests = _Kinds(), BufferRequests()
     together = begins_together(optimizer)
     begun = [

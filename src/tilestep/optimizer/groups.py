@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, Union
 
 import torch
@@ -72,6 +73,41 @@ def find_rule(rule: Any, adopted: Mapping[str, Rule]) -> Rule:
             f"two different rules of one optimizer are called {rule.name}; call one otherwise: @tilestep.rule(name=...)"
         )
     return rule
+
+
+def _origin(rule: Rule) -> Rule:
+    """The rule that a derived one was made of."""
+    while rule.composition is not None:
+        rule = rule.composition[1]
+    return rule
+
+
+def fill_group(
+    group: dict[str, Any], rule: Rule, first: Rule, defaults: Mapping[str, Any], given: Container[str]
+) -> dict[str, Any]:
+    """Give a new param group of this rule what it lacks; returns the rule's own defaults.
+
+    The optimizer's defaults are those of its first rule, and arguments that it was given are about that rule: a group
+    with another one takes them only where both are derived from the same.
+    """
+    own = {**rule.hyperparameters, **rule.options}
+    is_alike, left_out = _origin(rule) is _origin(first), []
+    for key, value in own.items():
+        if key in group:
+            continue
+        group[key] = defaults[key] if rule is first or (is_alike and key in given) else value
+        if not is_alike and key in given and key in rule.hyperparameters:
+            texts = [plain_value(number, waits=False) for number in (value, defaults[key])]
+            left_out += [(key, *texts)] if texts[0] != texts[1] else []
+    if left_out:
+        taken = ", ".join(f"{key}={value}" for key, value, _ in left_out)
+        told = ", ".join(f"{key}={value}" for key, _, value in left_out)
+        warnings.warn(
+            f"a param group of rule {rule.name} takes that rule's defaults, {taken}, and not the optimizer's {told}, "
+            f"which {'is' if len(left_out) == 1 else 'are'} for {first.name}: give the group its own numbers",
+            stacklevel=2,
+        )
+    return own
 
 
 def check_group(rule: Rule, group: Mapping[str, Any]) -> None:

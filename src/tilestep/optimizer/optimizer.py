@@ -49,7 +49,7 @@ from .build import (
 from .checkpoint import load, mark_codes, save_numbers, states_of_groups, unchanged_on_error
 from .control import SkipPolicy, StepControl
 from .graphs import Graphs, step_in_capture
-from .groups import about_group, check_group, current_value, find_rule, without_defaults
+from .groups import about_group, check_group, current_value, fill_group, find_rule, without_defaults
 from .masters import MASTER_KEYS, Masters, MasterWeights, exact_values
 from .parameters import param_states, shares_of
 from .plan import StepPlan
@@ -275,8 +275,9 @@ class Optimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group.
 
-        Missing keys take the optimizer's defaults. For a group with its own rule they take the arguments that the
-        optimizer was given explicitly, then that rule's defaults.
+        Missing keys take the optimizer's defaults. For a group with its own rule they take that rule's defaults, and a
+        warning names the optimizer's arguments that the group does not take; a rule that is derived from the
+        optimizer's, or from the same one, takes them.
 
         Args:
             param_group: `params` and any hyperparameters; `rule` for its own rule; `in_norm=False` to exclude its
@@ -316,9 +317,7 @@ class Optimizer(torch.optim.Optimizer):
         rule = self._adopt(rule)
         if "rule" in group:
             group["rule"] = rule.name
-        own = {**rule.hyperparameters, **rule.options}
-        for key, value in own.items():
-            group.setdefault(key, self.defaults[key] if rule is self._rule or key in self._given else value)
+        own = fill_group(group, rule, self._rule, self.defaults, self._given)
         # The optimizer's defaults are checked already.
         unchecked = {key: group[key] for key in param_group} if rule is self._rule else group
         about_group(len(self.param_groups), lambda: check_group(rule, unchecked))
