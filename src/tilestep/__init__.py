@@ -35,6 +35,7 @@ from .rules import Interval, Rule, State, at_least, between, registry, rule, whe
 from .rules.adaptive_clip import AdaGC, adaptive_clip
 from .rules.compose import (
     cautious,
+    cautious_weight_decay,
     centralize,
     clip_update,
     coupled_weight_decay,
@@ -115,6 +116,7 @@ __all__ = [
     "between",
     "capture",
     "cautious",
+    "cautious_weight_decay",
     "centralize",
     "clip_grad_norm_",
     "clip_update",

@@ -202,6 +202,78 @@ def tiger(p, gradient, lr, beta, weight_decay, shrink_ratio, embedding, center):
         yield p
 
 
+def laprop(p, gradient, lr, betas, eps, weight_decay, amsgrad, centered):
+    b1, b2 = betas
+    v, m, mean, most = np.zeros_like(p), np.zeros_like(p), np.zeros_like(p), np.zeros_like(p)
+    rates = whole = 0.0
+    for t in range(1, STEPS + 1):
+        g = gradient(p, t)
+        rate = lr(t) if callable(lr) else lr
+        v, mean = b2 * v + (1 - b2) * g**2, b2 * mean + (1 - b2) * g
+        rates, whole = b1 * rates + (1 - b1) * rate, b2 * whole + 1 - b2
+        spread = v - mean**2 if centered and t > 10 else v
+        if amsgrad and (t > 10 or not centered):
+            most = np.maximum(most, spread)
+            spread = most
+        m = b1 * m + (1 - b1) * rate * g / (np.sqrt(spread / whole) + eps)
+        p = p - m / (rates / rate)
+        p = p - weight_decay * p
+        yield p
+
+
+def adam_atan2(p, gradient, lr, betas, weight_decay, a, b):
+    b1, b2 = betas
+    m, v = np.zeros_like(p), np.zeros_like(p)
+    for t in range(1, STEPS + 1):
+        g = gradient(p, t)
+        m = b1 * m + (1 - b1) * g
+        v = b2 * v + (1 - b2) * g**2
+        p = p * (1 - lr * weight_decay)
+        p = p - lr * a * np.arctan2(m / (1 - b1**t), np.sqrt(b * b * v / (1 - b2**t)))
+        yield p
+
+
+def zeroth_power(x: np.ndarray, eps: float = 1e-7, rows: Any = ((3.4445, -4.7750, 2.0315),) * 5) -> np.ndarray:
+    """Jordan's iteration, in float64: X over its norm, then a X + (b G + c G^2) X."""
+    if x.shape[0] > x.shape[1]:
+        return zeroth_power(x.T, eps, rows).T
+    x = x / max(norm(x), eps)
+    for a, b, c in rows:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+def mars(p, gradient, lr, betas, eps, weight_decay, amsgrad, gamma, is_approx, mars_type, optimize_1d, lr_1d_factor,
+         betas_1d, weight_decay_1d, before=None):  # fmt: skip
+    is_matrix = p.ndim == 2
+    reduces = is_matrix or optimize_1d
+    if not reduces:
+        lr, betas, weight_decay = lr * lr_1d_factor, betas_1d, weight_decay_1d
+    b1, b2 = betas
+    m, v, most, last = np.zeros_like(p), np.zeros_like(p), np.zeros_like(p), np.zeros_like(p)
+    for t in range(1, STEPS + 1):
+        g = gradient(p, t)
+        if before is not None:
+            last = before(t)
+        c = g
+        if reduces:
+            c = g + gamma * b1 / (1 - b1) * (g - last)
+            c = c / max(1.0, norm(c))
+        m = b1 * m + (1 - b1) * c
+        v = b2 * v + (1 - b2) * c**2
+        most = np.maximum(most, v)
+        if mars_type == "mars-lion" and reduces:
+            u = np.sign(m)
+        elif mars_type == "mars-shampoo" and is_matrix:
+            u = max(1, p.shape[0] / p.shape[1]) ** 0.5 * zeroth_power(m / (1 - b1), eps)
+        else:
+            u = m / (1 - b1**t) / (np.sqrt((most if amsgrad else v) / (1 - b2**t)) + eps)
+        p = p - lr * (weight_decay * p + u)
+        last = g
+        yield p
+
+
 def prodigy(
     tensors: list[np.ndarray],
     gradients: list[Gradient],

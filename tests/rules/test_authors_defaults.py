@@ -28,6 +28,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Tiger": {"lr": 1e-3, "beta": 0.965, "weight_decay": 0.01, "shrink_ratio": 0.99},
     "Prodigy": {"lr": 1.0, "betas": (0.9, 0.999), "beta3": None, "eps": 1e-8, "weight_decay": 0.0, "decouple": True}
     | {"use_bias_correction": False, "safeguard_warmup": False, "d0": 1e-6, "d_coef": 1.0, "growth_rate": math.inf},
+    "LaProp": {"lr": 4e-4, "betas": (0.9, 0.999), "eps": 1e-15, "weight_decay": 0.0, "amsgrad": False}
+    | {"centered": False},
+    "AdamAtan2": {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "a": 1.27, "b": 1.0},
+    "MARS": {"lr": 3e-3, "betas": (0.95, 0.99), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "gamma": 0.025}
+    | {"is_approx": True, "mars_type": "mars-adamw", "optimize_1d": False, "lr_1d_factor": 3e-3 / 3e-3}
+    | {"betas_1d": (0.9, 0.95), "weight_decay_1d": 0.1},
     "SOAP": {"lr": 3e-3, "betas": (0.95, 0.95), "shampoo_beta": -1.0, "eps": 1e-8, "weight_decay": 0.01}
     | {"precondition_frequency": 10, "max_precond_dim": 10000, "normalize_grads": False, "correct_bias": True},
 }

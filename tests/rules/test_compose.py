@@ -22,6 +22,7 @@ from tilestep.rules import Rule, State, registry, rule
 from tilestep.rules.compose import (
     _update,
     cautious,
+    cautious_weight_decay,
     centralize,
     clip_update,
     compose,
@@ -103,6 +104,20 @@ def test_cautious_adam_with_decay_outside_is_the_authors_adamw(decay: float) -> 
     assert min(kept) < 1, "every element agreed, so the test shows nothing"
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_cautious_decay_is_where_the_update_moves_toward_zero(decay: float) -> None:
+    decayed = []
+
+    def around(p, g, adam, t):
+        update = adam(p, g)
+        mask = update * p >= 0
+        decayed.append(mask.mean())
+        return p - update - 0.01 * decay * p * mask
+
+    adam_loop(cautious_weight_decay(ADAM, decay), VECTOR, around)
+    assert 0 < min(decayed) < 1, "all elements or none decayed, so the test shows nothing"
+
+
 def test_cautious_follows_the_gradient_upwards_when_maximizing() -> None:
     down, up = (Loop(cautious(LION), VECTOR, maximize=maximize) for maximize in (False, True))
     downwards = down.gradient
@@ -182,11 +197,13 @@ def test_decoupled_decay_needs_a_learning_rate() -> None:
     nameless = rule(lambda param, grad, *, rate=0.1: param - rate * grad)
     with pytest.raises(RuleError, match="lr"):
         decoupled_weight_decay(nameless)
+    with pytest.raises(RuleError, match=r"cautious_weight_decay.*lr"):
+        cautious_weight_decay(nameless)
 
 
 def test_a_name_or_a_class_is_no_rule_yet() -> None:
     for no_rule in ("AdamW", tilestep.AdamW):
-        for composer in (cautious, ema, decoupled_weight_decay):
+        for composer in (cautious, ema, decoupled_weight_decay, cautious_weight_decay):
             with pytest.raises(RuleError, match=rf'{composer.__name__} takes a rule.*tilestep.registry\["AdamW"\]'):
                 composer(no_rule)
     with pytest.raises(RuleError, match=r"give it a function made by @tilestep\.rule"):
@@ -359,7 +376,16 @@ def test_a_traced_update_does_not_round_at_the_parameters_size(decay: float) -> 
     assert compute(graph, numbers)["param"] == pytest.approx(-0.1 * 1e-25 - 0.1 * decay, rel=1e-9, abs=0.0)
 
 
-ALL = [cautious, centralize, clip_update, coupled_weight_decay, decoupled_weight_decay, ema, lookahead]
+ALL = [
+    cautious,
+    cautious_weight_decay,
+    centralize,
+    clip_update,
+    coupled_weight_decay,
+    decoupled_weight_decay,
+    ema,
+    lookahead,
+]
 ELEMENTWISE = [coupled_weight_decay, decoupled_weight_decay, ema, lookahead]
 
 

@@ -246,6 +246,65 @@ def test_tiger_shrinks_towards_the_center_where_a_gradient_is_not_a_number() -> 
     assert torch.equal(after, momentum)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"lr": 0.05, "betas": (0.7, 0.9), "weight_decay": 0.01, "eps": 1e-3},
+        {"amsgrad": True, "betas": (0.9, 0.6)},
+        {"centered": True, "betas": (0.9, 0.95), "lr": 0.01},
+        {"centered": True, "amsgrad": True, "betas": (0.8, 0.9)},
+        {"lr": lambda t: 0.01 + 0.02 * (t % 5), "betas": (0.9, 0.99)},
+    ],
+)
+def test_laprop(changes: dict[str, Any]) -> None:
+    compare(registry["LaProp"], published.laprop, VECTOR, **changes)
+
+
+def test_laprop_with_a_learning_rate_of_zero_stands_still() -> None:
+    rule, one = registry["LaProp"], torch.ones(2, dtype=torch.float64)
+    zero = torch.zeros((), dtype=torch.float64)
+    param, exp_avg, *_ = rule(one, one, 0 * one, zero, zero, 0 * one, None, None, lr=0.0, step=1)
+    assert (param == 1).all() and (exp_avg == 0).all()
+    assert (rule(one, one, one, zero + 1, zero + 1, one, None, None, lr=0.0, step=9)[0] == 1).all()
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.3, "a": 2.0, "b": 0.5}, {"b": 3.0}]
+)
+def test_adam_atan2(changes: dict[str, Any]) -> None:
+    compare(registry["AdamAtan2"], published.adam_atan2, VECTOR, **changes)
+
+
+@pytest.mark.parametrize("shape", [MATRIX, VECTOR])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"lr": 0.02, "betas": (0.8, 0.95), "weight_decay": 0.3, "gamma": 0.2, "lr_1d_factor": 0.5},
+        {"optimize_1d": True, "amsgrad": True, "betas": (0.9, 0.5)},
+        {"mars_type": "mars-lion", "weight_decay": 0.1, "optimize_1d": True},
+    ],
+)
+def test_mars(shape: tuple[int, ...], changes: dict[str, Any]) -> None:
+    compare(registry["MARS"], published.mars, shape, **changes)
+
+
+def test_mars_reads_a_gradient_that_the_training_writes() -> None:
+    rule = registry["MARS"]
+    hyper = {**rule.hyperparameters, "is_approx": False}
+    start, gradient = problem(MATRIX)
+    written = np.random.default_rng(1).normal(size=(STEPS + 1, *MATRIX))
+    param, exp_avg, square = torch.from_numpy(start), *torch.zeros(2, *MATRIX, dtype=torch.float64)
+    algorithm = published.mars(start.copy(), gradient, **hyper, before=lambda t: written[t])
+    for t, expected in enumerate(algorithm, 1):
+        last = torch.from_numpy(written[t])
+        param, exp_avg, after, square, _ = rule(param, gradient(param, t), exp_avg, last, square, None, **hyper, step=t)
+        np.testing.assert_allclose(param.numpy(), expected, rtol=1e-10, atol=1e-12)
+        assert after is last
+    assert "last_grad" not in trace(rule, hyper).outputs
+
+
 PRODIGY = [
     {},
     {"d0": 1e-2, "lr": 0.5, "weight_decay": 0.1, "use_bias_correction": True},

@@ -24,12 +24,15 @@ __all__ = [
     "Adafactor",
     "Adagrad",
     "Adam",
+    "AdamAtan2",
     "AdamW",
     "Adamax",
     "Adan",
     "LAMB",
     "LARS",
+    "LaProp",
     "Lion",
+    "MARS",
     "Muon",
     "NAdam",
     "Prodigy",
@@ -226,6 +229,28 @@ class Adam(Optimizer):
         track_changes: bool = False,
     ) -> None: ...
 
+class AdamAtan2(Optimizer):
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Number = 0.0001,
+        betas: Sequence[Number] = (0.9, 0.99),
+        weight_decay: Number = 0.0,
+        a: Number = 1.27,
+        b: Number = 1.0,
+        *,
+        max_grad_norm: float | torch.Tensor | Limit | AdaGC | None = None,
+        master_weights: MasterWeights = False,
+        state_dtype: StateDtype = None,
+        rounding: str = "nearest",
+        seed: int = 0,
+        skip_nonfinite: bool = False,
+        skip_above: float | Limit | None = None,
+        track_grad_norm: bool = False,
+        stats: Stats | None = None,
+        track_changes: bool = False,
+    ) -> None: ...
+
 class AdamW(Optimizer):
     def __init__(
         self,
@@ -352,6 +377,29 @@ class LARS(Optimizer):
         track_changes: bool = False,
     ) -> None: ...
 
+class LaProp(Optimizer):
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Number = 0.0004,
+        betas: Sequence[Number] = (0.9, 0.999),
+        eps: Number = 1e-15,
+        weight_decay: Number = 0.0,
+        amsgrad: bool = False,
+        centered: bool = False,
+        *,
+        max_grad_norm: float | torch.Tensor | Limit | AdaGC | None = None,
+        master_weights: MasterWeights = False,
+        state_dtype: StateDtype = None,
+        rounding: str = "nearest",
+        seed: int = 0,
+        skip_nonfinite: bool = False,
+        skip_above: float | Limit | None = None,
+        track_grad_norm: bool = False,
+        stats: Stats | None = None,
+        track_changes: bool = False,
+    ) -> None: ...
+
 class Lion(Optimizer):
     def __init__(
         self,
@@ -361,6 +409,35 @@ class Lion(Optimizer):
         weight_decay: Number = 0.0,
         *,
         maximize: bool = False,
+        max_grad_norm: float | torch.Tensor | Limit | AdaGC | None = None,
+        master_weights: MasterWeights = False,
+        state_dtype: StateDtype = None,
+        rounding: str = "nearest",
+        seed: int = 0,
+        skip_nonfinite: bool = False,
+        skip_above: float | Limit | None = None,
+        track_grad_norm: bool = False,
+        stats: Stats | None = None,
+        track_changes: bool = False,
+    ) -> None: ...
+
+class MARS(Optimizer):
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: Number = 0.003,
+        betas: Sequence[Number] = (0.95, 0.99),
+        eps: Number = 1e-08,
+        weight_decay: Number = 0.0,
+        amsgrad: bool = False,
+        gamma: Number = 0.025,
+        is_approx: bool = True,
+        mars_type: Any = "mars-adamw",
+        optimize_1d: bool = False,
+        lr_1d_factor: Number = 1.0,
+        betas_1d: Sequence[Number] = (0.9, 0.95),
+        weight_decay_1d: Number = 0.1,
+        *,
         max_grad_norm: float | torch.Tensor | Limit | AdaGC | None = None,
         master_weights: MasterWeights = False,
         state_dtype: StateDtype = None,

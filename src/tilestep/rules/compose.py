@@ -20,6 +20,7 @@ from .scalars import decayed
 
 __all__ = [
     "cautious",
+    "cautious_weight_decay",
     "centralize",
     "clip_update",
     "compose",
@@ -143,15 +144,49 @@ def decoupled_weight_decay(rule: Rule, value: float = 1e-2) -> Rule:
         >>> decayed(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([0.0]), lr=0.1)[0]
         tensor([0.9500])
     """
-    _require_rule("decoupled_weight_decay", rule)
-    if "lr" not in rule.hyperparameters:
-        raise RuleError(f"decoupled_weight_decay({rule.name}): the decay is scaled by lr, which the rule does not have")
+    _require_lr("decoupled_weight_decay", rule)
 
     def composed(param: Any, grad: Any, *states: Any, decoupled_decay: Any, **hyper: Any) -> tuple[Any, ...]:
         return rule(param * (1 - hyper["lr"] * decoupled_decay), grad, *states, **hyper)
 
     return compose(
         composed, rule, decoupled_weight_decay, value, hyperparameters={"decoupled_decay": (value, at_least(0))}
+    )
+
+
+def cautious_weight_decay(rule: Rule, value: float = 1e-2) -> Rule:
+    """Decay only elements that the update moves toward zero, or does not move.
+
+    Equations (u is what the rule adds to p):
+        a <- 1 where u * p <= 0, else 0
+        p <- p + u - lr * cautious_decay * p * a
+    A weight decay inside the rule counts as part of u: give the rule none (`weight_decay=0`).
+
+    Args:
+        rule: a rule with a hyperparameter `lr`.
+        value: the default of the new hyperparameter `cautious_decay`.
+
+    Raises:
+        RuleError: if the rule has no `lr`.
+        ValueError: for a value out of its range.
+
+    Source: Chen et al., "Cautious Weight Decay" (2025), algorithm 1; `cautious_wd` of dion's optimizers.
+
+    Example:
+        >>> from tilestep.rules import registry
+        >>> decayed = cautious_weight_decay(registry["Lion"], 0.5)
+        >>> decayed(torch.ones(3), torch.tensor([1.0, 0.0, -1.0]), torch.zeros(3), lr=0.1)[0]
+        tensor([0.8500, 0.9500, 1.1000])
+    """
+    _require_lr("cautious_weight_decay", rule)
+
+    def composed(param: Any, grad: Any, *states: Any, cautious_decay: Any, **hyper: Any) -> tuple[Any, ...]:
+        update, states = _update(rule, param, grad, states, hyper)
+        decay = torch.where(update * param <= 0, hyper["lr"] * cautious_decay * param, 0.0)
+        return param + update - decay, *states
+
+    return compose(
+        composed, rule, cautious_weight_decay, value, hyperparameters={"cautious_decay": (value, at_least(0))}
     )
 
 
@@ -345,6 +380,12 @@ def _require_rule(label: str, rule: Any) -> None:
         name = getattr(rule, "__name__", rule)
         possible = f'tilestep.registry["{name}"]' if name in registry else "a function made by @tilestep.rule"
         raise RuleError(f"{label} takes a rule, not {rule!r}: give it {possible}")
+
+
+def _require_lr(label: str, rule: Rule) -> None:
+    _require_rule(label, rule)
+    if "lr" not in rule.hyperparameters:
+        raise RuleError(f"{label}({rule.name}): the decay is scaled by lr, which the rule does not have")
 
 
 def _update(
