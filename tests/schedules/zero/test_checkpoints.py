@@ -232,16 +232,27 @@ def state_by_name_as_torch_gives_it() -> None:
             torch.testing.assert_close(other, mine, rtol=0, atol=0)
 
 
+def named_alike(saved: dict[str, Any]) -> dict[Any, set[str]]:
+    """The names of each parameter's states, but for the step count, which are those of the other rank."""
+    names: list[Any] = [None, None]
+    dist.all_gather_object(names, {key: {*values} - {"step"} for key, values in saved["state"].items()})
+    assert names[0] == names[1]
+    return names[0]
+
+
 def states_that_one_rank_has_are_named_on_all() -> None:
     """Of matrices that are not cut: torch's calls give and take the same names everywhere."""
     for name in ("muon", "adafactor"):
         model = model_for(name)
         optimizer = tilestep.shard(MAKERS[name](model.parameters()), model, bucket_cap_mb=TINY)
-        trained(name, range(2), optimizer, model)
+        assert len(named_alike(optimizer.state_dict())) == 11
+        give_gradients(model, 0, skip="matrix")
+        optimizer.step()
+        optimizer.zero_grad()
+        assert len(named_alike(optimizer.state_dict())) == 11
+        trained(name, range(1, 3), optimizer, model)
         saved = get_optimizer_state_dict(model, optimizer)
-        names: list[Any] = [None, None]
-        dist.all_gather_object(names, {key: {*values} - {"step"} for key, values in saved["state"].items()})
-        assert names[0] == names[1] and names[0]["matrix"]
+        assert named_alike(saved)["matrix"]
         folder = shared_folder()
         dcp.save({"optimizer": saved}, checkpoint_id=folder)
         fresh = model_for(name)
