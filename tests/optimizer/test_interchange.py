@@ -108,6 +108,24 @@ def test_torch_s_sgd_counts_no_steps_and_its_dampening_goes_on() -> None:
     assert_close(mine, theirs)
 
 
+def test_a_clip_stays_that_torch_s_checkpoint_does_not_know() -> None:
+    params, others = make_params(), make_params()
+    theirs = torch.optim.AdamW(others, lr=0.1, foreach=False)
+    train([(theirs, others)], range(2))
+    optimizer = tilestep.AdamW(params, lr=0.5, max_grad_norm=0.25)
+    with torch.no_grad():
+        for param, other in zip(params, others):
+            param.copy_(other)
+    optimizer.load_state_dict(saved_and_loaded(theirs.state_dict()))
+    assert optimizer.param_groups[0]["max_grad_norm"] == 0.25 and optimizer.param_groups[0]["lr"] == 0.1
+    for step in range(2, 4):
+        set_gradients(params, others, step=step)
+        torch.nn.utils.clip_grad_norm_(others, 0.25)
+        optimizer.step()
+        theirs.step()
+    assert_close(params, others)
+
+
 def test_loading_forgets_what_the_checkpoint_does_not_have() -> None:
     theirs = make_params()
     torchs = torch.optim.AdamW(theirs)
