@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -274,7 +275,8 @@ def test_patterns_choose_by_name_and_groups_have_their_own() -> None:
         ((6, 4), {"splits": ()}, r"Invalid splits: \(\); it must be sizes of blocks of rows"),
         ((6, 4), {"splits": {"w": (4, -2)}}, "Invalid splits"),
         ((6, 4), {"flatten": "yes"}, "Invalid flatten: 'yes'; it must be True or False"),
-        ((6, 4), {"heads": {len: 2}}, "is no regular expression"),
+        ((6, 4), {"heads": {re.compile("w"): 2}}, "is no text of a regular expression"),
+        ((6, 4), {"heads": {"w(": 2}}, r"Invalid heads: 'w\(' is no regular expression: missing"),
         ((6, 4), {"heads": {"w": 2, "v": 3}}, "heads: pattern 'v' fits no parameter; their names are w"),
     ],
 )

@@ -42,8 +42,12 @@ def check_matrix_options(group: Mapping[str, Any]) -> None:
         for pattern, one in by_pattern.items():
             if one is not None and not fits(one):
                 raise ValueError(f"Invalid {key}: {one!r}; it must be {what}, or a mapping from patterns to that")
-            if not isinstance(pattern, (str, re.Pattern)):
-                raise ValueError(f"Invalid {key}: {pattern!r} is no regular expression to search names for")
+            if not isinstance(pattern, str):  # checkpoints hold them
+                raise ValueError(f"Invalid {key}: {pattern!r} is no text of a regular expression to search names for")
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"Invalid {key}: {pattern!r} is no regular expression: {error}") from None
 
 
 def matrix_options(group: Mapping[str, Any], label: str) -> dict[str, Any]:
@@ -74,8 +78,9 @@ def check_patterns(groups: Sequence[Mapping[str, Any]]) -> None:
                 raise ValueError(f"{key}: patterns need names of parameters: give model.named_parameters()")
             for pattern in value:
                 if not any(re.search(pattern, name) for name in listed):
-                    shown = pattern.pattern if isinstance(pattern, re.Pattern) else pattern
-                    raise ValueError(f"{key}: pattern {shown!r} fits no parameter; their names are {shortened(listed)}")
+                    raise ValueError(
+                        f"{key}: pattern {pattern!r} fits no parameter; their names are {shortened(listed)}"
+                    )
 
 
 class Seen(NamedTuple):
