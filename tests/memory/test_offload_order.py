@@ -94,11 +94,11 @@ def run_late(optimizer: Any, device: Device) -> None:
         setattr(home, name, lane)
     for engine in optimizer._current_plan().engines:
         for segment in engine.segments:
-            for name in ("run_tile_range", "finish_tile_ranges"):
-                before = getattr(segment, name)
-                setattr(
-                    segment, name, lambda *args, run=before: device.lanes["compute"].work.append(lambda: run(*args))
-                )
+            before = segment.tile_calls
+            # One call that runs late, and then is what a step makes of it.
+            segment.tile_calls = lambda *args, before=before: [
+                lambda: device.lanes["compute"].work.append(lambda: [call() for call in before(*args)])
+            ]
 
 
 def train(seed: int, buffers: int, chunk_bytes: int, heeds_marks: bool = True) -> Pair:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from ..errors import BuildError
 from ..graph import REDUCTIONS, Value, ancestors, size_from_end
 from ..linalg import MATRIX_OPERATIONS
-from ..runtime.segment import Entry, Segment, strides_of
+from ..runtime.segment import Entry, Segment, TileRange, strides_of
 from ..storage import random_tensor, stored_in, values_of
 from .decision import gradient_scale
 from .spec import CLIP, INVERSE_SCALE, NORM, SKIP, UNSCALE
@@ -51,8 +52,9 @@ class EagerSegment(Segment):
             if gradient is not None:
                 self._update(position, gradient)
 
-    def tile_pass(self, index: int) -> None:
+    def tile_calls(self, index: int, tile_range: TileRange | None = None) -> list[partial[Any]]:
         """The last scalar pass has done everything."""
+        return []
 
     def _update(self, position: int, gradient: torch.Tensor) -> None:
         entry, graph, compute = self.entries[position], self.spec.program.graph, self.spec.compute

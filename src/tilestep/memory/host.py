@@ -149,8 +149,7 @@ class HostUpdate(ChunkedPasses):
         width = segment.entries[0].param.element_size()
         room = max(home.chunk_bytes // (tiles.size * width), 1) if not self._in_slices else max(tiles.count, 1)
         self.chunks = [TileRange(*bounds) for bounds in cut_tiles(segment, room)]
-        if not self._in_slices:
-            segment.set_tile_ranges(self.chunks)
+        self.tile_ranges = [None] * len(self.chunks) if self._in_slices else self.chunks
 
     def settle(self) -> None:
         """Wait for gradients; the state is on the host."""

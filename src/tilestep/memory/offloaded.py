@@ -23,7 +23,7 @@ from ..optimizer.parameters import shares_of
 from ..placement import Share, is_distributed
 from ..placement.local import local_part
 from ..runtime import Stale, grad_dtype, is_dense
-from ..runtime.segment import Segment, same_walk
+from ..runtime.segment import Segment, TileRange, same_walk
 from ..schedules.accumulation import GradientHooks, TakesGradients
 from ..schedules.side_stream import Event, SideStream
 from .copies import HostMemory, check_device, gigabytes
@@ -539,6 +539,7 @@ class ChunkedPasses:
         self._segment_ref = weakref.ref(segment)
         self._in_slices = bool(segment.spec.program.slices.views)
         self.chunks: Sequence[Any] = ()  # brought and sent by derived classes
+        self.tile_ranges: Sequence[TileRange | None] = ()  # of each chunk; None for all tiles
 
     @property
     def _segment(self) -> Segment:
@@ -561,15 +562,11 @@ class ChunkedPasses:
         if program.tiles[index] is None and not program.slices_before(index):
             return
         self.prepare()
-        for position in range(len(self.chunks)):
+        for position, tile_range in enumerate(self.tile_ranges):
             self.bring(index, position)
-            if self._in_slices:
-                segment.tile_pass(index)
-            else:
-                segment.run_tile_range(index, position)
+            for call in segment.tile_calls(index, tile_range):
+                call()
             self.send(index, position)
-        if not self._in_slices:
-            segment.finish_tile_ranges(index)
 
 
 def _grouped(params: list[torch.Tensor]) -> SimpleNamespace:

@@ -166,10 +166,9 @@ class StreamedUpdate(ChunkedPasses):
                 # Kernels that used this memory before may still be running.
                 buffer.free = home.compute.mark()
         if not self._in_slices:
-            tile_ranges = [chunk.tile_range(self._buffer(place).memory) for place, chunk in enumerate(self.chunks)]
-            segment.set_tile_ranges(tile_ranges)
+            self.tile_ranges = [chunk.tile_range(self._buffer(place).memory) for place, chunk in enumerate(self.chunks)]
             return
-        (chunk,) = self.chunks
+        (chunk,), self.tile_ranges = self.chunks, (None,)
         memory = self._buffer(0).memory
         for name, begins in chunk.begins.items():
             for place, begin in zip(chunk.tensors, begins.tolist()):

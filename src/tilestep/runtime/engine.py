@@ -58,7 +58,10 @@ def pass_calls(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums], pr
         calls += [segment.scalar_calls(index) for segment in running]
         if any(segment.spec.program.scalars[index].global_reductions for segment in running):
             calls.append([partial(_meet, running, index)])
-        calls += [segment.tile_calls(index) for segment in running]
+        calls += [
+            [partial(segment.streamer.run, index)] if segment.streamer else segment.tile_calls(index)
+            for segment in running
+        ]
         calls += [sums.calls(index) for sums in shared]
         calls += [[partial(segment.matrix_pass, index)] for segment in running if segment.matrices]
     return [*calls, note]

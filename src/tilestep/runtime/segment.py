@@ -191,13 +191,13 @@ class SliceTables:
         return counts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TileRange:
-    """A run of a segment's tiles, of whole tensors and of parts of tensors."""
+    """A run of a segment's tiles, of whole tensors and of parts of tensors; passes keep tables for each."""
 
     tiles: range  # the places of its tiles in the segment
     tensors: range  # the places of the tensors that these belong to
-    addresses: Mapping[str, np.ndarray] = field(default_factory=dict)
+    addresses: Mapping[str, np.ndarray] = field(default_factory=dict)  # of arrays that are elsewhere, by tensor
 
 
 class TileStreamer(Protocol):
@@ -289,7 +289,6 @@ class Segment:
     streamer: TileStreamer | None = None
     """Moves arrays to where tile passes work on them, and back."""
 
-    tile_ranges: Sequence[TileRange] = ()  # runs of tiles that passes can work on one by one
     leaves_sums = True  # whether its passes leave the sums of this rank, which other ranks' are added to
     has_taps = True  # whether its kernels can compute statistics and bits of changed weights
     taps: SegmentTaps | None = None  # its outputs besides updates
@@ -452,24 +451,12 @@ class Segment:
         """The calls of scalar pass `index`, the same at every step."""
         return [partial(self.scalar_pass, index)]
 
-    def tile_calls(self, index: int) -> list[partial[Any]]:
-        """The calls of tile pass `index`; the list stays, and what is in it may change."""
-        return [partial(self.streamer.run if self.streamer else self.tile_pass, index)]
+    def tile_calls(self, index: int, tile_range: TileRange | None = None) -> list[partial[Any]]:
+        """The calls of tile pass `index` over all tiles; the list stays, and what is in it may change.
 
-    def tile_pass(self, index: int) -> None:
-        """Run tile pass `index`, if there is one."""
-        raise NotImplementedError
-
-    def set_tile_ranges(self, tile_ranges: Sequence[TileRange]) -> None:
-        """Prepare tile passes over elements for ranges of tiles."""
-        raise NotImplementedError
-
-    def run_tile_range(self, index: int, position: int) -> None:
-        """Run tile pass `index` over the tiles of the range at this position."""
-        raise NotImplementedError
-
-    def finish_tile_ranges(self, index: int) -> None:
-        """After all ranges: finish the reductions of tile pass `index`."""
+        With a range: the calls of a pass over elements for this step, over the range alone. Ranges run in the order of
+        tiles; the calls of the last one finish reductions.
+        """
         raise NotImplementedError
 
     def range_addresses(self, tile_range: TileRange) -> np.ndarray:

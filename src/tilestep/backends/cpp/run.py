@@ -135,6 +135,8 @@ class CpuSegment(Segment):
         self._tile = self._all_functions(library)
         self._calls: list[list[partial[Any]]] = [[] for _ in self._tile]
         self._measuring: list[list[tuple[Any, tuple[Any, ...]]]] = []
+        self._of_ranges: dict[TileRange, tuple[Launch, dict[str, Table]]] = {}
+        """Launch records of ranges, with the tables that they point at."""
         self.tap_partials = self.zeros(1, 1)
         self.upload()
 
@@ -213,15 +215,7 @@ class CpuSegment(Segment):
             taps = {"tap_totals": self.taps.totals, "tap_words": self.taps.words, "first_word": self.taps.first_word}
             self._tables.update(taps, tap_partials=self.tap_partials)
         _point(launch, self._tables)
-        self.set_tile_ranges(self.tile_ranges)
-
-    def set_tile_ranges(self, tile_ranges: Sequence[TileRange]) -> None:
-        """Make a launch record for each range of tiles."""
-        self.tile_ranges = tile_ranges
-        self._range_tables = [self._tables_of(tile_range) for tile_range in tile_ranges]
-        self._window_launches = [
-            self._launch_of(tile_range, tables) for tile_range, tables in zip(tile_ranges, self._range_tables)
-        ]
+        self._of_ranges.clear()
 
     def _tables_of(self, tile_range: TileRange) -> dict[str, Table]:
         """The tables of a range's launch, in which its tiles and tensors count from its first ones."""
@@ -233,24 +227,16 @@ class CpuSegment(Segment):
         own["first_tile"] = own["first_tile"] - tile_range.tiles.start
         return {**own, "addresses": self.range_addresses(tile_range)}
 
-    def _launch_of(self, tile_range: TileRange, tables: Mapping[str, Table]) -> Launch:
-        launch = Launch.from_buffer_copy(self._launch)
-        launch.tensors, launch.tiles = len(tile_range.tensors), len(tile_range.tiles)
-        _point(launch, tables)
-        return launch
-
-    def run_tile_range(self, index: int, position: int) -> None:
-        """Run tile pass `index` over a range of tiles.
-
-        Reductions over a tensor are finished over all of its tiles: the last range that has some of them is right.
-        """
-        launch = self._window_launches[position]
+    def _launch_of(self, tile_range: TileRange) -> Launch:
+        """The launch record of a range; reductions are right after the last range that has tiles of their tensor."""
+        if tile_range not in self._of_ranges:
+            tables, launch = self._tables_of(tile_range), Launch.from_buffer_copy(self._launch)
+            launch.tensors, launch.tiles = len(tile_range.tensors), len(tile_range.tiles)
+            _point(launch, tables)
+            self._of_ranges[tile_range] = launch, tables
+        launch, _ = self._of_ranges[tile_range]
         launch.threads = thread_count()
-        for function, _ in self._passes[index]:
-            function(ctypes.byref(launch))
-
-    def finish_tile_ranges(self, index: int) -> None:
-        """Every range has finished its own."""
+        return launch
 
     def slices_of(self, slot: int) -> tuple[torch.Tensor, list[int]]:
         assert self.slices is not None
@@ -280,10 +266,13 @@ class CpuSegment(Segment):
     def scalar_calls(self, index: int) -> list[partial[Any]]:
         return [partial(self._scalar[index], self._argument)]
 
-    def tile_calls(self, index: int) -> list[partial[Any]]:
-        in_python = self.streamer or self.taps
-        return super().tile_calls(index) if in_python else self._calls[index]
+    def tile_calls(self, index: int, tile_range: TileRange | None = None) -> list[partial[Any]]:
+        if tile_range is not None:
+            launch = self._launch_of(tile_range)
+            return [partial(function, ctypes.byref(launch)) for function, _ in self._passes[index]]
+        return [partial(self._tile_pass, index)] if self.taps is not None else self._calls[index]
 
-    def tile_pass(self, index: int) -> None:
-        for function, arguments in self._tile[index] if self.taps is None else self._passes[index]:
+    def _tile_pass(self, index: int) -> None:
+        """Run the kernels of this step, which measure or do not."""
+        for function, arguments in self._passes[index]:
             function(*arguments)

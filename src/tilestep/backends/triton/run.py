@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -144,7 +146,7 @@ class CudaSegment(Segment):
         assert self.taps is not None
         spans = min(max(self.tiles.count // _ENOUGH_PROGRAMS, 1), _MOST_SPANS)
         # Sums that the update itself needs, and ranges of tiles, keep the tiles of the other passes.
-        spans = 1 if self.spec.reduction_count or self.tile_ranges else spans
+        spans = 1 if self.spec.reduction_count or self.streamer is not None else spans
         if spans not in self._cuts:
             cut = cut_tiles(self.tiles.numel.tolist(), self.tiles.size * spans)
             size = max(cut.count, 1) * len(self.taps.columns)
@@ -183,6 +185,8 @@ class CudaSegment(Segment):
         ]
 
     def _launches(self) -> None:
+        self._range_tables: dict[TileRange, tuple[dict[str, torch.Tensor], int]] = {}
+        self._range_calls: dict[tuple[TileRange, int, bool, bool], list[partial[Any]]] = {}
         program = self.spec.program
         states = [f"{name}_state" for name in program.graph.scalar_states]
         grid = -(-len(self.entries) // _SCALAR_BLOCK)
@@ -305,31 +309,7 @@ class CudaSegment(Segment):
         self._strided_tiles = len(listed)
         if len(listed):
             self._tables["tile_list"] = self._table(listed)
-        self.set_tile_ranges(self.tile_ranges)
-
-    def set_tile_ranges(self, tile_ranges: Sequence[TileRange]) -> None:
-        self.tile_ranges = tile_ranges
         self._launches()
-        self._range_tables = [range_tables(self, tile_range, self._tables) for tile_range in tile_ranges]
-        self._window_launches: dict[tuple[int, int, bool, bool], list[tuple[Launcher, list[torch.Tensor]]]] = {}
-
-    def run_tile_range(self, index: int, position: int) -> None:
-        key = (index, position, self.unscales, self.measures)
-        if key not in self._window_launches:
-            tables, strided = self._range_tables[position]
-            tiles = len(self.tile_ranges[position].tiles)
-            spec = self.spec.measuring if self.measures else self.spec
-            self._window_launches[key] = self._element_launches(
-                spec, index, self.unscales, tables, tiles, strided, self.shape.span
-            )
-        for launcher, arguments in self._window_launches[key]:
-            launcher(*arguments)
-
-    def finish_tile_ranges(self, index: int) -> None:
-        tile = self.spec.program.tiles[index]
-        if tile is not None and tile.reductions:
-            launcher, arguments = self._tile[self.unscales, self.measures][index][-1]
-            launcher(*arguments)
 
     def slices_of(self, slot: int) -> tuple[torch.Tensor, list[int]]:
         assert self.slices is not None
@@ -377,7 +357,24 @@ class CudaSegment(Segment):
         launcher, arguments = self._scalar[index]
         launcher(*arguments)
 
-    def tile_pass(self, index: int) -> None:
+    def tile_calls(self, index: int, tile_range: TileRange | None = None) -> list[partial[Any]]:
+        if tile_range is None:
+            return [partial(self._tile_pass, index)]
+        key = (tile_range, index, self.unscales, self.measures)
+        if key not in self._range_calls:
+            if tile_range not in self._range_tables:
+                self._range_tables[tile_range] = range_tables(self, tile_range, self._tables)
+            tables, strided = self._range_tables[tile_range]
+            spec, tile = self.spec.measuring if self.measures else self.spec, self.spec.program.tiles[index]
+            launches = self._element_launches(
+                spec, index, self.unscales, tables, len(tile_range.tiles), strided, self.shape.span
+            )
+            if tile is not None and tile.reductions and tile_range.tiles.stop == self.tiles.count:
+                launches.append(self._tile[self.unscales, self.measures][index][-1])
+            self._range_calls[key] = [partial(launcher, *arguments) for launcher, arguments in launches]
+        return self._range_calls[key]
+
+    def _tile_pass(self, index: int) -> None:
         for launcher, arguments in self._tile[self.unscales, self.measures][index]:
             launcher(*arguments)
 
