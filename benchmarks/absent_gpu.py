@@ -78,15 +78,15 @@ def absent_gpu(directory: Path, capability: int = 90) -> Iterator[None]:
 def engine_of(make: Callable[[], Any], shape: Any) -> Any:
     """The engine that an optimizer would have on a GPU, in tiles of this shape; its tensors are on the CPU."""
     from tilestep.backends import registry
-    from tilestep.backends.triton.run import CudaSegment
+    from tilestep.backends.triton.run import TritonPasses
     from tilestep.tuning import forced_shape
 
-    chosen, registry.segment_class = registry.segment_class, lambda device: CudaSegment
+    chosen, registry.passes_class = registry.passes_class, lambda device: TritonPasses
     try:
         with forced_shape(shape):
             (engine,) = make().fitting_plan(ahead=True).engines
     finally:
-        registry.segment_class = chosen
+        registry.passes_class = chosen
     return engine
 
 

@@ -99,7 +99,7 @@ def first_launches(rule: str, shapes: Sequence[Sequence[int]], dtype: torch.dtyp
         norm.tiles_launch(engine.grads),
         decision_launch(decide, fresh_control(torch.device("cpu")), decision, {}),
     ]
-    launches += [launch for segment in engine.segments for launch in segment.launches(False)]
+    launches += [launch for passes in engine.passes for launch in passes.launches(False)]
     for launcher, _ in launches:
         launcher._device, launcher._compiles = DEVICE, True
     return [launch for launch in launches if not launch[0].is_built]

@@ -236,10 +236,10 @@ def run_kernels(optimizer: Any) -> None:
     """The norm and the passes of a step, without what the host does before them."""
     for engine in optimizer.plan.engines:
         engine.own_norm_table().sum_squares(engine.grads, engine.power_sum)
-        for segment in engine.segments:
-            for index in range(len(segment.spec.program.scalars)):
-                segment.scalar_pass(index)
-                segment.tile_pass(index)
+        for passes in engine.passes:
+            for index in range(len(passes.segment.spec.program.scalars)):
+                for call in (*passes.scalar_calls(index), *passes.tile_calls(index)):
+                    call()
 
 
 def _beside(

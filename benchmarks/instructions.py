@@ -38,14 +38,14 @@ SHAPE = (1024, 1024)
 
 
 def kernel_of(rule: str, choice: dict[str, Any]) -> tuple[Any, Any]:
-    """A segment of one bfloat16 matrix, and what Triton makes of its first update pass."""
+    """The passes of one bfloat16 matrix, and what Triton makes of its first update pass."""
     param = torch.ones(SHAPE, dtype=torch.bfloat16, requires_grad=True)
     make = partial(tilestep.Optimizer, [param], rule, max_grad_norm=1.0, **choice)
     (plain,) = make().fitting_plan(ahead=True).engines
-    (segment,) = engine_of(make, default_shape(plain.segments[0].spec, "cuda")).segments
-    launcher, arguments = next(one for one in segment.launches(False) if "tile_pass" in one[0]._kernel.__name__)
+    (passes,) = engine_of(make, default_shape(plain.segments[0].spec, "cuda")).passes
+    launcher, arguments = next(one for one in passes.launches(False) if "tile_pass" in one[0]._kernel.__name__)
     launcher._device = torch.device("cuda", 0)
-    return segment, launcher.compile(arguments)
+    return passes, launcher.compile(arguments)
 
 
 def loop_of(sass: str, has_blocks: bool) -> list[str]:
@@ -76,21 +76,21 @@ def main(
     with tempfile.TemporaryDirectory() as folder, absent_gpu(Path(folder)):
         os.environ["TRITON_CACHE_DIR"] = folder
         for name in track([name for name in CHOICES if only in name], "kernels"):
-            segment, kernel = kernel_of(rule, CHOICES[name])
+            passes, kernel = kernel_of(rule, CHOICES[name])
             binary = Path(folder, "kernel.cubin")
             binary.write_bytes(kernel.asm["cubin"])
             text = subprocess.run([DISASSEMBLER, "-c", binary], capture_output=True, text=True, check=True).stdout
             if sass is not None:
                 sass.mkdir(parents=True, exist_ok=True)
                 (sass / f"{name.replace(', ', '-').replace(' ', '-')}.sass").write_text(text)
-            loop = loop_of(text, segment.spec.has_blocks)
-            elements = segment.shape.tile / (32 * segment.shape.warps)
+            loop = loop_of(text, passes.segment.spec.has_blocks)
+            elements = passes.shape.tile / (32 * passes.shape.warps)
             special = sum(instruction.startswith("MUFU") for instruction in loop)
-            moved = sum(total_traffic(segment.spec))
+            moved = sum(total_traffic(passes.segment.spec))
             rows.append(
                 {
                     "format": name,
-                    "tile": str(segment.shape),
+                    "tile": str(passes.shape),
                     "instructions an element": round(len(loop) / elements, 1),
                     "special functions an element": round(special / elements, 1),
                     "bytes an element": round(moved, 2),

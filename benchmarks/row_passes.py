@@ -67,7 +67,7 @@ def report(optimizer: tilestep.Optimizer, copy: float) -> float:
         if tile.over is None
     }
     total = 0.0
-    for launcher, arguments in segment._step_launches(False):
+    for launcher, arguments in engine.passes[0]._step_launches(False):
         name = launcher._kernel.__name__
         time = milliseconds(lambda launcher=launcher, arguments=arguments: launcher(*arguments))
         total += time

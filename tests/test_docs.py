@@ -153,7 +153,7 @@ import tilestep
 from format_rows import ROWS, backend, check_kept, check_training
 from tilestep.checking import check_rule
 from tilestep.backends import registry as backends
-from tilestep.backends.eager import EagerSegment
+from tilestep.backends.eager import EagerPasses
 
 assert "{folder}" in tilestep.__file__
 for verdict in check_rule(tilestep.registry["Signum"], interpret=False):
@@ -172,8 +172,8 @@ weight.grad = torch.tensor([1.0, -2.0, 0.0])
 optimizer = tilestep.Signum([weight], lr=0.25, max_grad_norm=1.0)
 optimizer.step()
 assert weight.tolist() == [0.75, 1.25, 1.0]
-segment = backends.segment_class(torch.device("cpu"))
-assert segment.__name__ == "XpuSegment" and issubclass(segment, EagerSegment)
+segment = backends.passes_class(torch.device("cpu"))
+assert segment.__name__ == "XpuPasses" and issubclass(segment, EagerPasses)
 
 from tilestep.memory.mapped import MappedState
 from tilestep.memory.offload import move_state

@@ -9,7 +9,7 @@ from elementwise_rules import inputs, misses, rules
 
 import tilestep
 from tilestep.backends import registry
-from tilestep.backends.triton.run import CudaSegment
+from tilestep.backends.triton.run import TritonPasses
 
 
 def check_asgd() -> None:
@@ -29,7 +29,7 @@ def check_asgd() -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    registry.segment_class = lambda device: CudaSegment
+    registry.passes_class = lambda device: TritonPasses
     check_asgd()
     wrong = []
     for rule, names in rules():

@@ -10,7 +10,7 @@ from row_rules import RULES, Referee, Shape, drawn, random_rule
 
 import tilestep
 from tilestep.backends import registry
-from tilestep.backends.triton.run import CudaSegment
+from tilestep.backends.triton.run import TritonPasses
 from tilestep.rules import Rule
 
 SHAPES: list[Shape] = [(5, 9), (66, 130), (9, 7), (4, 1), (45, 132), (3, 4, 5), (6, 4, 3, 3), (2, 5, 3, 2)]
@@ -57,12 +57,12 @@ def launches(shapes: list[Shape]) -> int:
         param.grad = torch.ones_like(param)
     optimizer.step()
     [engine] = optimizer.plan.engines
-    return sum(len(list(segment._step_launches(False))) for segment in engine.segments)
+    return sum(len(list(passes._step_launches(False))) for passes in engine.passes)
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    registry.segment_class = lambda device: CudaSegment
+    registry.passes_class = lambda device: TritonPasses
     for chosen, hyper in RULES.values():
         check(chosen, hyper, SHAPES)
     for seed in range(3):

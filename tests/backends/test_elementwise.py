@@ -12,7 +12,7 @@ from scripts import all_equal_in_the_interpreter
 import tilestep
 from tilestep import Rule
 from tilestep.backends import registry
-from tilestep.backends.eager import EagerSegment
+from tilestep.backends.eager import EagerPasses
 
 BOUNDS = {torch.float32: 2e-6, torch.float64: 1e-14}
 """libmvec's functions are up to four units in the last place off."""
@@ -37,7 +37,7 @@ def test_elementwise_operations_in_cpp(rule: Rule, names: list[str], dtype: torc
 
 @pytest.mark.parametrize(("rule", "names"), rules(), ids=[names[0] for _, names in rules()])
 def test_elementwise_operations_in_eager_torch(rule: Rule, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "segment_class", lambda device: EagerSegment)
+    monkeypatch.setattr(registry, "passes_class", lambda device: EagerPasses)
     check(rule, names, torch.float64)
 
 

@@ -13,8 +13,8 @@ from scripts import all_equal_in_the_interpreter
 import tilestep
 from tilestep.backends import registry as backends
 from tilestep.backends.cpp import source
-from tilestep.backends.cpp.run import CpuSegment, CpuSlices
-from tilestep.backends.eager import EagerSegment
+from tilestep.backends.cpp.run import CppPasses, CpuSlices
+from tilestep.backends.eager import EagerPasses
 from tilestep.errors import RuleError
 from tilestep.graph import partition, trace
 from tilestep.rules import Rule, State, registry, rule
@@ -70,11 +70,11 @@ def test_random_rules(seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["adafactor", "mixed", "units"])
 def test_eager_fallback(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "segment_class", lambda device: EagerSegment)
+    monkeypatch.setattr(backends, "passes_class", lambda device: EagerPasses)
     compare(*run(*RULES[name], [(5, 9), (12, 7), (3, 4), (3, 4, 5), (6, 4, 3, 3)], torch.float64), torch.float64)
 
 
-@pytest.mark.parametrize("backend", [CpuSegment, EagerSegment])
+@pytest.mark.parametrize("backend", [CppPasses, EagerPasses])
 @pytest.mark.parametrize(
     ("state_dtype", "bound"),
     [("float32", 1e-6), ("scaled_float16", 2e-5), ("int8", 5e-4), ("float8_e4m3", 2e-3), ("int4", 4e-3)],
@@ -82,7 +82,7 @@ def test_eager_fallback(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_states_in_blocks_train_as_in_float64(
     state_dtype: str, bound: float, backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backends, "segment_class", lambda device: backend)
+    monkeypatch.setattr(backends, "passes_class", lambda device: backend)
     hyper = {"lr": 1e-3}
     shapes: list[Shape] = [(66, 130), (33, 320), (130, 70), (6, 5, 3, 3)]
     chosen = centralize(registry["AdamW"])
@@ -138,7 +138,7 @@ def test_adafactor_s_epsilon_is_that_of_the_parameter(
     dtype: torch.dtype, size: float, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if backend == "eager":
-        monkeypatch.setattr(backends, "segment_class", lambda device: EagerSegment)
+        monkeypatch.setattr(backends, "passes_class", lambda device: EagerPasses)
     shapes: list[Shape] = [(7,), (5, 9), (3, 4, 5)]
     epsilon = torch.finfo(dtype).eps
     ours = [torch.nn.Parameter(tensor) for tensor in drawn(shapes, dtype)]

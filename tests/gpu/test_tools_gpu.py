@@ -73,7 +73,7 @@ def test_every_tile_shape_gives_the_same_bits(
                 param.grad = torch.randn(param.shape, generator=generator).to("cuda", dtype)
             with forced_shape(shape):
                 optimizer.step()
-        assert {segment.shape for segment in optimizer._current_plan().engines[0].segments} == {shape}
+        assert {passes.shape for passes in optimizer._current_plan().engines[0].passes} == {shape}
         results.append([param.detach().clone() for param in params])
     for result in results[1:]:
         assert all(map(torch.equal, result, results[0]))
@@ -87,5 +87,5 @@ def test_tuning_keeps_the_fastest_shape(own_tables: None) -> None:
     assert all(taken > 0 for taken in outcome.milliseconds.values())
     assert tuning.known_table(device_key(device), "cuda")[job.signature] == outcome.after
     optimizer = tilestep.SGD([torch.nn.Parameter(torch.ones(5, device=device))])
-    (segment,) = optimizer._current_plan().engines[0].segments
-    assert TileShape(segment.shape.tile, segment.shape.warps, segment.shape.tiles) == outcome.after
+    (passes,) = optimizer._current_plan().engines[0].passes
+    assert TileShape(passes.shape.tile, passes.shape.warps, passes.shape.tiles) == outcome.after

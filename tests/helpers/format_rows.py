@@ -43,19 +43,19 @@ SHAPES = [(), (5,), (4, 6), (0,), (3, 2, 3, 3), (700,), (9, 130)]
 @contextmanager
 def backend(name: str) -> Iterator[None]:
     """A block in which CPU tensors are updated by a backend: "cpp", "eager", or "triton", which must be interpreted."""
-    from tilestep.backends.cpp.run import CpuSegment
-    from tilestep.backends.eager import EagerSegment
+    from tilestep.backends.cpp.run import CppPasses
+    from tilestep.backends.eager import EagerPasses
 
-    classes: dict[str, Callable[[], Any]] = {"cpp": lambda: CpuSegment, "eager": lambda: EagerSegment}
+    classes: dict[str, Callable[[], Any]] = {"cpp": lambda: CppPasses, "eager": lambda: EagerPasses}
     if name == "triton":
-        from tilestep.backends.triton.run import CudaSegment
+        from tilestep.backends.triton.run import TritonPasses
 
-        classes["triton"] = lambda: CudaSegment
-    before, registry.segment_class = registry.segment_class, lambda device: classes[name]()
+        classes["triton"] = lambda: TritonPasses
+    before, registry.passes_class = registry.passes_class, lambda device: classes[name]()
     try:
         yield
     finally:
-        registry.segment_class = before
+        registry.passes_class = before
 
 
 def numbers(few: bool) -> torch.Tensor:

@@ -101,7 +101,7 @@ class Simulation:
 
         monkeypatch.setattr(Launcher, "__call__", call)
         for module in (tilestep.backends.registry, tilestep.optimizer.graphs):
-            monkeypatch.setattr(module, "segment_class", lambda device: tilestep.backends.triton.run.CudaSegment)
+            monkeypatch.setattr(module, "passes_class", lambda device: tilestep.backends.triton.run.TritonPasses)
         monkeypatch.setattr(tilestep.norm.table, "cpu_norm", lambda numels, dtypes: TritonNorm(CPU, numels, dtypes))
         kernels = tilestep.backends.triton.run
         monkeypatch.setattr(tilestep.optimizer.control, "control_kernels", lambda control: kernels)

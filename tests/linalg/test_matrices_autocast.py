@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import tilestep
-from tilestep.backends.eager import EagerSegment
+from tilestep.backends.eager import EagerPasses
 from tilestep.runtime import engine
 
 
@@ -56,7 +56,7 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
 @pytest.mark.parametrize("eager", [False, True], ids=["kernels", "eager"])
 def test_a_step_under_autocast(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if eager:
-        monkeypatch.setattr(engine, "build_segment", lambda device, *arguments: EagerSegment(*arguments))
+        monkeypatch.setattr(engine, "build_passes", lambda device, *arguments: EagerPasses(*arguments))
     assert_same(trained(soap, stepping=autocast), trained(soap))
 
 

@@ -12,7 +12,7 @@ from state_files import saved_and_loaded
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilestep
-from tilestep.backends.eager import EagerSegment
+from tilestep.backends.eager import EagerPasses
 from tilestep.runtime import engine
 
 SHAPES = [(16, 16), (16, 40), (40, 16), (16, 40), (8, 64), (1, 12)]
@@ -224,7 +224,7 @@ def test_numbers_may_change_between_steps() -> None:
 @pytest.mark.parametrize("eager", [False, True])
 def test_coefficients_are_lists_or_names_and_may_change(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if eager:
-        monkeypatch.setattr(engine, "build_segment", lambda device, *arguments: EagerSegment(*arguments))
+        monkeypatch.setattr(engine, "build_passes", lambda device, *arguments: EagerPasses(*arguments))
     rule = tilestep.registry["Muon"]
     (param,) = params_of([(6, 10)], torch.float64)
     expected, buffer = param.detach().clone(), torch.zeros(6, 10, dtype=torch.float64)
@@ -330,10 +330,10 @@ def test_the_number_of_products_depends_on_shapes_not_on_parameters() -> None:
 
 def test_without_a_compiler_the_rule_itself_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     mine, theirs = params_of(), params_of()
-    monkeypatch.setattr(engine, "build_segment", lambda device, *arguments: EagerSegment(*arguments))
+    monkeypatch.setattr(engine, "build_passes", lambda device, *arguments: EagerPasses(*arguments))
     ours = tilestep.Muon(mine, lr=0.02)
     train([(ours, mine), (torch.optim.Muon(theirs, lr=0.02), theirs)], range(4))
-    assert isinstance(ours.plan.engines[0].segments[0], EagerSegment)
+    assert isinstance(ours.plan.engines[0].passes[0], EagerPasses)
     assert_near(mine, theirs, 0.1)
 
 

@@ -7,7 +7,7 @@ from offloaded_pairs import Pair, streamed
 
 import tilestep
 from tilestep.backends.registry import interpret_on_cpu
-from tilestep.backends.triton.run import CudaSegment
+from tilestep.backends.triton.run import TritonPasses
 
 SHAPES = [(5,), (4, 6), (0,), (1_601,)]
 
@@ -16,7 +16,7 @@ if __name__ == "__main__":
     for rule in ("AdamW", "LAMB"):
         for home in (streamed(), streamed(6_000, 2)):
             pair = Pair(lambda params, rule=rule: tilestep.Optimizer(params, rule, max_grad_norm=1.0), home, SHAPES)
-            assert all(isinstance(segment, CudaSegment) for segment in pair.optimizer.plan.engines[0].segments)
+            assert all(isinstance(passes, TritonPasses) for passes in pair.optimizer.plan.engines[0].passes)
             for step in range(2):
                 pair.step(missing=lambda place, step=step: place == step)
             pair.compare()

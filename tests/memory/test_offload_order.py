@@ -93,10 +93,10 @@ def run_late(optimizer: Any, device: Device) -> None:
     for name, lane in device.lanes.items():
         setattr(home, name, lane)
     for engine in optimizer._current_plan().engines:
-        for segment in engine.segments:
-            before = segment.tile_calls
+        for passes in engine.passes:
+            before = passes.tile_calls
             # One call that runs late, and then is what a step makes of it.
-            segment.tile_calls = lambda *args, before=before: [
+            passes.tile_calls = lambda *args, before=before: [
                 lambda: device.lanes["compute"].work.append(lambda: [call() for call in before(*args)])
             ]
 

@@ -15,7 +15,7 @@ from twins import make_params, set_gradients, twins
 
 import tilestep
 from tilestep.backends import registry
-from tilestep.backends.eager import EagerSegment
+from tilestep.backends.eager import EagerPasses
 from tilestep.errors import CaptureError, GradientError
 from tilestep.schedules.zero.sharded import _prepared as prepared
 
@@ -108,7 +108,7 @@ def test_a_number_may_live_on_another_device(backend: str, monkeypatch: pytest.M
     params = make_params()
     others = twins(params)
     if backend == "eager":
-        monkeypatch.setattr(registry, "segment_class", lambda device: EagerSegment)
+        monkeypatch.setattr(registry, "passes_class", lambda device: EagerPasses)
     mine, theirs = tilestep.Adam(params, lr=rate, betas=(beta, 0.75)), torch.optim.Adam(others, betas=(0.5, 0.75))
     for step in range(3):
         value = 0.1 / (step + 1)

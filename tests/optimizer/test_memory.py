@@ -21,7 +21,7 @@ from twins import assert_close, assert_unchanged, everything, make_params, set_g
 
 import tilestep
 from tilestep import GradientError, StateError, native
-from tilestep.backends.cpp.run import CpuSegment
+from tilestep.backends.cpp.run import CppPasses
 from tilestep.tensor_watch import CHANGED, SAME, Watch
 
 Change = Callable[[torch.Tensor], Any]
@@ -506,7 +506,7 @@ def test_gradients_are_held_for_the_step(monkeypatch: pytest.MonkeyPatch) -> Non
     """Another thread replaces them when kernels have their addresses and have not read them."""
     mine, theirs = make_params([(400,), (300, 3)]), make_params([(400,), (300, 3)])
     ours, torchs = tilestep.AdamW(mine, lr=0.1), torch.optim.AdamW(theirs, lr=0.1)
-    run, freed = CpuSegment.take_threads, []
+    run, freed = CppPasses.take_threads, []
 
     def replaced(*args: Any) -> None:
         storages = [param.grad.untyped_storage().data_ptr() for param in mine if param.grad is not None]
@@ -517,7 +517,7 @@ def test_gradients_are_held_for_the_step(monkeypatch: pytest.MonkeyPatch) -> Non
         assert not {tensor.data_ptr() for tensor in junk} & set(storages)
         run(*args)
 
-    monkeypatch.setattr(CpuSegment, "take_threads", replaced)
+    monkeypatch.setattr(CppPasses, "take_threads", replaced)
     for step in range(6):
         set_gradients(mine, theirs, step=step)
         ours.step()

@@ -38,11 +38,11 @@ class Noted:
 def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
     pytest.importorskip("triton", reason="Triton is not installed")
     from tilestep.backends.triton import run
-    from tilestep.backends.triton.run import CudaSegment
+    from tilestep.backends.triton.run import TritonPasses
     from tilestep.norm.triton_backend import TritonNorm
 
     noted = Noted()
-    monkeypatch.setattr(registry, "segment_class", lambda device: CudaSegment)
+    monkeypatch.setattr(registry, "passes_class", lambda device: TritonPasses)
     monkeypatch.setattr(table, "cpu_norm", lambda numels, dtypes: TritonNorm(torch.device("cpu"), numels, dtypes))
     monkeypatch.setattr(control, "control_kernels", lambda numbers: run)
     monkeypatch.setattr(ahead, "build_together", noted.build)

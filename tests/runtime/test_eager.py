@@ -49,9 +49,9 @@ def _no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 def eager_segments(optimizer: tilestep.Optimizer) -> bool:
     return all(
-        type(segment).__name__ == "EagerSegment"
+        type(passes).__name__ == "EagerPasses"
         for engine in optimizer._current_plan().engines
-        for segment in engine.segments
+        for passes in engine.passes
     )
 
 

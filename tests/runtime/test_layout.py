@@ -146,11 +146,12 @@ def test_a_kernel_steps_behind_the_first_2_31_elements() -> None:
     optimizer = tilestep.Optimizer([weight], "SGD", lr=0.5)
     weight.grad = grad
     [engine] = optimizer._current_plan().engines
-    [segment] = engine.segments
+    [passes] = engine.passes
+    segment = passes.segment
     # Only the last tile, so that no other page is touched; its number stays as far from the first as it was.
     segment.tiles.first_tile[:] = 1 - segment.tiles.count
     segment.tiles.tile_tensor = segment.tiles.tile_tensor[-1:]
-    segment.upload()
+    passes.upload()
     optimizer.step()
     expected = (1.0 - 0.5 * torch.arange(tail).to(torch.bfloat16).float()).to(torch.bfloat16)
     assert torch.equal(weight.detach()[-tail:], expected)

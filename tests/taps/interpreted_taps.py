@@ -12,7 +12,7 @@ import torch
 import tilestep
 from tilestep.backends import registry
 from tilestep.backends.triton import run
-from tilestep.backends.triton.run import CudaSegment
+from tilestep.backends.triton.run import TritonPasses
 from tilestep.memory.offload import move_state
 from tilestep.memory.streaming import StreamedState
 from tilestep.tuning import TileShape, forced_shape
@@ -105,7 +105,7 @@ def check_states_of_other_magnitudes() -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    registry.segment_class = lambda device: CudaSegment
+    registry.passes_class = lambda device: TritonPasses
     with forced_shape(TileShape(64, 1, 2)):
         check_states_of_other_magnitudes()
         check(torch.bfloat16, "remainder")

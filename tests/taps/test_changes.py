@@ -11,7 +11,7 @@ import torch
 
 import tilestep
 from tilestep.backends import registry
-from tilestep.backends.eager import EagerSegment
+from tilestep.backends.eager import EagerPasses
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -114,7 +114,7 @@ def test_matrices_and_their_orthogonal_updates() -> None:
 
 
 def test_eager_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "segment_class", lambda device: EagerSegment)
+    monkeypatch.setattr(registry, "passes_class", lambda device: EagerPasses)
     params = parameters(torch.float32)
     train(tilestep.SGD(params, lr=1e-3, track_changes=True), params)
 

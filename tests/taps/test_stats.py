@@ -16,7 +16,7 @@ from scripts import all_equal_in_the_interpreter
 import tilestep
 from tilestep.backends import registry
 from tilestep.backends.cpp import run
-from tilestep.backends.eager import EagerSegment
+from tilestep.backends.eager import EagerPasses
 
 SHAPES = ((40, 67), (3, 4, 5, 5), (7,), (1,))
 
@@ -113,7 +113,7 @@ def test_narrow_states_of_float64_parameters() -> None:
 
 
 def test_eager_steps_measure_states_in_blocks_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "segment_class", lambda device: EagerSegment)
+    monkeypatch.setattr(registry, "passes_class", lambda device: EagerPasses)
     compare("int8", "AdamW")
 
 
@@ -127,7 +127,7 @@ def test_matrices_and_momenta_of_muon() -> None:
 
 
 def test_eager_steps_measure_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "segment_class", lambda device: EagerSegment)
+    monkeypatch.setattr(registry, "passes_class", lambda device: EagerPasses)
     params = parameters(torch.float32)
     optimizer = tilestep.AdamW(params, lr=0.05, stats=tilestep.Stats())
     before = [param.detach().clone() for param in params]

@@ -1,4 +1,4 @@
-"""Segments as eager PyTorch: the rule itself, tensor by tensor, where no kernels can be built."""
+"""Passes as eager PyTorch: the rule itself, tensor by tensor, where no kernels can be built."""
 
 from __future__ import annotations
 
@@ -11,63 +11,58 @@ import torch
 from ..errors import BuildError
 from ..graph import REDUCTIONS, Value, ancestors, size_from_end
 from ..linalg import MATRIX_OPERATIONS
-from ..runtime.segment import Entry, Segment, TileRange, strides_of
+from ..runtime.passes import Passes
+from ..runtime.segment import Entry, Segment, strides_of
 from ..storage import random_tensor, stored_in, values_of
 from .decision import gradient_scale
-from .spec import CLIP, INVERSE_SCALE, NORM, SKIP, UNSCALE
+from .spec import CLIP, INVERSE_SCALE, NORM, SKIP, UNSCALE, KernelSpec
 
 
-class EagerSegment(Segment):
-    """A segment that evaluates its graph with torch operations; arguments as for `Segment`."""
+class EagerPasses(Passes):
+    """A graph that is evaluated with torch operations; arguments as for `Segment`."""
 
-    tile_size = 1 << 20
-    batches_matrices = False
-    reads_gradients = True
-    leaves_sums = False
-    has_taps = False
+    has_kernels = False
 
-    def prepare(self) -> None:
-        if self.spec.global_count:
+    def __init__(self, spec: KernelSpec, *arguments: Any) -> None:
+        if spec.global_count:
             raise BuildError(
-                f"rule {self.spec.program.graph.title} reduces over all tensors, which eager PyTorch does not do here: "
+                f"rule {spec.program.graph.title} reduces over all tensors, which eager PyTorch does not do here: "
                 "it needs a C++ compiler, or Triton for CUDA"
             )
-        self.hyper: list[list[float]] = []
-
-    def upload(self) -> None:
-        """There are no tables."""
+        self._spec, self.segment = spec, Segment(spec, *arguments, tile_size=1 << 20, has_kernels=False)
+        self._hyper: list[list[float]] = []
 
     def set_hypers(self, rows: Sequence[Sequence[float]]) -> None:
-        self.hyper = [list(row) for row in rows]
+        self._hyper = [list(row) for row in rows]
 
     def set_device_hyper(self, row: int, column: int, tensor: torch.Tensor) -> None:
         """Take over a hyperparameter that lives on a device; the host waits for it, as torch's optimizers do."""
-        self.hyper[row][column] = float(tensor)
+        self._hyper[row][column] = float(tensor)
 
-    def scalar_pass(self, index: int) -> None:
-        """Run everything at the last scalar pass; earlier ones have nothing to do."""
-        if index < len(self.spec.program.scalars) - 1 or float(self.control[SKIP]):
+    def scalar_calls(self, index: int) -> list[partial[Any]]:
+        """Everything runs at the last scalar pass; other passes have nothing to do."""
+        return [] if index < len(self._spec.program.scalars) - 1 else [partial(self._update_all)]
+
+    def _update_all(self) -> None:
+        segment = self.segment
+        if float(segment.control[SKIP]):
             return
-        for position, gradient in enumerate(self.gradients):
+        for position, gradient in enumerate(segment.gradients):
             if gradient is not None:
                 self._update(position, gradient)
 
-    def tile_calls(self, index: int, tile_range: TileRange | None = None) -> list[partial[Any]]:
-        """The last scalar pass has done everything."""
-        return []
-
     def _update(self, position: int, gradient: torch.Tensor) -> None:
-        entry, graph, compute = self.entries[position], self.spec.program.graph, self.spec.compute
-        self.step[position] += 1
+        entry, graph, compute = self.segment.entries[position], self._spec.program.graph, self._spec.compute
+        self.segment.step[position] += 1
         loads: dict[str, torch.Tensor] = {"grad": gradient.to(compute)}
-        for name, storage in self.spec.storages.items():
-            if name != "grad" and name not in self.spec.program.matrices.scratch:
+        for name, storage in self._spec.storages.items():
+            if name != "grad" and name not in self._spec.program.matrices.scratch:
                 loads[name] = values_of(storage, entry.arrays, name, compute, entry.param.shape)
         if entry.holds is not None:
             loads = {name: value.reshape(self._seen(entry, name)) for name, value in loads.items()}
         # Copies, as those of `values_of`: a rule may move a state's old value to another, which is written later.
         loads.update({name: matrix.clone() for name, matrix in entry.matrices.items()})
-        numbers = {name: array[position] for name, array in self.scalar_states.items()}
+        numbers = {name: array[position] for name, array in self.segment.scalar_states.items()}
         loads.update({name: number.to(torch.float64, copy=True) for name, number in numbers.items()})
         # An empty tensor only has new scalar states.
         outputs = {name: graph.outputs[name] for name in (graph.outputs if gradient.numel() else graph.scalar_states)}
@@ -75,7 +70,7 @@ class EagerSegment(Segment):
         for name, output in outputs.items():
             value = results[id(output)]
             if name in graph.scalar_states:
-                self.scalar_states[name][position] = value
+                self.segment.scalar_states[name][position] = value
             elif name in graph.matrix_states:
                 entry.matrices[name].copy_(value)
             else:
@@ -83,27 +78,27 @@ class EagerSegment(Segment):
                 if entry.holds is not None:
                     like = entry.arrays[name] if name in graph.slice_states else entry.param
                     value = value.expand(self._seen(entry, name)).reshape(like.shape)
-                stored_in(self.spec.storages[name], entry.arrays, name, value, entry.param.shape, random)
-        if float(self.control[UNSCALE]):
-            gradient.mul_(float(self.control[INVERSE_SCALE]))
+                stored_in(self._spec.storages[name], entry.arrays, name, value, entry.param.shape, random)
+        if float(self.segment.control[UNSCALE]):
+            gradient.mul_(float(self.segment.control[INVERSE_SCALE]))
 
     def _seen(self, entry: Entry, name: str) -> list[int]:
         """The shape of a buffer as the rule sees it."""
-        graph = self.spec.program.graph
+        graph = self._spec.program.graph
         gone = range(*graph.slice_states.get(name, (0, 0)))
         return [1 if dim in gone else size for dim, size in enumerate(entry.here(graph.dims))]
 
     def _random(self, position: int, name: str) -> torch.Tensor | None:
         """The random bits that round a buffer; None for one that is rounded to nearest."""
-        if name not in self.spec.draws:
+        if name not in self._spec.draws:
             return None
-        entry = self.entries[position]
+        entry = self.segment.entries[position]
         index = torch.full(entry.param.shape, entry.origin, dtype=torch.int64, device=entry.param.device)
         for dim, stride in enumerate(strides_of(entry)):
             along = torch.arange(entry.param.shape[dim], device=entry.param.device) * stride
             index += along.view(-1, *[1] * (entry.param.dim() - dim - 1))
-        stream = int(self.streams[position, 0])
-        return random_tensor(stream, int(self.step[position]), self.spec.draws[name], index)
+        stream = int(self.segment.streams[position, 0])
+        return random_tensor(stream, int(self.segment.step[position]), self._spec.draws[name], index)
 
     def _evaluated(self, roots: Iterable[Value], loads: Mapping[str, torch.Tensor], position: int) -> dict[int, Any]:
         results: dict[int, Any] = {}
@@ -130,27 +125,27 @@ class EagerSegment(Segment):
         if name in MATRIX_OPERATIONS:
             return self._matrix(value, args)
         if name == "number":
-            return args[0].to(self.spec.compute)
+            return args[0].to(self._spec.compute)
         return getattr(torch, name if hasattr(torch, name) else f"logical_{name}")(*args)
 
     def _matrix(self, value: Value, args: list[Any]) -> torch.Tensor:
         operation = MATRIX_OPERATIONS[value.operation]
-        dtype = operation.dtype or self.spec.compute
+        dtype = operation.dtype or self._spec.compute
         operands = [matrix.to(dtype) for matrix in args[: operation.operands]]
         numbers = [float(number) for number in args[operation.operands :]]
         if operands[0].dim() > 2:
-            return operation.run(operands, numbers, None).to(self.spec.compute)
-        return operation.run([matrix.unsqueeze(0) for matrix in operands], numbers, None)[0].to(self.spec.compute)
+            return operation.run(operands, numbers, None).to(self._spec.compute)
+        return operation.run([matrix.unsqueeze(0) for matrix in operands], numbers, None)[0].to(self._spec.compute)
 
     def _number(self, name: str, position: int) -> float:
         if name == "step":
-            return float(self.step[position])
+            return float(self.segment.step[position])
         if name == "machine_epsilon":
-            return self.spec.machine_epsilon
+            return self._spec.machine_epsilon
         if name == "numel" or size_from_end(name):
-            return float(self.sizes[position, self.spec.sizes.index(size_from_end(name))])
-        row = self.hyper[self.group_of[position]]
+            return float(self.segment.sizes[position, self._spec.sizes.index(size_from_end(name))])
+        row = self._hyper[self.segment.group_of[position]]
         if name != "gradient_scale":
-            return row[self.spec.hypers.index(name)]
-        norm, inverse, clip = (float(self.control[place]) for place in (NORM, INVERSE_SCALE, CLIP))
-        return float(gradient_scale(norm, inverse, clip, row[self.spec.hypers.index("max_grad_norm")]))
+            return row[self._spec.hypers.index(name)]
+        norm, inverse, clip = (float(self.segment.control[place]) for place in (NORM, INVERSE_SCALE, CLIP))
+        return float(gradient_scale(norm, inverse, clip, row[self._spec.hypers.index("max_grad_norm")]))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import BuildError
-from ..runtime.segment import Segment
+from ..runtime.passes import Passes
 from .cpp.compile import warn_of_failure
 from .spec import KernelSpec
 from .triton import launch
@@ -34,48 +34,46 @@ def is_interpreting() -> bool:
     return _interpreting
 
 
-def _triton() -> type[Segment]:
-    from .triton.run import CudaSegment
+def _triton() -> type[Passes]:
+    from .triton.run import TritonPasses
 
-    return CudaSegment
-
-
-def _cpp() -> type[Segment]:
-    from .cpp.run import CpuSegment
-
-    return CpuSegment
+    return TritonPasses
 
 
-def _eager() -> type[Segment]:
-    from .eager import EagerSegment
+def _cpp() -> type[Passes]:
+    from .cpp.run import CppPasses
 
-    return EagerSegment
-
-
-BACKENDS: dict[str, Callable[[], type[Segment]]] = {"cuda": _triton, "cpu": _cpp}
-"""The segment class for a type of device; eager PyTorch runs on all others."""
+    return CppPasses
 
 
-def segment_class(device: torch.device) -> type[Segment]:
-    """The segment class for tensors on a device; the eager one if no kernels can be built for it."""
+def _eager() -> type[Passes]:
+    from .eager import EagerPasses
+
+    return EagerPasses
+
+
+BACKENDS: dict[str, Callable[[], type[Passes]]] = {"cuda": _triton, "cpu": _cpp}
+"""The passes for a type of device; eager PyTorch runs on all others."""
+
+
+def passes_class(device: torch.device) -> type[Passes]:
+    """The passes for tensors on a device; the eager ones if no kernels can be built for it."""
     if _interpreting:
         return _triton()
     backend = BACKENDS.get(device.type, _eager)
     return _eager() if backend is _triton and not launch.available() else backend()
 
 
-def build_segment(device: torch.device, *args: object) -> Segment:
-    """A segment on a device; on the CPU one of eager PyTorch if its kernel can neither be built nor loaded."""
-    chosen = segment_class(device)
+def build_passes(device: torch.device, *args: object) -> Passes:
+    """The passes of a segment; on the CPU those of eager PyTorch if its kernel can neither be built nor loaded."""
+    chosen = passes_class(device)
     try:
-        return chosen(*args)  # type: ignore[arg-type]
+        return chosen(*args)
     except BuildError as error:
         if device.type != "cpu" or _interpreting:
             raise
-        from .eager import EagerSegment
-
         warn_of_failure(error)
-        return EagerSegment(*args)  # type: ignore[arg-type]
+        return _eager()(*args)
 
 
 def load_ahead(spec: KernelSpec, device: torch.device, *, gaps: bool) -> None:
@@ -83,7 +81,7 @@ def load_ahead(spec: KernelSpec, device: torch.device, *, gaps: bool) -> None:
 
     gaps: whether tensors lie in memory so that they are walked by coordinates.
     """
-    if segment_class(device).__name__ == "CpuSegment":
+    if passes_class(device).__name__ == "CppPasses":
         from .cpp.run import load
 
         with suppress(BuildError):

@@ -137,7 +137,7 @@ class _Turns:
         launches = []
         for shape in shapes:
             for engine in self._rebuilt(shape).engines:
-                launches += [launch for segment in engine.segments for launch in segment.launches(False)]
+                launches += [launch for passes in engine.passes for launch in passes.launches(False)]
         build_together(launches, self._device)
 
     def turn(self, shape: TileShape) -> None:

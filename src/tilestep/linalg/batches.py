@@ -230,7 +230,7 @@ def _compute(
 
 def _number(segment: MatrixSegment, value: Value, batch: Batch, chunk: slice) -> torch.Tensor:
     """A number for each tensor, [matrices, 1, 1]; a constant without dimensions."""
-    table = segment.row_table()
+    table = segment.rows
     if value.operation == "constant":
         dtype = torch.bool if value.is_bool else table.dtype
         return torch.full((), value.attribute, dtype=dtype, device=table.device)

@@ -23,9 +23,7 @@ class MatrixSegment(Protocol):
     skip: torch.Tensor
     step: torch.Tensor
     may_skip: bool
-
-    def row_table(self) -> torch.Tensor:
-        """The row table, on the device."""
+    rows: torch.Tensor
 
 
 @dataclass

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..backends.cpp.run import CpuSegment
 from ..backends.spec import INVERSE_SCALE, SKIP, UNSCALE, KernelSpec, pass_traffic
 from ..errors import OffloadError
 from ..optimizer.parameters import check_not_shared, check_parameter
 from ..placement.local import local_part
 from ..runtime import DeviceEngine, Entry, JointNorm, SharedNorm, is_dense
 from ..runtime.gradients import copy_to
-from ..runtime.segment import Segment, TileRange
+from ..runtime.passes import Passes
+from ..runtime.segment import TileRange
 from .copies import HostMemory, cut_tiles, walked_part
 from .offloaded import ChunkedPasses, Mirror, Mirrors, StateOnHost, check_unchanged, checksums
 
@@ -58,11 +58,11 @@ class HostState(StateOnHost):
         entry.ordered = True
         self._entries.append(entry)
 
-    def on_segment(self, segment: Segment) -> None:
-        """Let a segment's passes wait for gradients, and copy parameters up."""
-        if not isinstance(segment, CpuSegment):
+    def on_passes(self, passes: Passes) -> None:
+        """Let passes wait for gradients, and copy parameters up."""
+        if not passes.has_kernels:
             raise OffloadError("updates on the host need a C++ compiler: install one, or take where='gpu'")
-        segment.streamer = HostUpdate(self, segment)
+        passes.segment.streamer = HostUpdate(self, passes)
 
     def gradients(
         self, params: Sequence[Sequence[torch.Tensor]], gradients: list[list[torch.Tensor | None]]
@@ -136,9 +136,9 @@ class HostState(StateOnHost):
 class HostUpdate(ChunkedPasses):
     """Runs the tile passes of a segment on the host."""
 
-    def __init__(self, home: HostState, segment: CpuSegment) -> None:
-        super().__init__(segment)
-        self._home = home
+    def __init__(self, home: HostState, passes: Passes) -> None:
+        super().__init__(passes)
+        self._home, segment = home, passes.segment
         self._mirrors = [home.mirror_of[id(entry.param)] for entry in segment.entries]
         program = segment.spec.program
         self._writes = [
@@ -161,12 +161,12 @@ class HostUpdate(ChunkedPasses):
     def send(self, index: int, position: int) -> None:
         if not self._writes[index]:
             return
-        tile_range, pairs = self.chunks[position], []
+        tile_range, segment, pairs = self.chunks[position], self._passes.segment, []
         for place in tile_range.tensors:
-            first, stop = walked_part(self._segment, tile_range.tiles, place)
+            first, stop = walked_part(segment, tile_range.tiles, place)
             mirror = self._mirrors[place]
             if stop > first and mirror.present:
-                first, stop = self._segment.element_at(place, first), self._segment.element_at(place, stop)
+                first, stop = segment.element_at(place, first), segment.element_at(place, stop)
                 target, source = mirror.part.detach(), mirror.host
                 # The whole parameter if the orders in memory differ.
                 if target.stride() == source.stride() and is_dense(target):

@@ -11,7 +11,7 @@ from ..backends.spec import KernelSpec
 from ..placement import Share
 from ..placement.local import local_part
 from ..runtime import DeviceEngine, Entry, JointNorm
-from ..runtime.segment import Segment
+from ..runtime.passes import Passes
 
 
 class StateMemory:
@@ -53,8 +53,8 @@ class StateMemory:
         """The entries of each segment to make, from the entries of each spec."""
         return parts
 
-    def on_segment(self, segment: Segment) -> None:
-        """Called with a new segment."""
+    def on_passes(self, passes: Passes) -> None:
+        """Called with the passes of a new segment."""
 
     def wait(self) -> None:
         """Wait until the host can read what steps have written to the buffers."""

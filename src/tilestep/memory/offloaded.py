@@ -23,7 +23,8 @@ from ..optimizer.parameters import shares_of
 from ..placement import Share, is_distributed
 from ..placement.local import local_part
 from ..runtime import Stale, grad_dtype, is_dense
-from ..runtime.segment import Segment, TileRange, same_walk
+from ..runtime.passes import Passes
+from ..runtime.segment import TileRange, same_walk
 from ..schedules.accumulation import GradientHooks, TakesGradients
 from ..schedules.side_stream import Event, SideStream
 from .copies import HostMemory, check_device, gigabytes
@@ -534,18 +535,18 @@ class StateOnHost(OffloadedState):
 class ChunkedPasses:
     """Runs the tile passes of a segment whose state or update is on the host, chunk by chunk."""
 
-    def __init__(self, segment: Segment) -> None:
-        # The segment refers to this: a cycle would keep the state in host memory until it is collected.
-        self._segment_ref = weakref.ref(segment)
-        self._in_slices = bool(segment.spec.program.slices.views)
+    def __init__(self, passes: Passes) -> None:
+        # Their segment refers to this: a cycle would keep the state in host memory until it is collected.
+        self._passes_ref = weakref.ref(passes)
+        self._in_slices = bool(passes.segment.spec.program.slices.views)
         self.chunks: Sequence[Any] = ()  # brought and sent by derived classes
         self.tile_ranges: Sequence[TileRange | None] = ()  # of each chunk; None for all tiles
 
     @property
-    def _segment(self) -> Segment:
-        segment = self._segment_ref()
-        assert segment is not None, "only its segment runs it"
-        return segment
+    def _passes(self) -> Passes:
+        passes = self._passes_ref()
+        assert passes is not None, "only their segment's step runs it"
+        return passes
 
     def prepare(self) -> None:
         """Called before a pass."""
@@ -558,13 +559,13 @@ class ChunkedPasses:
 
     def run(self, index: int) -> None:
         """Bring in, update and send out one chunk after the other."""
-        segment, program = self._segment, self._segment.spec.program
+        passes, program = self._passes, self._passes.segment.spec.program
         if program.tiles[index] is None and not program.slices_before(index):
             return
         self.prepare()
         for position, tile_range in enumerate(self.tile_ranges):
             self.bring(index, position)
-            for call in segment.tile_calls(index, tile_range):
+            for call in passes.tile_calls(index, tile_range):
                 call()
             self.send(index, position)
 

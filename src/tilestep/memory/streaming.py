@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ..backends.eager import EagerSegment
 from ..backends.spec import KernelSpec
 from ..devices import is_host
 from ..errors import OffloadError
 from ..runtime import DeviceEngine, Entry
-from ..runtime.segment import Segment
+from ..runtime.passes import Passes
 from ..schedules.side_stream import Event
 from .copies import HostMemory, cut_chunks, staged_view
 from .offloaded import ChunkedPasses, Mirror, Mirrors, StateOnHost, check_unchanged, moved_arrays, traffic_of
@@ -104,17 +103,18 @@ class StreamedState(StateOnHost):
             cut.append((spec, chunk))
         return cut
 
-    def on_segment(self, segment: Segment) -> None:
+    def on_passes(self, passes: Passes) -> None:
         """Let a segment with state on the host be streamed."""
+        segment = passes.segment
         names = moved_arrays(segment.spec)
         if not names or not segment.tiles.count:
             return
-        if isinstance(segment, EagerSegment):
+        if not segment.has_kernels:
             raise OffloadError(
                 "state that is streamed needs kernels, which are launched for a chunk at a time, and eager PyTorch has "
                 "none: install Triton for a GPU, a C++ compiler for a CPU, or do without offload()"
             )
-        update = StreamedUpdate(self, segment, names, self._chunks)
+        update = StreamedUpdate(self, passes, names, self._chunks)
         self._chunks += len(update.chunks)
         self.buffer_size = max(self.buffer_size, *(chunk.size for chunk in update.chunks))
         # Only there: a circle would keep the state until garbage is collected.
@@ -135,8 +135,9 @@ class StreamedState(StateOnHost):
 class StreamedUpdate(ChunkedPasses):
     """Runs the tile passes of a segment whose state lives on the host."""
 
-    def __init__(self, home: StreamedState, segment: Segment, names: Sequence[str], number: int) -> None:
-        super().__init__(segment)
+    def __init__(self, home: StreamedState, passes: Passes, names: Sequence[str], number: int) -> None:
+        super().__init__(passes)
+        segment = passes.segment
         self._home, self._number = home, number
         room = 1 << 62 if self._in_slices else home.chunk_bytes
         self.chunks = cut_chunks(segment, names, room)
@@ -155,8 +156,7 @@ class StreamedUpdate(ChunkedPasses):
         """Allocate buffers, and make tables that point into them."""
         if self._ready:
             return
-        segment, self._ready = self._segment, True
-        home = self._home
+        passes, home, self._ready = self._passes, self._home, True
         for buffer in home.buffers:
             # As large as the largest chunk; the contents of smaller buffers are not needed.
             if buffer.memory.numel() < home.buffer_size:
@@ -172,10 +172,10 @@ class StreamedUpdate(ChunkedPasses):
         memory = self._buffer(0).memory
         for name, begins in chunk.begins.items():
             for place, begin in zip(chunk.tensors, begins.tolist()):
-                arrays = segment.entries[place].arrays
+                arrays = passes.segment.entries[place].arrays
                 arrays[name] = staged_view(arrays[name], begin, memory)
-        segment.read_addresses()
-        segment.upload()
+        passes.segment.read_addresses()
+        passes.upload()
 
     def bring(self, index: int, position: int) -> None:
         """Copy a chunk into its buffer."""

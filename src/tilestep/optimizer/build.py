@@ -116,7 +116,7 @@ def build_engines(
         controls.append(control)
         cut = [memory.split_segments(list(own.values())) for own in divided.values()]
         made = [
-            DeviceEngine(device, own, optimizer.param_groups, keys, control.numbers, memory.on_segment) for own in cut
+            DeviceEngine(device, own, optimizer.param_groups, keys, control.numbers, memory.on_passes) for own in cut
         ]
         if len(made) > 1:
             joint = JointNorm([entry for _, entries in by_spec for entry in entries], made)

@@ -13,7 +13,7 @@ import torch
 from ..compat import is_capturing
 from ..errors import CaptureError
 from ..linalg import MATRIX_OPERATIONS
-from ..runtime import Stale, segment_class
+from ..runtime import Stale, passes_class
 from ..runtime.capturing import PREPARE, require
 from ..taps import Taps
 from .build import graphs_of
@@ -136,7 +136,7 @@ def step_in_capture(optimizer: Optimizer, taps: Taps | None) -> None:
     plan = optimizer.plan
     if plan is None or not plan.fit(optimizer) or plan.leaves_out_training:
         devices = {param.device for group in optimizer.param_groups for param in group["params"]}
-        require(any(segment_class(device).can_be_captured for device in devices), ON_CPU)
+        require(any(passes_class(device).can_be_captured for device in devices), ON_CPU)
         raise CaptureError(f"the step cannot be captured: the optimizer's tables are not built yet; {PREPARE}")
     require(
         len(plan.engines) == 1, f"its parameters are on {len(plan.engines)} devices; a graph holds the steps of one"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..backends.registry import build_segment
+from ..backends.registry import build_passes
 from ..backends.spec import KernelSpec
 from ..backends.triton.launch import Launch, build_threads, build_together
 from ..compat import HOST_UPDATE, UPDATE, is_capturing, marked
@@ -24,6 +24,7 @@ from .decision import StepInputs
 from .gradients import Gradients, GroupWatch, Seen, Stale
 from .norms import JointNorm, SharedNorm, norm_table
 from .overlaps import WrittenMemory
+from .passes import Passes
 from .segment import Entry, Segment
 
 if TYPE_CHECKING:
@@ -50,20 +51,21 @@ def pass_calls(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums], pr
 
     They put a number into `progress` before the first pass, and another one after the last.
     """
-    segments = [segment for engine in engines for segment in engine.segments]
+    every = [passes for engine in engines for passes in engine.passes]
     note = [partial(progress.append, 1)]
-    calls: Calls = [*(segment.first_calls for segment in segments), note]
-    for index in range(max((len(segment.spec.program.scalars) for segment in segments), default=0)):
-        running = [segment for segment in segments if index < len(segment.spec.program.scalars)]
-        calls += [segment.scalar_calls(index) for segment in running]
-        if any(segment.spec.program.scalars[index].global_reductions for segment in running):
-            calls.append([partial(_meet, running, index)])
+    calls: Calls = [*(passes.first_calls for passes in every), note]
+    for index in range(max((len(passes.segment.spec.program.scalars) for passes in every), default=0)):
+        running = [passes for passes in every if index < len(passes.segment.spec.program.scalars)]
+        segments = [passes.segment for passes in running]
+        calls += [passes.scalar_calls(index) for passes in running]
+        if any(segment.spec.program.scalars[index].global_reductions for segment in segments):
+            calls.append([partial(_meet, segments, index)])
         calls += [
-            [partial(segment.streamer.run, index)] if segment.streamer else segment.tile_calls(index)
-            for segment in running
+            [partial(segment.streamer.run, index)] if segment.streamer else passes.tile_calls(index)
+            for passes, segment in zip(running, segments)
         ]
         calls += [sums.calls(index) for sums in shared]
-        calls += [[partial(segment.matrix_pass, index)] for segment in running if segment.matrices]
+        calls += [[partial(segment.matrices.run, index)] for segment in segments if segment.matrices]
     return [*calls, note]
 
 
@@ -103,7 +105,10 @@ def build_ahead(engines: Sequence[DeviceEngine], unscales: bool, deciding: Calla
     for engine in engines:
         # A streamer launches tile passes in its own way.
         launches = [
-            one for segment in engine.segments if segment.streamer is None for one in segment.launches(unscales)
+            launch
+            for passes in engine.passes
+            if passes.segment.streamer is None
+            for launch in passes.launches(unscales)
         ]
         if launches:
             build_together([*deciding(), *launches], engine.device)
@@ -131,7 +136,7 @@ class DeviceEngine:
         groups: Sequence[Mapping[str, Any]],
         keys: Sequence[Sequence[str]],
         control: torch.Tensor,
-        attend: Callable[[Segment], None] | None = None,
+        attend: Callable[[Passes], None] | None = None,
     ) -> None:
         self.device = device
         self.groups = groups
@@ -142,20 +147,21 @@ class DeviceEngine:
         self.power_sum = torch.zeros(1, dtype=torch.float64, device=device)
         self.grads = torch.zeros(len(self.entries), dtype=torch.int64, device=device)
         self.gradients = Gradients(self.entries, self.grads)
-        self.segments: list[Segment] = []
+        self.passes: list[Passes] = []
         self._ranges: list[range] = []
         start = 0
         for spec, entries in parts:
             stop = start + len(entries)
             for entry in entries:
                 entry.grad_dtype = spec.storages["grad"].precision
-            segment = build_segment(device, spec, entries, groups, self.grads[start:stop], self.control)
-            segment.adopt_scalars()
+            passes = build_passes(device, spec, entries, groups, self.grads[start:stop], self.control)
+            passes.segment.adopt_scalars()
             if attend is not None:
-                attend(segment)
-            self.segments.append(segment)
+                attend(passes)
+            self.passes.append(passes)
             self._ranges.append(range(start, stop))
             start = stop
+        self.segments = [passes.segment for passes in self.passes]
         self._params = [entry.param for entry in self.entries]
         self._watch = Watch(self._params)
         self.states = Watch([], fixed=True)  # the users' tensors of the state that tables describe
@@ -170,8 +176,8 @@ class DeviceEngine:
         self.is_large = len(self.entries) >= _WORTH_THREADS  # whether threads look at its tensors
         self.group_watches = [GroupWatch(index, groups[index], keys[index]) for index in used]
         self.has_device_hypers = any(watch.on_device for watch in self.group_watches)
-        for segment in self.segments:
-            segment.set_hypers(segment.hyper_rows())
+        for passes in self.passes:
+            passes.set_hypers(passes.segment.hyper_rows())
         self._unscales = False
         self.captured = False
         """Whether a CUDA graph reads these tables; then only hyperparameters may change."""
@@ -223,10 +229,10 @@ class DeviceEngine:
             if self.gradients.inspect(gradients):
                 if self.captured:
                     raise Stale("gradients lie in memory otherwise")
-                for segment, members in zip(self.segments, self._ranges):
+                for passes, members in zip(self.passes, self._ranges):
                     inside = {i - members.start: g for i, g in self.gradients.strided.items() if i in members}
-                    segment.set_strided(inside)
-                    segment.upload()
+                    passes.segment.set_strided(inside)
+                    passes.upload()
         except BaseException:
             self.gradients.forget()
             raise
@@ -256,9 +262,9 @@ class DeviceEngine:
         if written.overlaps_itself:
             raise Stale("parameters share memory")
         self.gradients.written, self._gradients_unchanged = written, None
-        for segment in self.segments:
-            segment.read_addresses()
-            segment.upload()
+        for passes in self.passes:
+            passes.segment.read_addresses()
+            passes.upload()
         # Last: after an error on the way tables still have the old addresses, and the next step must see that.
         self._watch.remember(self._params)
 
@@ -281,9 +287,9 @@ class DeviceEngine:
     def refresh_device_hypers(self) -> None:
         """Copy hyperparameters that are tensors on a GPU to the table, on the device."""
         if self.has_device_hypers:
-            for segment in self.segments:
-                for row, column, tensor in segment.device_hypers():
-                    segment.set_device_hyper(row, column, tensor)
+            for passes in self.passes:
+                for row, column, tensor in passes.segment.device_hypers():
+                    passes.set_device_hyper(row, column, tensor)
 
     def _take_hypers(self, changed: Sequence[GroupWatch]) -> None:
         if not all(watch.same_statics() for watch in changed):
@@ -291,17 +297,18 @@ class DeviceEngine:
         if self.captured and not all(watch.same_tensors() for watch in changed):
             raise Stale("a hyperparameter that is a tensor on a device was replaced; write into the tensor instead")
         indices = {watch.index for watch in changed}
-        affected = [segment for segment in self.segments if not indices.isdisjoint(segment.group_indices)]
+        touched = [passes for passes in self.passes if not indices.isdisjoint(passes.segment.group_indices)]
+        affected = [passes.segment for passes in touched]
         for segment in affected:
             own = [watch for watch in changed if watch.index in segment.group_indices]
             if not all(segment.keeps_graph(watch.index, watch.chosen) for watch in own):
                 raise Stale
         if any(segment.matrices is not None and segment.matrices.outdated() for segment in affected):
             raise Stale("a number that matrix operations take has changed")
-        for segment in affected:
-            segment.set_hypers(segment.hyper_rows())
-            if segment.follow_seeds():
-                segment.upload()
+        for passes in touched:
+            passes.set_hypers(passes.segment.hyper_rows())
+            if passes.segment.follow_seeds():
+                passes.upload()
         for watch in changed:
             watch.remember()
         self.has_device_hypers = any(watch.on_device for watch in self.group_watches)
@@ -318,15 +325,15 @@ class DeviceEngine:
 
     def build(self, inputs: StepInputs) -> None:
         """Build every kernel of a step with these inputs, without changing anything."""
-        for segment in self.segments:
-            segment.unscales = inputs.grad_scale is not None
-            segment.build()
+        for passes in self.passes:
+            passes.segment.unscales = inputs.grad_scale is not None
+            passes.build()
 
     def require_kernels(self, *, alone: bool = False) -> None:
         """Raise `CaptureError` if steps are more than launches of kernels."""
         moved = any(segment.streamer is not None for segment in self.segments)
         require(not moved, "its state lives in host memory, and the host decides when to move it")
-        if not all(segment.can_be_captured for segment in self.segments):
+        if not all(passes.can_be_captured for passes in self.passes):
             on_cpu = "its parameters are on the CPU, which has no graphs; move the model to a GPU first"
             without = "without Triton its steps are operations that the host decides on"
             require(False, on_cpu if is_host(self.device) else without)
@@ -366,8 +373,8 @@ class DeviceEngine:
 
     def _read_gradients_from(self, table: torch.Tensor) -> None:
         self._bound_grads, self.norm_pass = table, None
-        for segment, members in zip(self.segments, self._ranges):
-            segment.take_gradients_from(table[members.start : members.stop])
+        for passes, members in zip(self.passes, self._ranges):
+            passes.take_gradients_from(table[members.start : members.stop])
 
     def norm(self) -> torch.Tensor:
         """Launch the norm pass: the sum of squares of this rank's gradients or shares, float64[1] on the device."""
@@ -408,9 +415,10 @@ class DeviceEngine:
 
     def begin(self, gradients: list[torch.Tensor | None]) -> None:
         """Give this step's gradients to the segments that read them as tensors."""
+        if self._bound_grads is not self.grads:
+            built = all(passes.is_built for passes in self.passes)
+            require(built, f"the kernels of such a step are not built yet; {WARM_UP}")
         for segment, members in zip(self.segments, self._ranges):
-            if self._bound_grads is not self.grads:
-                require(segment.is_built, f"the kernels of such a step are not built yet; {WARM_UP}")
             if segment.reads_gradients:
                 segment.gradients = self.gradients.usable(gradients)[members.start : members.stop]
             if segment.taps is not None:
@@ -421,9 +429,9 @@ class DeviceEngine:
         if self._unscales:
             self.gradients.copy_back()
         self.gradients.release()
-        for segment in self.segments:
-            segment.finish_taps()
-            segment.gradients = ()
+        for passes in self.passes:
+            passes.finish_taps()
+            passes.segment.gradients = ()
         # Autograd does not see what kernels write; a backward through the old weights must fail as in torch.
         if counts_versions:
             torch.autograd.graph.increment_version(self.gradients.active)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from ..backends.spec import MAX_DIMS, SKIP, KernelSpec, cut_tiles
-from ..backends.triton.launch import Launch
 from ..compat import has_memory
 from ..errors import GradientError, StateError
 from ..graph import Program
@@ -200,6 +198,15 @@ class TileRange:
     addresses: Mapping[str, np.ndarray] = field(default_factory=dict)  # of arrays that are elsewhere, by tensor
 
 
+class Slots(Protocol):
+    """The tables of a segment's slices on a device."""
+
+    tables: SliceTables
+
+    def slot(self, slot: int) -> torch.Tensor:
+        """The array of all slices of a slot."""
+
+
 class TileStreamer(Protocol):
     """Runs the tile passes of a segment whose arrays are elsewhere."""
 
@@ -279,20 +286,25 @@ def hyper_row(names: Sequence[str], group: Mapping[str, Any]) -> list[float]:
 
 
 class Segment:
-    """Tensors with one spec on one device: their tiles, addresses and layouts, as numpy arrays."""
+    """Tensors with one spec on one device: tiles, addresses and layouts as numpy arrays, numbers as tensors.
 
-    tile_size = 0  # elements in a tile
-    reads_gradients = False  # whether passes read gradients as tensors and not by address
+    Args:
+        spec: of the kernels that update them.
+        entries: the tensors.
+        groups: the optimizer's param groups.
+        grads: int64[tensors] on the device, addresses of gradients; 0 for none.
+        control: float64[numbers] on the device, what was decided about a step.
+        tile_size: elements in a tile.
+        has_kernels: whether kernels read these tables; else operations of torch update tensor by tensor.
+    """
+
     unscales = False  # whether this step's gradients carry a loss scale, which the last pass that reads them removes
     may_skip = False  # whether the device may decide to skip this step
-    can_be_captured = False  # whether a CUDA graph can hold its passes; see `require_no_branches` for matrices
     streamer: TileStreamer | None = None
     """Moves arrays to where tile passes work on them, and back."""
 
-    leaves_sums = True  # whether its passes leave the sums of this rank, which other ranks' are added to
-    has_taps = True  # whether its kernels can compute statistics and bits of changed weights
+    slices: Slots | None = None  # the tables of passes over slices, in the backend's memory
     taps: SegmentTaps | None = None  # its outputs besides updates
-    batches_matrices = True  # whether matrix passes run on batches; else the segment's own passes do their work
 
     def __init__(
         self,
@@ -301,8 +313,13 @@ class Segment:
         groups: Sequence[Mapping[str, Any]],
         grads: torch.Tensor,
         control: torch.Tensor,
+        *,
+        tile_size: int,
+        has_kernels: bool = True,
     ) -> None:
         self.spec = spec
+        self.tile_size = tile_size
+        self.has_kernels = has_kernels
         self.entries = list(entries)
         self.groups = groups
         self.grads = grads
@@ -310,7 +327,6 @@ class Segment:
         self.control = control
         self.skip = control[SKIP]  # not 0 where the step is skipped, a scalar on the device
         self.device = entries[0].param.device
-        self.choose_tiles()
         self.columns = np.asarray([_columns(entry) if spec.has_blocks else 0 for entry in self.entries], dtype=np.int64)
         numels = [entry.param.numel() for entry in self.entries]
         if spec.has_blocks:
@@ -323,16 +339,17 @@ class Segment:
         self.group_of = np.asarray([position[entry.group] for entry in self.entries], dtype=np.int32)
         self.sizes = np.asarray([_sizes(entry.shape, spec.sizes) for entry in self.entries], dtype=np.int64)
         scratch = spec.program.matrices.scratch
-        alone = None if self.batches_matrices else next((entry for entry in entries if entry.exchange), None)
+        alone = None if has_kernels else next((entry for entry in entries if entry.exchange), None)
         if alone is not None:
             raise GradientError(
                 f"{alone.label} is sharded, and rule {spec.program.graph.title} works on whole matrices: that needs a "
                 "C++ compiler, or Triton on a GPU"
             )
-        self.matrices = MatrixBatches(self) if scratch and self.batches_matrices else None
-        if self.matrices is not None and self.matrices.conditions is not None:
-            # The host decides which work a step needs, by which tensors have gradients.
-            self.reads_gradients = True
+        self.matrices = MatrixBatches(self) if scratch and has_kernels else None
+        # The host may decide which matrix work a step needs, by which tensors have gradients.
+        decides = self.matrices is not None and self.matrices.conditions is not None
+        self.reads_gradients = decides or not has_kernels
+        """Whether a step's gradients are read as tensors and not by address."""
         self.array_names = [array.name for array in spec.arrays if self.matrices or array.name not in scratch]
         self.addresses = np.zeros((max(len(self.array_names), 1), len(self.entries)), dtype=np.int64)
         self.read_addresses()
@@ -361,13 +378,8 @@ class Segment:
         """float64[tensors][slots], what a scalar pass leaves to be combined over all tensors."""
         self.totals = self.zeros(max(spec.global_count, 1))
         """float64[slots], the combined values."""
-        self.prepare()
-
-    def choose_tiles(self) -> None:
-        """Set `tile_size` where it depends on the kernels or the device."""
-
-    def prepare(self) -> None:
-        """Make what passes need beside the tables that all backends have."""
+        self.rows = self.zeros(count, max(len(spec.program.columns), 1), dtype=spec.compute)
+        """[tensors][columns], numbers that scalar passes compute for tile and matrix passes."""
 
     def zeros(self, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         """Zeros on the device."""
@@ -383,10 +395,6 @@ class Segment:
         self.streams[:, 0] = [stream_of(seeds[group], entry.ordinal) for entry, group in own]
         return True
 
-    def upload(self) -> None:
-        """Bring changed tables to the device."""
-        raise NotImplementedError
-
     def tap(self, *, stats: bool, changes: bool) -> None:
         """Make room for outputs besides updates."""
         self.taps = SegmentTaps(self, stats=stats, changes=changes)
@@ -397,11 +405,6 @@ class Segment:
     def measures(self) -> bool:
         """Whether this step's kernels compute statistics."""
         return self.taps is not None and self.taps.measures and self.taps.by_kernels
-
-    def finish_taps(self) -> None:
-        """After the passes of a step: reduce the outputs of tiles to numbers of tensors."""
-        if self.taps is not None:
-            self.taps.end()
 
     def keeps_graph(self, group: int, hyperparameters: Callable[[], Mapping[str, Any]]) -> bool:
         """Whether the rule would take the same branches with other hyperparameters."""
@@ -414,51 +417,6 @@ class Segment:
         now = hyperparameters()
         return all(guards_hold(graph, now, shape) for shape in shapes)
 
-    def set_device_hyper(self, row: int, column: int, tensor: torch.Tensor) -> None:
-        """Copy a hyperparameter that lives on a device into the table, on the device."""
-        raise NotImplementedError
-
-    def set_hypers(self, rows: Sequence[Sequence[float]]) -> None:
-        """Bring the hyperparameter table to the device."""
-        raise NotImplementedError
-
-    def take_gradients_from(self, grads: torch.Tensor) -> None:
-        """Let passes read the gradients' addresses from another table, int64[tensors] on the device."""
-        raise NotImplementedError
-
-    def launches(self, unscales: bool) -> list[Launch]:
-        """The launches of a step that Triton builds."""
-        return []
-
-    def build(self) -> None:
-        """Build every kernel that a step like the last one launches."""
-
-    @property
-    def is_built(self) -> bool:
-        """Whether every kernel of a step with the present `unscales` is built."""
-        return True
-
-    def scalar_pass(self, index: int) -> None:
-        """Run scalar pass `index`."""
-        raise NotImplementedError
-
-    @property
-    def first_calls(self) -> list[partial[Any]]:
-        """Calls before the passes of a step."""
-        return []
-
-    def scalar_calls(self, index: int) -> list[partial[Any]]:
-        """The calls of scalar pass `index`, the same at every step."""
-        return [partial(self.scalar_pass, index)]
-
-    def tile_calls(self, index: int, tile_range: TileRange | None = None) -> list[partial[Any]]:
-        """The calls of tile pass `index` over all tiles; the list stays, and what is in it may change.
-
-        With a range: the calls of a pass over elements for this step, over the range alone. Ranges run in the order of
-        tiles; the calls of the last one finish reductions.
-        """
-        raise NotImplementedError
-
     def range_addresses(self, tile_range: TileRange) -> np.ndarray:
         """int64[arrays][tensors of the range], the arrays' addresses while passes work on the range."""
         chosen = self.addresses[:, tile_range.tensors.start : tile_range.tensors.stop].copy()
@@ -466,18 +424,10 @@ class Segment:
             chosen[self.array_names.index(name)] = addresses
         return chosen
 
-    def row_table(self) -> torch.Tensor:
-        """The row table, [tensors, columns] on the device."""
-        raise NotImplementedError
-
     def slices_of(self, slot: int) -> tuple[torch.Tensor, list[int]]:
         """The slices in a slot; where each tensor's begin, and where the last one's end."""
-        raise NotImplementedError
-
-    def matrix_pass(self, index: int) -> None:
-        """Run the matrix pass after tile pass `index`, if there is one."""
-        if self.matrices is not None:
-            self.matrices.run(index)
+        assert self.slices is not None
+        return self.slices.slot(slot), self.slices.tables.starts_of(slot)
 
     def adopt_scalars(self) -> None:
         """Take the entries' step counts and scalar states into the flat arrays and give back views of them."""
@@ -493,11 +443,6 @@ class Segment:
                     array[torch.tensor(indices, device=array.device)] = values
             for entry, view in zip(self.entries, array.unbind()):
                 entry.scalars[name] = view
-
-    @property
-    def params(self) -> list[torch.Tensor]:
-        """The updated tensors in order."""
-        return [entry.param for entry in self.entries]
 
     def element_at(self, place: int, counted: int) -> int:
         """The element of a tensor at which tiles count so many, if rows that end inside of a block count as longer."""

@@ -28,7 +28,7 @@ class SegmentTaps:
 
     def __init__(self, segment: Any, *, stats: bool, changes: bool) -> None:
         self._segment, self.stats, self.changes = segment, stats, changes
-        self.by_kernels = segment.has_taps and taps_fit(segment.spec)
+        self.by_kernels = segment.has_kernels and taps_fit(segment.spec)
         self.columns = tap_columns(segment.spec)
         self.measures = False
         self.has_run = False  # whether its passes have run in this step

@@ -15,7 +15,7 @@ from ..compat import is_fake
 from ..devices import is_host
 from ..errors import RuleError
 from ..placement import Share
-from ..runtime import DeviceEngine, segment_class
+from ..runtime import DeviceEngine, passes_class
 from ..runtime.taps import SegmentTaps
 from .changes import Change, Changes, Names
 from .stats import Measurer, Stats, StatsPlot, StepStats
@@ -89,7 +89,7 @@ class Taps:
                 f"rule {graph.title}: stats have update_norm and update_max of what a step adds, and could not tell "
                 "those of its state 'update' from them; call the state by another name"
             )
-        if self.tracks and segment_class(device).has_taps and taps_fit(spec):
+        if self.tracks and passes_class(device).has_kernels and taps_fit(spec):
             return make(KernelTaps(changes=True))
         return spec
 
@@ -105,8 +105,9 @@ class Taps:
         }
         before, self._room = self._room, {}
         specs: dict[int, KernelSpec] = {}
-        for segment in _segments(engines):
-            segment.tap(stats=self.asked is not None, changes=self.tracks)
+        for passes in [passes for engine in engines for passes in engine.passes]:
+            passes.tap(stats=self.asked is not None, changes=self.tracks)
+            segment = passes.segment
             assert segment.taps is not None
             segment.taps.measures = self.measures
             for position, entry in enumerate(segment.entries):

@@ -16,7 +16,7 @@ import torch
 from ..devices import is_host
 from ..placement import Share
 from ..placement.local import is_distributed, local_part, logical_coordinates
-from ..runtime import segment_class
+from ..runtime import passes_class
 from ..runtime.taps import WORD, extent_of
 from ..tensor_watch import sum_of_versions
 
@@ -322,7 +322,7 @@ def _into_whole(handle: Any, sizes: torch.Size) -> Callable[[torch.Tensor], torc
 
 
 def _by_kernels(device: torch.device) -> bool:
-    return segment_class(device).__name__ == "CudaSegment"
+    return passes_class(device).__name__ == "TritonPasses"
 
 
 class _OnCpu:

@@ -1,4 +1,4 @@
-"""Segments on the CPU: one ctypes call for each pass, as many threads as torch uses, one after a fork."""
+"""Passes on the CPU: one ctypes call for each pass, as many threads as torch uses, one after a fork."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ... import devices
 from ...devices import thread_count
 from ...errors import BuildError
 from ...runtime.gradients import Stale
+from ...runtime.passes import Passes
 from ...runtime.segment import Block, Entry, Segment, SliceTables, TileRange
 from ...tuning import tile_shape
 from ..spec import KernelSpec
@@ -92,9 +93,9 @@ def _flags(spec: KernelSpec) -> tuple[str, ...]:
 
 Table = np.ndarray | torch.Tensor
 
-_OWN_TABLES = (
-    *("columns", "sizes", "grads", "addresses", "layout_index", "layouts", "control", "hyper", "step", "rows"),
-    *("partials", "sums", "global_parts", "totals", "streams"),
+_OF_SEGMENT = (
+    *("columns", "sizes", "grads", "addresses", "layout_index", "layouts", "control", "step", "rows"),
+    *("sums", "global_parts", "totals", "streams"),
 )
 """Tables that a segment has under the names of the launch record's fields."""
 
@@ -112,23 +113,22 @@ def _point(launch: Launch, tables: Mapping[str, Table]) -> None:
         setattr(launch, name, table.data_ptr() if isinstance(table, torch.Tensor) else table.ctypes.data)
 
 
-class CpuSegment(Segment):
-    """A segment whose tables are in host memory and whose passes are C functions; arguments as for `Segment`."""
+class CppPasses(Passes):
+    """Tables in host memory and passes that are C functions; arguments as for `Segment`."""
 
-    def choose_tiles(self) -> None:
-        self.tile_size = tile_shape(self.spec, self.device).span
-
-    def prepare(self) -> None:
-        spec, program = self.spec, self.spec.program
+    def __init__(self, spec: KernelSpec, entries: Sequence[Entry], *arguments: Any) -> None:
+        size = tile_shape(spec, entries[0].param.device).span
+        segment = self.segment = Segment(spec, entries, *arguments, tile_size=size)
+        program = spec.program
         self._gaps = self._has_gaps or id(spec) in _without_gaps
         _without_gaps.discard(id(spec))
         library = load(spec, gaps=self._gaps)
-        self.rows = self.zeros(len(self.entries), max(len(program.columns), 1), dtype=spec.compute)
-        self.slices = CpuSlices(spec, self.entries) if program.slices.views else None
-        tiles = max(self.tiles.count, self.slices.tables.most_tiles if self.slices else 0)
-        self.partials = self.zeros(tiles, max(spec.reduction_count, 1))
-        self.hyper = np.zeros((len(self.group_indices), len(spec.hypers)))
-        self._state_addresses = np.asarray([array.data_ptr() for array in self.scalar_states.values()], dtype=np.int64)
+        self._slices = segment.slices = CpuSlices(spec, segment.entries) if program.slices.views else None
+        tiles = max(segment.tiles.count, self._slices.tables.most_tiles if self._slices else 0)
+        self._partials = segment.zeros(tiles, max(spec.reduction_count, 1))
+        self._hyper = np.zeros((len(segment.group_indices), len(spec.hypers)))
+        states = segment.scalar_states.values()
+        self._state_addresses = np.asarray([array.data_ptr() for array in states], dtype=np.int64)
         self._scalar = [getattr(library, f"scalar_pass_{index}") for index in range(len(program.scalars))]
         self._launch = Launch()
         self._argument = ctypes.byref(self._launch)
@@ -137,61 +137,56 @@ class CpuSegment(Segment):
         self._measuring: list[list[tuple[Any, tuple[Any, ...]]]] = []
         self._of_ranges: dict[TileRange, tuple[Launch, dict[str, Table]]] = {}
         """Launch records of ranges, with the tables that they point at."""
-        self.tap_partials = self.zeros(1, 1)
+        self._tap_partials = segment.zeros(1, 1)
         self.upload()
 
     def tap(self, *, stats: bool, changes: bool) -> None:
         super().tap(stats=stats, changes=changes)
-        assert self.taps is not None
-        if self.taps.by_kernels and stats:
+        segment = self.segment
+        assert segment.taps is not None
+        if segment.taps.by_kernels and stats:
             try:
-                library = load(self.spec.measuring, gaps=self._gaps)
+                library = load(segment.spec.measuring, gaps=self._gaps)
             except BuildError as error:
                 # The plain kernels may be from the cache, of a machine with a compiler.
                 warn_of_failure(error)
-                self.taps.by_kernels, self.reads_gradients = False, True
+                segment.taps.by_kernels, segment.reads_gradients = False, True
             else:
                 self._measuring = self._all_functions(library)
-                self.tap_partials = self.zeros(self.tiles.count, len(self.taps.columns))
+                self._tap_partials = segment.zeros(segment.tiles.count, len(segment.taps.columns))
         self.upload()
-
-    def finish_taps(self) -> None:
-        super().finish_taps()
-        if self.measures:
-            assert self.taps is not None
-            self.taps.put_kept_states(self.grads)
 
     @property
     def _passes(self) -> list[list[tuple[Any, tuple[Any, ...]]]]:
-        return self._measuring if self.measures else self._tile
+        return self._measuring if self.segment.measures else self._tile
 
     @property
     def _has_gaps(self) -> bool:
-        return bool((self.layout_index >= 0).any())
+        return bool((self.segment.layout_index >= 0).any())
 
     def _take_gaps(self) -> None:
         """Load kernels for tensors with gaps when the first gradient has some."""
         if self._gaps or not self._has_gaps:
             return
         try:
-            self._tile = self._all_functions(load(self.spec, gaps=True))
+            self._tile = self._all_functions(load(self.segment.spec, gaps=True))
             if self._measuring:
-                self._measuring = self._all_functions(load(self.spec.measuring, gaps=True))
+                self._measuring = self._all_functions(load(self.segment.spec.measuring, gaps=True))
         except BuildError as error:
             # The others may be from the cache, of a machine with a compiler: the next segment is eager.
-            _without_gaps.add(id(self.spec))
+            _without_gaps.add(id(self.segment.spec))
             raise Stale("kernels for gradients with gaps could not be built") from error
         self._gaps = True
 
     def _all_functions(self, library: ctypes.CDLL) -> list[list[tuple[Any, tuple[Any, ...]]]]:
-        return [self._functions(library, index) for index in range(len(self.spec.program.tiles))]
+        return [self._functions(library, index) for index in range(len(self.segment.spec.program.tiles))]
 
     def _functions(self, library: ctypes.CDLL, index: int) -> list[tuple[Any, tuple[Any, ...]]]:
         """The functions of a tile pass and of the passes before it, with their arguments."""
         functions: list[tuple[Any, tuple[Any, ...]]] = []
-        for tile in (*self.spec.program.slices_before(index), self.spec.program.tiles[index]):
+        for tile in (*self.segment.spec.program.slices_before(index), self.segment.spec.program.tiles[index]):
             if tile is not None:
-                tables = (self.slices.argument,) if self.slices and tile.view else ()
+                tables = (self._slices.argument,) if self._slices and tile.view else ()
                 functions.append((getattr(library, tile.title), (self._argument, *tables)))
         return functions
 
@@ -200,20 +195,22 @@ class CpuSegment(Segment):
         self._take_gaps()
         for calls, functions in zip(self._calls, self._tile):
             calls[:] = [partial(function, *arguments) for function, arguments in functions]
-        launch = self._launch
-        launch.tensors, launch.tiles, launch.tile_size = len(self.entries), self.tiles.count, self.tiles.size
-        launch.hyper_count = self.hyper.shape[1]
+        launch, segment, tiles = self._launch, self.segment, self.segment.tiles
+        launch.tensors, launch.tiles, launch.tile_size = len(segment.entries), tiles.count, tiles.size
+        launch.hyper_count = self._hyper.shape[1]
         self._tables = {
-            "tile_tensor": self.tiles.tile_tensor,
-            "first_tile": self.tiles.first_tile,
-            "numel": self.tiles.numel,
-            "group": self.group_of,
+            "tile_tensor": tiles.tile_tensor,
+            "first_tile": tiles.first_tile,
+            "numel": tiles.numel,
+            "group": segment.group_of,
             "scalar_states": self._state_addresses,
-            **{name: getattr(self, name) for name in _OWN_TABLES},
+            "hyper": self._hyper,
+            "partials": self._partials,
+            **{name: getattr(segment, name) for name in _OF_SEGMENT},
         }
-        if self.taps is not None:
-            taps = {"tap_totals": self.taps.totals, "tap_words": self.taps.words, "first_word": self.taps.first_word}
-            self._tables.update(taps, tap_partials=self.tap_partials)
+        if (taps := segment.taps) is not None:
+            outputs = {"tap_totals": taps.totals, "tap_words": taps.words, "first_word": taps.first_word}
+            self._tables.update(outputs, tap_partials=self._tap_partials)
         _point(launch, self._tables)
         self._of_ranges.clear()
 
@@ -225,7 +222,7 @@ class CpuSegment(Segment):
         own.update({name: self._tables[name][tiles] for name in _OF_TILES if name in self._tables})
         own["tile_tensor"] = own["tile_tensor"] - np.int32(tile_range.tensors.start)
         own["first_tile"] = own["first_tile"] - tile_range.tiles.start
-        return {**own, "addresses": self.range_addresses(tile_range)}
+        return {**own, "addresses": self.segment.range_addresses(tile_range)}
 
     def _launch_of(self, tile_range: TileRange) -> Launch:
         """The launch record of a range; reductions are right after the last range that has tiles of their tensor."""
@@ -238,22 +235,12 @@ class CpuSegment(Segment):
         launch.threads = thread_count()
         return launch
 
-    def slices_of(self, slot: int) -> tuple[torch.Tensor, list[int]]:
-        assert self.slices is not None
-        return self.slices.slot(slot), self.slices.tables.starts_of(slot)
-
-    def row_table(self) -> torch.Tensor:
-        return self.rows
-
     def set_hypers(self, rows: Sequence[Sequence[float]]) -> None:
-        self.hyper[:] = rows
+        self._hyper[:] = rows
 
     def set_device_hyper(self, row: int, column: int, tensor: torch.Tensor) -> None:
         """Take over a hyperparameter that lives on a device; the host waits for it, as torch's optimizers do."""
-        self.hyper[row][column] = float(tensor)
-
-    def scalar_pass(self, index: int) -> None:
-        self._scalar[index](self._argument)
+        self._hyper[row][column] = float(tensor)
 
     def take_threads(self) -> None:
         """Let passes have the threads that torch has now."""
@@ -270,7 +257,7 @@ class CpuSegment(Segment):
         if tile_range is not None:
             launch = self._launch_of(tile_range)
             return [partial(function, ctypes.byref(launch)) for function, _ in self._passes[index]]
-        return [partial(self._tile_pass, index)] if self.taps is not None else self._calls[index]
+        return [partial(self._tile_pass, index)] if self.segment.taps is not None else self._calls[index]
 
     def _tile_pass(self, index: int) -> None:
         """Run the kernels of this step, which measure or do not."""

@@ -1,4 +1,4 @@
-"""Running a segment on a GPU: tables in device memory, one Triton launch a pass, nothing read back."""
+"""Passes on a GPU: tables in device memory, one Triton launch a pass, nothing read back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from ...compat import is_capturing
 from ...runtime.capturing import WARM_UP, require
 from ...runtime.decision import StepInputs
 from ...runtime.gradients import copy_to
-from ...runtime.segment import Segment, TileRange
+from ...runtime.passes import Passes
+from ...runtime.segment import Entry, Segment, TileRange
 from ...runtime.taps import chunks_of
 from ...tuning import tile_shape
 from ..decision import Decision, numbers_of
@@ -87,45 +88,44 @@ def _module(spec: KernelSpec) -> ModuleType:
     return _modules[id(spec)]
 
 
-class CudaSegment(Segment):
-    """A segment whose tables are device tensors and whose passes are Triton kernels; arguments as for `Segment`."""
+class TritonPasses(Passes):
+    """Tables in device memory and passes that are Triton kernels; arguments as for `Segment`."""
 
     can_be_captured = True
     _strided_tiles = 0  # tiles of tensors that are walked by coordinates
 
-    def choose_tiles(self) -> None:
-        self.shape = tile_shape(self.spec, self.device)
-        self.tile_size = self.shape.span
-
-    def prepare(self) -> None:
-        spec, table, numbers = self.spec, self._table, self.zeros
-        count = len(self.entries)
-        self.hyper = numbers(len(self.group_indices), len(spec.hypers))
-        self.slices = CudaSlices(spec, self.entries, self.device) if spec.program.slices.views else None
-        most_tiles = self.slices.most_tiles if self.slices else 0
+    def __init__(self, spec: KernelSpec, entries: Sequence[Entry], *arguments: Any) -> None:
+        self._spec, self._device = spec, entries[0].param.device
+        self.shape = tile_shape(spec, self._device)
+        segment = self.segment = Segment(spec, entries, *arguments, tile_size=self.shape.span)
+        table, numbers = self._table, segment.zeros
+        self._hyper = numbers(len(segment.group_indices), len(spec.hypers))
+        has_slices = bool(spec.program.slices.views)
+        self._slices = segment.slices = CudaSlices(spec, segment.entries, self._device) if has_slices else None
+        most_tiles = self._slices.most_tiles if self._slices else 0
         self._tables = {
-            "grads": self.grads,
-            "tile_tensor": table(self.tiles.tile_tensor),
-            "first_tile": table(self.tiles.first_tile),
-            "numel": table(self.tiles.numel),
-            "columns": table(self.columns),
-            "sizes": table(self.sizes),
-            "counts": table(np.asarray([count], dtype=np.int64)),
-            "group": table(self.group_of),
-            "addresses": table(self.addresses.T),
-            "layout_index": table(self.layout_index),
-            "layouts": table(self.layouts),
-            "streams": table(self.streams),
+            "grads": segment.grads,
+            "tile_tensor": table(segment.tiles.tile_tensor),
+            "first_tile": table(segment.tiles.first_tile),
+            "numel": table(segment.tiles.numel),
+            "columns": table(segment.columns),
+            "sizes": table(segment.sizes),
+            "counts": table(np.asarray([len(entries)], dtype=np.int64)),
+            "group": table(segment.group_of),
+            "addresses": table(segment.addresses.T),
+            "layout_index": table(segment.layout_index),
+            "layouts": table(segment.layouts),
+            "streams": table(segment.streams),
             "tile_list": table(np.zeros(1, dtype=np.int32)),
-            "rows": numbers(count, max(len(spec.program.columns), 1), dtype=spec.compute),
-            "partials": numbers(max(self.tiles.count, most_tiles, 1) * spec.reduction_count or 1),
-            "control": self.control,
-            "hyper": self.hyper,
-            "step": self.step,
-            "sums": self.sums,
-            "global_parts": self.global_parts,
-            "totals": self.totals,
-            **{f"{name}_state": array for name, array in self.scalar_states.items()},
+            "rows": segment.rows,
+            "partials": numbers(max(segment.tiles.count, most_tiles, 1) * spec.reduction_count or 1),
+            "control": segment.control,
+            "hyper": self._hyper,
+            "step": segment.step,
+            "sums": segment.sums,
+            "global_parts": segment.global_parts,
+            "totals": segment.totals,
+            **{f"{name}_state": array for name, array in segment.scalar_states.items()},
             **{name: numbers(1) for name in ("tap_words", "first_word", "tap_partials")},
         }
         self._finish_taps: list[tuple[Launcher, list[torch.Tensor]]] = []
@@ -134,70 +134,73 @@ class CudaSegment(Segment):
 
     def tap(self, *, stats: bool, changes: bool) -> None:
         super().tap(stats=stats, changes=changes)
-        taps = self.taps
+        taps = self.segment.taps
         assert taps is not None
         self._tables["tap_words"] = taps.words
-        self._tables["first_word"] = torch.from_numpy(taps.first_word[:-1].copy()).to(self.device)
+        self._tables["first_word"] = torch.from_numpy(taps.first_word[:-1].copy()).to(self._device)
         self._cuts.clear()
         self._launches()
 
     def _cut_measured(self) -> tuple[dict[str, torch.Tensor], Tiles, int]:
         """Tables, tiles and strided tiles of passes that measure; what combines their partials is made with them."""
-        assert self.taps is not None
-        spans = min(max(self.tiles.count // _ENOUGH_PROGRAMS, 1), _MOST_SPANS)
+        segment, taps = self.segment, self.segment.taps
+        assert taps is not None
+        spans = min(max(segment.tiles.count // _ENOUGH_PROGRAMS, 1), _MOST_SPANS)
         # Sums that the update itself needs, and ranges of tiles, keep the tiles of the other passes.
-        spans = 1 if self.spec.reduction_count or self.streamer is not None else spans
+        spans = 1 if self._spec.reduction_count or segment.streamer is not None else spans
         if spans not in self._cuts:
-            cut = cut_tiles(self.tiles.numel.tolist(), self.tiles.size * spans)
-            size = max(cut.count, 1) * len(self.taps.columns)
+            cut = cut_tiles(segment.tiles.numel.tolist(), segment.tiles.size * spans)
+            size = max(cut.count, 1) * len(taps.columns)
             tables = {
-                "tap_partials": torch.zeros(size, dtype=self.spec.compute, device=self.device),
+                "tap_partials": torch.zeros(size, dtype=self._spec.compute, device=self._device),
                 "tile_tensor": self._table(cut.tile_tensor),
                 "first_tile": self._table(cut.first_tile),
             }
             self._cuts[spans] = (cut, tables, self._tap_sums(cut, tables["tap_partials"]))
         cut, tables, self._finish_taps = self._cuts[spans]
         self._tables["tap_partials"] = tables["tap_partials"]
-        listed = np.nonzero((self.layout_index >= 0)[cut.tile_tensor])[0].astype(np.int32)
+        listed = np.nonzero((segment.layout_index >= 0)[cut.tile_tensor])[0].astype(np.int32)
         return {**self._tables, **tables, "tile_list": self._table(listed)}, cut, len(listed)
 
     def _table(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+        tensor = torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
         return tensor if tensor.numel() else tensor.new_zeros(1)
 
     def _tap_sums(self, cut: Tiles, partials: torch.Tensor) -> list[tuple[Launcher, list[torch.Tensor]]]:
         """What combines the statistics of tiles: of neighbours first, as a tensor may have a million; then of those."""
         from .support import sum_up_taps
 
-        assert self.taps is not None
-        width, table = len(self.taps.columns), self._table
+        taps = self.segment.taps
+        assert taps is not None
+        width, table = len(taps.columns), self._table
         runs, tensors = chunks_of(np.diff(np.append(cut.first_tile, cut.count)), _TAP_RUN)
         columns = range(width)
-        extremes = torch.tensor([float(self.taps.columns.is_extreme(slot)) for slot in columns], device=self.device)
-        between = torch.zeros(max(runs.shape[1], 1) * width, dtype=torch.float64, device=self.device)
+        extremes = torch.tensor([float(taps.columns.is_extreme(slot)) for slot in columns], device=self._device)
+        between = torch.zeros(max(runs.shape[1], 1) * width, dtype=torch.float64, device=self._device)
         constants = {"COLUMNS": width, "WIDTH": 1 << max(width - 1, 1).bit_length(), "BLOCK": 32}
         return [
             (
-                Launcher(sum_up_taps, bounds.shape[1], self.device, constants, num_warps=4, **EXACT),
+                Launcher(sum_up_taps, bounds.shape[1], self._device, constants, num_warps=4, **EXACT),
                 [source, table(bounds[0]), table(bounds[1]), extremes, results],
             )
-            for bounds, source, results in ((runs, partials, between), (tensors, between, self.taps.totals))
+            for bounds, source, results in ((runs, partials, between), (tensors, between, taps.totals))
         ]
 
     def _launches(self) -> None:
         self._range_tables: dict[TileRange, tuple[dict[str, torch.Tensor], int]] = {}
         self._range_calls: dict[tuple[TileRange, int, bool, bool], list[partial[Any]]] = {}
-        program = self.spec.program
+        program = self._spec.program
         states = [f"{name}_state" for name in program.graph.scalar_states]
-        grid = -(-len(self.entries) // _SCALAR_BLOCK)
+        grid = -(-len(self.segment.entries) // _SCALAR_BLOCK)
         scalar_arguments = [self._tables[name] for name in (*triton_backend.POINTERS["scalar"], *states)]
         self._scalar = [
-            (self._prepare(self.spec, f"scalar_pass_{index}", grid, {"BLOCK": _SCALAR_BLOCK}), scalar_arguments)
+            (self._prepare(self._spec, f"scalar_pass_{index}", grid, {"BLOCK": _SCALAR_BLOCK}), scalar_arguments)
             for index in range(len(program.scalars))
         ]
-        ways = {False: (self.spec, self._tables, self.tiles, self._strided_tiles)}
-        if self.taps is not None and self.taps.stats and self.taps.by_kernels:
-            ways[True] = (self.spec.measuring, *self._cut_measured())
+        ways = {False: (self._spec, self._tables, self.segment.tiles, self._strided_tiles)}
+        taps = self.segment.taps
+        if taps is not None and taps.stats and taps.by_kernels:
+            ways[True] = (self._spec.measuring, *self._cut_measured())
         self._tile = {
             (unscale, measures): [self._tile_launches(index, unscale, *way) for index in range(len(program.tiles))]
             for unscale in (False, True)
@@ -216,15 +219,15 @@ class CudaSegment(Segment):
         tile = spec.program.tiles[index]
         launches = []
         for tile_pass in (*spec.program.slices_before(index), tile):
-            if self.slices and tile_pass is not None and tile_pass.view is not None:
-                strided = self.layout_index >= 0
-                launches += self.slices.launches(_module(spec), tile_pass, self._tables, unscale, strided)
+            if self._slices and tile_pass is not None and tile_pass.view is not None:
+                strided = self.segment.layout_index >= 0
+                launches += self._slices.launches(_module(spec), tile_pass, self._tables, unscale, strided)
         if tile is None or tile.view is not None:
             return launches
         launches += self._element_launches(spec, index, unscale, tables, tiles.count, strided_tiles, tiles.size)
         if tile.reductions:
             size = {"SPAN": self.shape.span, "BLOCK": _FINISH_BLOCK}
-            finish = self._prepare(spec, f"finish_{index}", len(self.entries), size)
+            finish = self._prepare(spec, f"finish_{index}", len(self.segment.entries), size)
             launches.append((finish, [self._tables[name] for name in triton_backend.POINTERS["finish"]]))
         return launches
 
@@ -244,7 +247,7 @@ class CudaSegment(Segment):
         size = {"TILE": self.shape.tile, "SPAN": span, "UNSCALE": unscale}
         if spec.has_blocks:
             # What measures has no registers left for more than one tile.
-            size["STAGES"] = self.shape.stages if spec is self.spec else 1
+            size["STAGES"] = self.shape.stages if spec is self._spec else 1
             size["RUNS"] = min(max(self.shape.tile // (self._run * self._warps(spec)), 1), _MOST_RUNS)
         tile = spec.program.tiles[index]
         own = taps_of(spec, tile) if tile else None
@@ -262,18 +265,18 @@ class CudaSegment(Segment):
     def _warps(self, spec: KernelSpec) -> int:
         """Warps of a tile pass: where it measures blocks, enough for one run of neighbours a thread."""
         # Sums that the update needs are added up in one order, measured or not.
-        if spec is self.spec or not spec.has_blocks or spec.reduction_count:
+        if spec is self._spec or not spec.has_blocks or spec.reduction_count:
             return self.shape.warps
         return max(self.shape.warps, self.shape.tile // self._run)
 
     @property
     def _run(self) -> int:
         """Elements of a warp of which each thread has one run of neighbours."""
-        return 32 * _LOAD // self.spec.widest
+        return 32 * _LOAD // self._spec.widest
 
     def _registers(self, runs: int) -> int:
         """Registers of a thread of a pass over blocks that has so many runs of a block."""
-        spec, count = self.spec, len(self.spec.arrays)
+        spec, count = self._spec, len(self._spec.arrays)
         if spec.widest > 2:
             return _MORE_REGISTERS if count <= _MANY_ARRAYS else _WIDE_REGISTERS
         if runs > 1:
@@ -288,63 +291,57 @@ class CudaSegment(Segment):
         is_tile_pass, options = name.startswith("tile_pass"), {}
         is_single = spec.compute is torch.float32
         is_small = is_single and spec.has_blocks and len(spec.arrays) <= _MOST_ARRAYS
-        if is_single and spec is not self.spec:
+        if is_single and spec is not self._spec:
             options = _MEASURING
         elif is_small and is_tile_pass and not name.endswith("_strided"):
             options = {"maxnreg": self._registers(constants.get("RUNS", 1))}
         warps = self._warps(spec) if is_tile_pass else 4
-        return Launcher(kernel, grid, self.device, constants, num_warps=warps, **options, **EXACT)
+        return Launcher(kernel, grid, self._device, constants, num_warps=warps, **options, **EXACT)
 
     def upload(self) -> None:
-        copy_to(self._tables["addresses"], np.ascontiguousarray(self.addresses.T))
-        copy_to(self._tables["layout_index"], self.layout_index)
-        copy_to(self._tables["streams"], self.streams)
-        if self.layouts.shape != tuple(self._tables["layouts"].shape):
-            self._tables["layouts"] = torch.zeros(self.layouts.shape, dtype=torch.int64, device=self.device)
-        copy_to(self._tables["layouts"], self.layouts)
+        copy_to(self._tables["addresses"], np.ascontiguousarray(self.segment.addresses.T))
+        copy_to(self._tables["layout_index"], self.segment.layout_index)
+        copy_to(self._tables["streams"], self.segment.streams)
+        if self.segment.layouts.shape != tuple(self._tables["layouts"].shape):
+            self._tables["layouts"] = torch.zeros(self.segment.layouts.shape, dtype=torch.int64, device=self._device)
+        copy_to(self._tables["layouts"], self.segment.layouts)
         self._list_strided_tiles()
 
     def _list_strided_tiles(self) -> None:
-        listed = np.nonzero((self.layout_index >= 0)[self.tiles.tile_tensor])[0].astype(np.int32)
+        listed = np.nonzero((self.segment.layout_index >= 0)[self.segment.tiles.tile_tensor])[0].astype(np.int32)
         self._strided_tiles = len(listed)
         if len(listed):
             self._tables["tile_list"] = self._table(listed)
         self._launches()
 
-    def slices_of(self, slot: int) -> tuple[torch.Tensor, list[int]]:
-        assert self.slices is not None
-        return self.slices.slot(slot), self.slices.tables.starts_of(slot)
-
-    def row_table(self) -> torch.Tensor:
-        return self._tables["rows"]
-
     def set_hypers(self, rows: Sequence[Sequence[float]]) -> None:
-        copy_to(self.hyper, np.asarray(rows, dtype=np.float64))
+        copy_to(self._hyper, np.asarray(rows, dtype=np.float64))
 
     def set_device_hyper(self, row: int, column: int, tensor: torch.Tensor) -> None:
-        self.hyper[row, column].copy_(tensor.detach(), non_blocking=True)
+        self._hyper[row, column].copy_(tensor.detach(), non_blocking=True)
 
     def take_gradients_from(self, grads: torch.Tensor) -> None:
-        before, self.grads, self._tables["grads"] = self.grads, grads, grads
+        before, self.segment.grads, self._tables["grads"] = self.segment.grads, grads, grads
         for _, arguments in itertools.chain(self._step_launches(False), self._step_launches(True)):
             arguments[:] = [grads if argument is before else argument for argument in arguments]
 
     def build(self) -> None:
-        launches = self.launches(self.unscales)
-        build_together(launches, self.device)
+        launches = self.launches(self.segment.unscales)
+        build_together(launches, self._device)
         for launcher, arguments in launches:
             launcher.build(*arguments)
-        if self.matrices is not None:
+        if (matrices := self.segment.matrices) is not None:
             # Matrix libraries set themselves up at their first call; a capture is too late for that.
-            self.matrices.build()
+            matrices.build()
 
     @property
     def is_built(self) -> bool:
-        kernels = all(launcher.is_built for launcher, _ in self._step_launches(self.unscales))
-        return kernels and (self.matrices is None or self.matrices.is_built)
+        kernels, matrices = self._step_launches(self.segment.unscales), self.segment.matrices
+        return all(launcher.is_built for launcher, _ in kernels) and (matrices is None or matrices.is_built)
 
     def launches(self, unscales: bool) -> list[Launch]:
-        return [*self._step_launches(unscales), *(self.matrices.launches() if self.matrices is not None else [])]
+        matrices = self.segment.matrices
+        return [*self._step_launches(unscales), *(matrices.launches() if matrices is not None else [])]
 
     def _step_launches(self, unscales: bool) -> Iterator[tuple[Launcher, list[torch.Tensor]]]:
         yield from self._scalar
@@ -353,38 +350,39 @@ class CudaSegment(Segment):
                 yield from itertools.chain.from_iterable(passes)
         yield from self._finish_taps
 
-    def scalar_pass(self, index: int) -> None:
+    def scalar_calls(self, index: int) -> list[partial[Any]]:
+        return [partial(self._scalar_pass, index)]
+
+    def _scalar_pass(self, index: int) -> None:
         launcher, arguments = self._scalar[index]
         launcher(*arguments)
 
     def tile_calls(self, index: int, tile_range: TileRange | None = None) -> list[partial[Any]]:
         if tile_range is None:
             return [partial(self._tile_pass, index)]
-        key = (tile_range, index, self.unscales, self.measures)
+        segment, program = self.segment, self._spec.program
+        variant = segment.unscales, segment.measures
+        key = (tile_range, index, *variant)
         if key not in self._range_calls:
             if tile_range not in self._range_tables:
-                self._range_tables[tile_range] = range_tables(self, tile_range, self._tables)
+                self._range_tables[tile_range] = range_tables(segment, tile_range, self._tables)
             tables, strided = self._range_tables[tile_range]
-            spec, tile = self.spec.measuring if self.measures else self.spec, self.spec.program.tiles[index]
-            launches = self._element_launches(
-                spec, index, self.unscales, tables, len(tile_range.tiles), strided, self.shape.span
-            )
-            if tile is not None and tile.reductions and tile_range.tiles.stop == self.tiles.count:
-                launches.append(self._tile[self.unscales, self.measures][index][-1])
+            spec, tile = self._spec.measuring if segment.measures else self._spec, program.tiles[index]
+            tiles = len(tile_range.tiles)
+            launches = self._element_launches(spec, index, segment.unscales, tables, tiles, strided, self.shape.span)
+            if tile is not None and tile.reductions and tile_range.tiles.stop == segment.tiles.count:
+                launches.append(self._tile[variant][index][-1])
             self._range_calls[key] = [partial(launcher, *arguments) for launcher, arguments in launches]
         return self._range_calls[key]
 
     def _tile_pass(self, index: int) -> None:
-        for launcher, arguments in self._tile[self.unscales, self.measures][index]:
+        segment = self.segment
+        for launcher, arguments in self._tile[segment.unscales, segment.measures][index]:
             launcher(*arguments)
 
-    def finish_taps(self) -> None:
-        super().finish_taps()
-        if self.measures:
-            assert self.taps is not None
-            for launcher, arguments in self._finish_taps:
-                launcher(*arguments)
-            self.taps.put_kept_states(self.grads)
+    def sum_up_taps(self) -> None:
+        for launcher, arguments in self._finish_taps:
+            launcher(*arguments)
 
 
 DecisionLaunchers = dict[tuple[object, ...], tuple[Launcher, torch.Tensor]]

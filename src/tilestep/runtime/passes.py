@@ -1,0 +1,80 @@
+"""What a backend makes of a segment: tables where kernels read them, and the calls of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..backends.triton.launch import Launch
+from .segment import Segment, TileRange
+
+
+class Passes:
+    """The passes of a segment on a backend; made with the segment's arguments."""
+
+    has_kernels = True  # whether they are kernels, which may work on ranges of tiles, leave sums and measure
+    can_be_captured = False  # whether a CUDA graph can hold them; see `require_no_branches` for matrices
+    segment: Segment
+
+    def upload(self) -> None:
+        """Bring changed tables to where kernels read them."""
+
+    def set_hypers(self, rows: Sequence[Sequence[float]]) -> None:
+        """Bring the hyperparameter table to where kernels read it."""
+        raise NotImplementedError
+
+    def set_device_hyper(self, row: int, column: int, tensor: torch.Tensor) -> None:
+        """Copy a hyperparameter that lives on a device into the table."""
+        raise NotImplementedError
+
+    def take_gradients_from(self, grads: torch.Tensor) -> None:
+        """Let passes read the gradients' addresses from another table, int64[tensors] on the device."""
+        raise NotImplementedError
+
+    def launches(self, unscales: bool) -> list[Launch]:
+        """The launches of a step that Triton builds."""
+        return []
+
+    def build(self) -> None:
+        """Build every kernel that a step like the last one launches."""
+
+    @property
+    def is_built(self) -> bool:
+        """Whether every kernel of a step with the segment's present `unscales` is built."""
+        return True
+
+    @property
+    def first_calls(self) -> list[partial[Any]]:
+        """Calls before all stages of a step."""
+        return []
+
+    def scalar_calls(self, index: int) -> list[partial[Any]]:
+        """The calls of scalar pass `index`, the same at every step."""
+        raise NotImplementedError
+
+    def tile_calls(self, index: int, tile_range: TileRange | None = None) -> list[partial[Any]]:
+        """The calls of tile pass `index` over all tiles; the list stays, and what is in it may change.
+
+        With a range: the calls of a pass over elements for this step, over the range alone. Ranges run in the order of
+        tiles; the calls of the last one finish reductions.
+        """
+        return []
+
+    def tap(self, *, stats: bool, changes: bool) -> None:
+        """Make room for outputs besides updates."""
+        self.segment.tap(stats=stats, changes=changes)
+
+    def sum_up_taps(self) -> None:
+        """After passes that measured: reduce the statistics of tiles to numbers of tensors."""
+
+    def finish_taps(self) -> None:
+        """After the passes of a step: complete the outputs besides updates."""
+        segment = self.segment
+        if segment.taps is not None:
+            segment.taps.end()
+            if segment.measures:
+                self.sum_up_taps()
+                segment.taps.put_kept_states(segment.grads)
