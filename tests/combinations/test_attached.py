@@ -154,6 +154,28 @@ def test_states_are_free_when_the_optimizer_is_gone(way: str, make: Any) -> None
     assert all(param.isfinite().all() for param in model.parameters())
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("Muon", {}), ("SOAP", {}), ("AdamW", {"stats": tilestep.Stats(every=1)}), ("AdamW", {"track_changes": True})],
+    ids=["matrices", "decompositions", "statistics", "changes"],
+)
+def test_states_are_free_with_matrix_work_and_outputs(name: str, options: dict[str, Any]) -> None:
+    params = [nn.Parameter(torch.randn(6, 4)) for _ in range(3)]
+    optimizer = getattr(tilestep, name)(params, lr=0.1, **options)
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+    held = [StorageWeakRef(value.untyped_storage()) for state in optimizer.state.values() for value in state.values()]
+    gc.collect()
+    gc.disable()
+    try:
+        del optimizer
+        assert held and all(storage.expired() for storage in held)
+    finally:
+        gc.enable()
+
+
 @both_makes
 @pytest.mark.parametrize("way", SCHEDULES)
 def test_gradients_are_free_after_the_step(way: str, make: Any) -> None:

@@ -162,7 +162,7 @@ def test_a_captured_step_is_the_step() -> None:
 
 def recorded_passes(optimizer: tilestep.Optimizer) -> list[Any]:
     [engine] = optimizer._current_plan().engines
-    return [each for segment in engine.segments for each in segment.matrices._recorded.values()]
+    return [each for passes in engine.passes for each in passes.matrices._recorded.values()]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -191,7 +191,7 @@ def test_matrices_of_one_shape_share_batches_wherever_they_are() -> None:
             optimizer.step()
     for found, wanted in zip([one for param in params for one in param.reshape(-1, 4, 9)], plain):
         torch.testing.assert_close(found, wanted)
-    [batch] = optimizers[0].plan.engines[0].segments[0].matrices.batches
+    [batch] = optimizers[0].plan.engines[0].passes[0].matrices.batches
     assert batch.counts == [1, 3, 2, 4] and len(batch.index) == 10 and batch.chunk < 10
     operand = batch.arrays["scratch_0"]
     assert optimizers[0].plan.engines[0].entries[1].arrays["scratch_0"].data_ptr() == operand[1].data_ptr()

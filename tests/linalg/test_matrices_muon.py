@@ -300,7 +300,7 @@ def test_small_chunks_give_the_same_numbers() -> None:
     finally:
         tilestep.limit_workspace(before)
     train([(ours, mine), (tilestep.Muon(theirs, lr=0.02), theirs)], range(4))
-    matrices = ours.plan.engines[0].segments[0].matrices
+    matrices = ours.plan.engines[0].passes[0].matrices
     assert [batch.chunk for batch in matrices.batches] == [2, 2]
     assert_near(mine, theirs, 0.1)
 

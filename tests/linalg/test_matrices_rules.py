@@ -94,7 +94,7 @@ def test_rules_without_matrices_have_no_matrix_pass() -> None:
 
 def test_results_in_one_pass_reuse_the_operand_s_memory() -> None:
     params = [torch.nn.Parameter(torch.ones(8, 8)) for _ in range(4)]
-    matrices = tilestep.Muon(params).fitting_plan(ahead=True).engines[0].segments[0].matrices
+    matrices = tilestep.Muon(params).fitting_plan(ahead=True).engines[0].passes[0].matrices
     operand, result = (matrices.batches[0].arrays[f"scratch_{place}"] for place in range(2))
     assert operand.untyped_storage().data_ptr() == result.untyped_storage().data_ptr()
     assert operand.data_ptr() - result.data_ptr() == 4 * 64 * 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import BuildError
+from ..errors import BuildError, GradientError
 from ..graph import REDUCTIONS, Value, ancestors, size_from_end
 from ..linalg import MATRIX_OPERATIONS
 from ..runtime.passes import Passes
@@ -23,13 +23,20 @@ class EagerPasses(Passes):
 
     has_kernels = False
 
-    def __init__(self, spec: KernelSpec, *arguments: Any) -> None:
+    def __init__(self, spec: KernelSpec, entries: Sequence[Entry], *arguments: Any) -> None:
+        alone = next((entry for entry in entries if entry.exchange), None)
+        if alone is not None and spec.program.matrices.scratch:
+            raise GradientError(
+                f"{alone.label} is sharded, and rule {spec.program.graph.title} works on whole matrices: that needs a "
+                "C++ compiler, or Triton on a GPU"
+            )
         if spec.global_count:
             raise BuildError(
                 f"rule {spec.program.graph.title} reduces over all tensors, which eager PyTorch does not do here: "
                 "it needs a C++ compiler, or Triton for CUDA"
             )
-        self._spec, self.segment = spec, Segment(spec, *arguments, tile_size=1 << 20, has_kernels=False)
+        super().__init__(Segment(spec, entries, *arguments, tile_size=1 << 20))
+        self._spec, self.segment.leaves_sums = spec, False
         self._hyper: list[list[float]] = []
 
     def set_hypers(self, rows: Sequence[Sequence[float]]) -> None:

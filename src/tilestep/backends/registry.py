@@ -66,14 +66,15 @@ def passes_class(device: torch.device) -> type[Passes]:
 
 def build_passes(device: torch.device, *args: object) -> Passes:
     """The passes of a segment; on the CPU those of eager PyTorch if its kernel can neither be built nor loaded."""
-    chosen = passes_class(device)
+    chosen: Callable[..., Passes] = passes_class(device)
     try:
         return chosen(*args)
     except BuildError as error:
         if device.type != "cpu" or _interpreting:
             raise
         warn_of_failure(error)
-        return _eager()(*args)
+        eager: Callable[..., Passes] = _eager()
+        return eager(*args)
 
 
 def load_ahead(spec: KernelSpec, device: torch.device, *, gaps: bool) -> None:

@@ -109,7 +109,7 @@ class StreamedState(StateOnHost):
         names = moved_arrays(segment.spec)
         if not names or not segment.tiles.count:
             return
-        if not segment.has_kernels:
+        if not passes.has_kernels:
             raise OffloadError(
                 "state that is streamed needs kernels, which are launched for a chunk at a time, and eager PyTorch has "
                 "none: install Triton for a GPU, a C++ compiler for a CPU, or do without offload()"

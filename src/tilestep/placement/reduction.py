@@ -502,7 +502,7 @@ def _parts_of(group: ReductionGroup, segments: Sequence[Segment], index: int, *,
         passes = [tile for tile in tiles if tile is not None]
         tensors = [(slot, value) for tile in passes for slot, value in tile.reductions if _adds(value) is adds]
         slices = [(slot, value) for tile in passes for slot, value in tile.parts if _adds(value) is adds]
-        if (tensors or slices) and not segment.has_kernels:
+        if (tensors or slices) and not segment.leaves_sums:
             sharded = next(entry for entry in segment.entries if not is_whole(entry.handle))
             raise GradientError(
                 f"{sharded.label} is sharded, and rule {program.graph.title} sums it up: that needs a C++ compiler, or "

@@ -16,7 +16,7 @@ import torch
 
 from ..errors import CaptureError
 from ..linalg.batches import MatrixBatches, SkippedValues
-from .segment import Segment
+from .passes import Passes
 
 PREPARE = "call optimizer.prepare_capture() before the capture"
 WARM_UP = "run a step like it before the capture"
@@ -57,10 +57,10 @@ class GraphTables:
         return torch.empty_like(self._like).copy_(source, non_blocking=True)
 
 
-def require_no_branches(segments: Sequence[Segment], *, alone: bool) -> None:
+def require_no_branches(every: Sequence[Passes], *, alone: bool) -> None:
     """Raise `CaptureError` if the host has to make decisions in a step, or to wait in it, which no graph can hold."""
-    for segment in segments:
-        matrices, rule = segment.matrices, segment.spec.program.graph.title
+    for passes in every:
+        matrices, rule = passes.matrices, passes.segment.spec.program.graph.title
         if matrices is None or not matrices.waits or matrices.skipped_values is not None:
             continue
         require(
@@ -74,11 +74,9 @@ def require_no_branches(segments: Sequence[Segment], *, alone: bool) -> None:
 
 
 @contextmanager
-def nothing_skipped(segments: Sequence[Segment]) -> Iterator[None]:
+def nothing_skipped(every: Sequence[Passes]) -> Iterator[None]:
     """A block in which the host decides nothing: steps do all optional work, unless `HostBranches` leaves it out."""
-    undecided = [
-        segment.matrices for segment in segments if segment.matrices and segment.matrices.skipped_values is None
-    ]
+    undecided = [passes.matrices for passes in every if passes.matrices and passes.matrices.skipped_values is None]
     for matrices in undecided:
         matrices.skipped_values = {}
     try:
@@ -90,9 +88,9 @@ def nothing_skipped(segments: Sequence[Segment]) -> Iterator[None]:
 
 @dataclass
 class _Part:
-    """A segment with optional work; `active` tensors take part in the captured step."""
+    """Passes with optional work; `active` tensors take part in the captured step."""
 
-    segment: Segment
+    passes: Passes
     matrices: MatrixBatches
     skipped_values: SkippedValues
     active: np.ndarray
@@ -107,13 +105,13 @@ class HostBranches:
     the step certainly needs none of it, and other steps run outside of the graph.
     """
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
+    def __init__(self, every: Sequence[Passes]) -> None:
         self._parts: list[_Part] = []
-        for segment in segments:
-            if segment.matrices is not None and segment.matrices.waits:
-                skipped_values = segment.matrices.plain()
+        for passes in every:
+            if passes.matrices is not None and passes.matrices.waits:
+                skipped_values = passes.matrices.plain()
                 assert skipped_values is not None
-                self._parts.append(_Part(segment, segment.matrices, skipped_values, segment.matrices.active))
+                self._parts.append(_Part(passes, passes.matrices, skipped_values, passes.matrices.active))
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
@@ -125,7 +123,7 @@ class HostBranches:
         finally:
             for part in self._parts:
                 part.matrices.skipped_values = None
-                part.active, part.may_skip = part.matrices.active, part.segment.may_skip
+                part.active, part.may_skip = part.matrices.active, part.passes.segment.may_skip
 
     def suffices(self) -> bool:
         """Whether the next step needs no optional work; does not wait for the device."""

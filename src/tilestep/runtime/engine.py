@@ -65,7 +65,7 @@ def pass_calls(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums], pr
             for passes, segment in zip(running, segments)
         ]
         calls += [sums.calls(index) for sums in shared]
-        calls += [[partial(segment.matrices.run, index)] for segment in segments if segment.matrices]
+        calls += [[partial(passes.matrices.run, index)] for passes in running if passes.matrices]
     return [*calls, note]
 
 
@@ -211,7 +211,7 @@ class DeviceEngine:
     @property
     def can_scan(self) -> bool:
         """Whether a look in C++ at tensors and addresses is enough for a step."""
-        return self.gradients.settled and not self.captured and not any(s.reads_gradients for s in self.segments)
+        return self.gradients.settled and not self.captured and not any(own.reads_gradients for own in self.passes)
 
     def start_norm(self) -> None:
         """Launch the norm of gradients whose addresses are up to date, to run while the host checks the rest."""
@@ -303,7 +303,7 @@ class DeviceEngine:
             own = [watch for watch in changed if watch.index in segment.group_indices]
             if not all(segment.keeps_graph(watch.index, watch.chosen) for watch in own):
                 raise Stale
-        if any(segment.matrices is not None and segment.matrices.outdated() for segment in affected):
+        if any(passes.matrices is not None and passes.matrices.outdated() for passes in touched):
             raise Stale("a number that matrix operations take has changed")
         for passes in touched:
             passes.set_hypers(passes.segment.hyper_rows())
@@ -337,7 +337,7 @@ class DeviceEngine:
             on_cpu = "its parameters are on the CPU, which has no graphs; move the model to a GPU first"
             without = "without Triton its steps are operations that the host decides on"
             require(False, on_cpu if is_host(self.device) else without)
-        require_no_branches(self.segments, alone=alone)
+        require_no_branches(self.passes, alone=alone)
 
     def check_capture(self, gradients: Sequence[torch.Tensor | None]) -> Seen:
         """Check that a CUDA graph can hold a step."""
@@ -366,7 +366,7 @@ class DeviceEngine:
         self.captured, self._started_norm = True, None
         self._read_gradients_from(table)
         try:
-            with self.gradients.taking(seen), nothing_skipped(self.segments):
+            with self.gradients.taking(seen), nothing_skipped(self.passes):
                 yield
         finally:
             self._read_gradients_from(self.grads)
@@ -418,11 +418,11 @@ class DeviceEngine:
         if self._bound_grads is not self.grads:
             built = all(passes.is_built for passes in self.passes)
             require(built, f"the kernels of such a step are not built yet; {WARM_UP}")
-        for segment, members in zip(self.segments, self._ranges):
-            if segment.reads_gradients:
-                segment.gradients = self.gradients.usable(gradients)[members.start : members.stop]
-            if segment.taps is not None:
-                segment.taps.begin()
+        for passes, members in zip(self.passes, self._ranges):
+            if passes.reads_gradients:
+                passes.segment.gradients = self.gradients.usable(gradients)[members.start : members.stop]
+            if passes.taps is not None:
+                passes.taps.begin()
 
     def finish(self, *, counts_versions: bool = True) -> None:
         """After the passes: leave gradients that were scaled unscaled (but not clipped), and count versions."""

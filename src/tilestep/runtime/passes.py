@@ -9,15 +9,27 @@ from typing import Any
 import torch
 
 from ..backends.triton.launch import Launch
+from ..linalg.batches import MatrixBatches
 from .segment import Segment, TileRange
+from .taps import SegmentTaps
 
 
 class Passes:
-    """The passes of a segment on a backend; made with the segment's arguments."""
+    """The passes of a segment on a backend; backends are made with a segment's arguments but for the size of tiles."""
 
     has_kernels = True  # whether they are kernels, which may work on ranges of tiles, leave sums and measure
     can_be_captured = False  # whether a CUDA graph can hold them; see `require_no_branches` for matrices
-    segment: Segment
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        batches = self.has_kernels and bool(segment.spec.program.matrices.scratch)
+        self.matrices = MatrixBatches(segment) if batches else None  # has the entries' scratch arrays
+        # The host may decide which matrix work a step needs, by which tensors have gradients.
+        decides = self.matrices is not None and self.matrices.conditions is not None
+        self.reads_gradients = decides or not self.has_kernels
+        """Whether a step's gradients are read as tensors and not by address."""
+        self.taps: SegmentTaps | None = None  # outputs besides updates
+        segment.describe_arrays()
 
     def upload(self) -> None:
         """Bring changed tables to where kernels read them."""
@@ -65,16 +77,21 @@ class Passes:
 
     def tap(self, *, stats: bool, changes: bool) -> None:
         """Make room for outputs besides updates."""
-        self.segment.tap(stats=stats, changes=changes)
+        self.taps = SegmentTaps(self.segment, stats=stats, changes=changes, by_kernels=self.has_kernels)
+        self.reads_gradients |= stats and not self.taps.by_kernels
+
+    @property
+    def measures(self) -> bool:
+        """Whether this step's kernels compute statistics."""
+        return self.taps is not None and self.taps.measures and self.taps.by_kernels
 
     def sum_up_taps(self) -> None:
         """After passes that measured: reduce the statistics of tiles to numbers of tensors."""
 
     def finish_taps(self) -> None:
         """After the passes of a step: complete the outputs besides updates."""
-        segment = self.segment
-        if segment.taps is not None:
-            segment.taps.end()
-            if segment.measures:
+        if self.taps is not None:
+            self.taps.end()
+            if self.measures:
                 self.sum_up_taps()
-                segment.taps.put_kept_states(segment.grads)
+                self.taps.put_kept_states(self.segment.grads)

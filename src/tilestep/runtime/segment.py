@@ -15,12 +15,11 @@ from ..compat import has_memory
 from ..errors import GradientError, StateError
 from ..graph import Program
 from ..graph.tracer import group_value
-from ..linalg.batches import Exchange, MatrixBatches
+from ..linalg.batches import Exchange
 from ..linalg.views import Matrices
 from ..storage import BLOCK, rows_of, stream_of
 from .decision import clip_code
 from .kernel_cache import guards_hold
-from .taps import SegmentTaps
 
 
 def _dense_order(tensor: torch.Tensor) -> list[int] | None:
@@ -295,7 +294,6 @@ class Segment:
         grads: int64[tensors] on the device, addresses of gradients; 0 for none.
         control: float64[numbers] on the device, what was decided about a step.
         tile_size: elements in a tile.
-        has_kernels: whether kernels read these tables; else operations of torch update tensor by tensor.
     """
 
     unscales = False  # whether this step's gradients carry a loss scale, which the last pass that reads them removes
@@ -303,8 +301,8 @@ class Segment:
     streamer: TileStreamer | None = None
     """Moves arrays to where tile passes work on them, and back."""
 
+    leaves_sums = True  # whether `sums` has what passes reduce, to which those of other ranks are added
     slices: Slots | None = None  # the tables of passes over slices, in the backend's memory
-    taps: SegmentTaps | None = None  # its outputs besides updates
 
     def __init__(
         self,
@@ -315,11 +313,9 @@ class Segment:
         control: torch.Tensor,
         *,
         tile_size: int,
-        has_kernels: bool = True,
     ) -> None:
         self.spec = spec
         self.tile_size = tile_size
-        self.has_kernels = has_kernels
         self.entries = list(entries)
         self.groups = groups
         self.grads = grads
@@ -338,29 +334,7 @@ class Segment:
         position = {group: index for index, group in enumerate(used)}
         self.group_of = np.asarray([position[entry.group] for entry in self.entries], dtype=np.int32)
         self.sizes = np.asarray([_sizes(entry.shape, spec.sizes) for entry in self.entries], dtype=np.int64)
-        scratch = spec.program.matrices.scratch
-        alone = None if has_kernels else next((entry for entry in entries if entry.exchange), None)
-        if alone is not None:
-            raise GradientError(
-                f"{alone.label} is sharded, and rule {spec.program.graph.title} works on whole matrices: that needs a "
-                "C++ compiler, or Triton on a GPU"
-            )
-        self.matrices = MatrixBatches(self) if scratch and has_kernels else None
-        # The host may decide which matrix work a step needs, by which tensors have gradients.
-        decides = self.matrices is not None and self.matrices.conditions is not None
-        self.reads_gradients = decides or not has_kernels
-        """Whether a step's gradients are read as tensors and not by address."""
-        self.array_names = [array.name for array in spec.arrays if self.matrices or array.name not in scratch]
-        self.addresses = np.zeros((max(len(self.array_names), 1), len(self.entries)), dtype=np.int64)
-        self.read_addresses()
         self._apart = {*spec.program.graph.slice_states, *(array.name for array in spec.arrays if array.elements != 1)}
-        by_rows = bool(spec.program.slices.views) or spec.has_blocks
-        self.own_strided = [
-            index
-            for index, entry in enumerate(self.entries)
-            if not _is_plain(entry, self._apart, by_rows) or (spec.draws and not _is_counted(entry))
-        ]
-        self.set_strided({})
         self._seeds: list[int] = []
         self.streams = np.zeros((len(self.entries), 2), dtype=np.int64)
         """int64[tensors][2]: a tensor's random stream, and its first element's index in the full tensor."""
@@ -381,6 +355,20 @@ class Segment:
         self.rows = self.zeros(count, max(len(spec.program.columns), 1), dtype=spec.compute)
         """[tensors][columns], numbers that scalar passes compute for tile and matrix passes."""
 
+    def describe_arrays(self) -> None:
+        """Describe the entries' arrays, when all of them are there."""
+        spec, arrays = self.spec, self.entries[0].arrays
+        self.array_names = [array.name for array in spec.arrays if array.name in arrays]
+        self.addresses = np.zeros((max(len(self.array_names), 1), len(self.entries)), dtype=np.int64)
+        self.read_addresses()
+        by_rows = bool(spec.program.slices.views) or spec.has_blocks
+        self.own_strided = [
+            index
+            for index, entry in enumerate(self.entries)
+            if not _is_plain(entry, self._apart, by_rows) or (spec.draws and not _is_counted(entry))
+        ]
+        self.set_strided({})
+
     def zeros(self, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         """Zeros on the device."""
         return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -394,17 +382,6 @@ class Segment:
         own = zip(self.entries, self.group_of.tolist())
         self.streams[:, 0] = [stream_of(seeds[group], entry.ordinal) for entry, group in own]
         return True
-
-    def tap(self, *, stats: bool, changes: bool) -> None:
-        """Make room for outputs besides updates."""
-        self.taps = SegmentTaps(self, stats=stats, changes=changes)
-        if stats and not self.taps.by_kernels:
-            self.reads_gradients = True
-
-    @property
-    def measures(self) -> bool:
-        """Whether this step's kernels compute statistics."""
-        return self.taps is not None and self.taps.measures and self.taps.by_kernels
 
     def keeps_graph(self, group: int, hyperparameters: Callable[[], Mapping[str, Any]]) -> bool:
         """Whether the rule would take the same branches with other hyperparameters."""

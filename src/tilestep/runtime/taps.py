@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +11,7 @@ from ..backends.taps import NEAR, kept_states, tap_columns, taps_fit
 from ..devices import is_host
 from ..storage import values_of
 from ..tensor_watch import sum_of_versions
+from .segment import Segment
 
 WORD = 32  # weights whose bits are in one word
 
@@ -26,9 +26,9 @@ def extent_of(tensor: torch.Tensor) -> int:
 class SegmentTaps:
     """The outputs of a segment, computed with torch where its kernels cannot."""
 
-    def __init__(self, segment: Any, *, stats: bool, changes: bool) -> None:
+    def __init__(self, segment: Segment, *, stats: bool, changes: bool, by_kernels: bool) -> None:
         self._segment, self.stats, self.changes = segment, stats, changes
-        self.by_kernels = segment.has_kernels and taps_fit(segment.spec)
+        self.by_kernels = by_kernels and taps_fit(segment.spec)
         self.columns = tap_columns(segment.spec)
         self.measures = False
         self.has_run = False  # whether its passes have run in this step

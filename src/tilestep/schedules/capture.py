@@ -61,7 +61,7 @@ def capture(optimizer: Optimizer, work: Callable[[], Any] | None = None) -> Capt
 def _captured(optimizer: Optimizer, work: Callable[[], Any] | None) -> CapturedStep:
     plan = prepare_capture(optimizer, alone=work is None)
     engine = plan.engines[0]
-    choices = HostBranches(engine.segments)
+    choices = HostBranches(engine.passes)
     table = None
     if work is None:
         _require_unscaled(optimizer)

@@ -16,6 +16,7 @@ from ..devices import is_host
 from ..errors import RuleError
 from ..placement import Share
 from ..runtime import DeviceEngine, passes_class
+from ..runtime.passes import Passes
 from ..runtime.taps import SegmentTaps
 from .changes import Change, Changes, Names
 from .stats import Measurer, Stats, StatsPlot, StepStats
@@ -45,8 +46,8 @@ def names_of(groups: Sequence[Mapping[str, Any]]) -> Names:
     return names
 
 
-def _segments(engines: Iterable[DeviceEngine]) -> list[Any]:
-    return [segment for engine in engines for segment in engine.segments]
+def _passes(engines: Iterable[DeviceEngine]) -> list[Passes]:
+    return [passes for engine in engines for passes in engine.passes]
 
 
 def _counts_versions(param: torch.Tensor) -> bool:
@@ -105,16 +106,16 @@ class Taps:
         }
         before, self._room = self._room, {}
         specs: dict[int, KernelSpec] = {}
-        for passes in [passes for engine in engines for passes in engine.passes]:
+        for passes in _passes(engines):
             passes.tap(stats=self.asked is not None, changes=self.tracks)
-            segment = passes.segment
-            assert segment.taps is not None
-            segment.taps.measures = self.measures
+            segment, taps = passes.segment, passes.taps
+            assert taps is not None
+            taps.measures = self.measures
             for position, entry in enumerate(segment.entries):
                 key = id(rows[id(entry)].param)
-                self._room[key], specs[names.places[key]] = (segment.taps, position), segment.spec
+                self._room[key], specs[names.places[key]] = (taps, position), segment.spec
                 if self.measures and key in before:
-                    segment.taps.carry(position, *before[key])
+                    taps.carry(position, *before[key])
         self._measurer = None
         if self.asked is not None and engines:
             if covers_all:
@@ -140,10 +141,10 @@ class Taps:
         is_due = self.asked is not None and (self.calls + 1) % self.asked.every == 0
         self.measures = is_due or (captured and self.asked is not None)
         looks = self.measures
-        for segment in _segments(engines):
-            assert segment.taps is not None
-            segment.taps.measures, segment.taps.has_run = self.measures, False
-            looks |= segment.taps.goes_round
+        for passes in _passes(engines):
+            assert passes.taps is not None
+            passes.taps.measures, passes.taps.has_run = self.measures, False
+            looks |= passes.taps.goes_round
         return looks
 
     def finish(self) -> None:

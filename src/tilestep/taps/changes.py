@@ -122,13 +122,14 @@ class Changes:
         """Use the bits of new tables, to which those of earlier tables are copied."""
         self._see_writes()
         tracked: dict[int, _Tracked] = {}
-        self._writes, self._words = [], [segment.taps.words for engine in tables.engines for segment in engine.segments]
+        every = [passes for engine in tables.engines for passes in engine.passes]
+        self._writes, self._words = [], [passes.taps.words for passes in every]
         before, self._names = self._names, names.names
         self._sharers, self._handles = tables.sharers, list(handles)
-        for segment in [segment for engine in tables.engines for segment in engine.segments]:
-            taps = segment.taps
+        for passes in every:
+            taps = passes.taps
             self._writes.append(taps.writes)
-            for position, entry in enumerate(segment.entries):
+            for position, entry in enumerate(passes.segment.entries):
                 share, writes = rows[id(entry)], taps.writes[position : position + 1]
                 one = self._track(names, share.param, share.holder, entry.param, taps.bits(position), writes)
                 if share.start is not None:

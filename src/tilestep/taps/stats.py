@@ -17,7 +17,7 @@ from ..compat import is_capturing
 from ..devices import moved
 from ..placement.local import is_distributed
 from ..runtime import DeviceEngine
-from ..runtime.segment import Segment
+from ..runtime.passes import Passes
 
 _COLUMNS = (
     "grad_norm",
@@ -165,10 +165,10 @@ class _Part:
     """The rows and columns of one segment in the table of all parameters."""
 
     def __init__(
-        self, segment: Segment, places: Mapping[int, int], raw: Sequence[str], sharers: Any, device: Any
+        self, passes: Passes, places: Mapping[int, int], raw: Sequence[str], sharers: Any, device: Any
     ) -> None:
-        self.segment = segment
-        own = segment.taps
+        self.segment = segment = passes.segment
+        own = passes.taps
         assert own is not None
         self.taps = own
         chosen = [place for place, entry in enumerate(segment.entries) if id(entry) in places]
@@ -249,7 +249,9 @@ class Measurer:
                     share[places[id(entry)]] = entry.weight
         self._numel = torch.tensor(numels, dtype=torch.float64, device=self.device)
         self._share = share.to(self.device)[:, None]
-        self._parts = [_Part(segment, places, self._raw, sharers, self.device) for segment in segments]
+        self._parts = [
+            _Part(passes, places, self._raw, sharers, self.device) for engine in engines for passes in engine.passes
+        ]
         self._states = [state for state in states if f"{state}_max" in raw or f"{state}_number_max" in raw]
         self.columns = [*_COLUMNS, *(f"{state}_{what}" for state in self._states for what in ("norm", "max"))]
         is_sum = [not name.endswith("_max") for name in raw]

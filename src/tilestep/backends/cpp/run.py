@@ -118,8 +118,8 @@ class CppPasses(Passes):
 
     def __init__(self, spec: KernelSpec, entries: Sequence[Entry], *arguments: Any) -> None:
         size = tile_shape(spec, entries[0].param.device).span
-        segment = self.segment = Segment(spec, entries, *arguments, tile_size=size)
-        program = spec.program
+        super().__init__(Segment(spec, entries, *arguments, tile_size=size))
+        segment, program = self.segment, spec.program
         self._gaps = self._has_gaps or id(spec) in _without_gaps
         _without_gaps.discard(id(spec))
         library = load(spec, gaps=self._gaps)
@@ -142,23 +142,23 @@ class CppPasses(Passes):
 
     def tap(self, *, stats: bool, changes: bool) -> None:
         super().tap(stats=stats, changes=changes)
-        segment = self.segment
-        assert segment.taps is not None
-        if segment.taps.by_kernels and stats:
+        segment, taps = self.segment, self.taps
+        assert taps is not None
+        if taps.by_kernels and stats:
             try:
                 library = load(segment.spec.measuring, gaps=self._gaps)
             except BuildError as error:
                 # The plain kernels may be from the cache, of a machine with a compiler.
                 warn_of_failure(error)
-                segment.taps.by_kernels, segment.reads_gradients = False, True
+                taps.by_kernels, self.reads_gradients = False, True
             else:
                 self._measuring = self._all_functions(library)
-                self._tap_partials = segment.zeros(segment.tiles.count, len(segment.taps.columns))
+                self._tap_partials = segment.zeros(segment.tiles.count, len(taps.columns))
         self.upload()
 
     @property
     def _passes(self) -> list[list[tuple[Any, tuple[Any, ...]]]]:
-        return self._measuring if self.segment.measures else self._tile
+        return self._measuring if self.measures else self._tile
 
     @property
     def _has_gaps(self) -> bool:
@@ -208,7 +208,7 @@ class CppPasses(Passes):
             "partials": self._partials,
             **{name: getattr(segment, name) for name in _OF_SEGMENT},
         }
-        if (taps := segment.taps) is not None:
+        if (taps := self.taps) is not None:
             outputs = {"tap_totals": taps.totals, "tap_words": taps.words, "first_word": taps.first_word}
             self._tables.update(outputs, tap_partials=self._tap_partials)
         _point(launch, self._tables)
@@ -257,7 +257,7 @@ class CppPasses(Passes):
         if tile_range is not None:
             launch = self._launch_of(tile_range)
             return [partial(function, ctypes.byref(launch)) for function, _ in self._passes[index]]
-        return [partial(self._tile_pass, index)] if self.segment.taps is not None else self._calls[index]
+        return [partial(self._tile_pass, index)] if self.taps is not None else self._calls[index]
 
     def _tile_pass(self, index: int) -> None:
         """Run the kernels of this step, which measure or do not."""

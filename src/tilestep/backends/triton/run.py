@@ -28,35 +28,6 @@ from .decision import decision_source
 from .launch import EXACT, Launch, Launcher, build_together, load_module
 from .slices import CudaSlices
 
-
-def range_tables(
-    segment: Segment, tile_range: TileRange, tables: Mapping[str, torch.Tensor]
-) -> tuple[dict[str, torch.Tensor], int]:
-    """The tables of launches over a range of tiles, and the number of its tiles that are walked by coordinates."""
-    begin, first = tile_range.tiles.start, tile_range.tensors.start
-    tiles, tensors = slice(begin, tile_range.tiles.stop), slice(first, tile_range.tensors.stop)
-    owner = segment.tiles.tile_tensor[tiles]
-    listed = np.nonzero(segment.layout_index[owner] >= 0)[0].astype(np.int32)
-    own_tables = dict(tables)
-    for name in ("grads", "numel", "columns", "layout_index", "rows", "step", "streams"):
-        own_tables[name] = tables[name][tensors]
-    own_tables["partials"] = tables["partials"][begin * segment.spec.reduction_count :]
-    if segment.taps is not None:
-        own_tables["first_word"] = tables["first_word"][tensors]
-        if segment.taps.stats and segment.taps.by_kernels:
-            own_tables["tap_partials"] = tables["tap_partials"][begin * len(segment.taps.columns) :]
-
-    def own(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(segment.device)
-
-    own_tables["tile_tensor"] = own(owner - np.int32(first))
-    own_tables["first_tile"] = own(segment.tiles.first_tile[tensors] - begin)
-    own_tables["addresses"] = own(segment.range_addresses(tile_range).T)
-    if len(listed):
-        own_tables["tile_list"] = own(listed)
-    return own_tables, len(listed)
-
-
 _SCALAR_BLOCK = 128
 _FINISH_BLOCK = 1024
 _TAP_RUN = 256  # tiles whose statistics one program combines
@@ -97,8 +68,8 @@ class TritonPasses(Passes):
     def __init__(self, spec: KernelSpec, entries: Sequence[Entry], *arguments: Any) -> None:
         self._spec, self._device = spec, entries[0].param.device
         self.shape = tile_shape(spec, self._device)
-        segment = self.segment = Segment(spec, entries, *arguments, tile_size=self.shape.span)
-        table, numbers = self._table, segment.zeros
+        super().__init__(Segment(spec, entries, *arguments, tile_size=self.shape.span))
+        segment, table, numbers = self.segment, self._table, self.segment.zeros
         self._hyper = numbers(len(segment.group_indices), len(spec.hypers))
         has_slices = bool(spec.program.slices.views)
         self._slices = segment.slices = CudaSlices(spec, segment.entries, self._device) if has_slices else None
@@ -134,7 +105,7 @@ class TritonPasses(Passes):
 
     def tap(self, *, stats: bool, changes: bool) -> None:
         super().tap(stats=stats, changes=changes)
-        taps = self.segment.taps
+        taps = self.taps
         assert taps is not None
         self._tables["tap_words"] = taps.words
         self._tables["first_word"] = torch.from_numpy(taps.first_word[:-1].copy()).to(self._device)
@@ -143,7 +114,7 @@ class TritonPasses(Passes):
 
     def _cut_measured(self) -> tuple[dict[str, torch.Tensor], Tiles, int]:
         """Tables, tiles and strided tiles of passes that measure; what combines their partials is made with them."""
-        segment, taps = self.segment, self.segment.taps
+        segment, taps = self.segment, self.taps
         assert taps is not None
         spans = min(max(segment.tiles.count // _ENOUGH_PROGRAMS, 1), _MOST_SPANS)
         # Sums that the update itself needs, and ranges of tiles, keep the tiles of the other passes.
@@ -170,7 +141,7 @@ class TritonPasses(Passes):
         """What combines the statistics of tiles: of neighbours first, as a tensor may have a million; then of those."""
         from .support import sum_up_taps
 
-        taps = self.segment.taps
+        taps = self.taps
         assert taps is not None
         width, table = len(taps.columns), self._table
         runs, tensors = chunks_of(np.diff(np.append(cut.first_tile, cut.count)), _TAP_RUN)
@@ -198,7 +169,7 @@ class TritonPasses(Passes):
             for index in range(len(program.scalars))
         ]
         ways = {False: (self._spec, self._tables, self.segment.tiles, self._strided_tiles)}
-        taps = self.segment.taps
+        taps = self.taps
         if taps is not None and taps.stats and taps.by_kernels:
             ways[True] = (self._spec.measuring, *self._cut_measured())
         self._tile = {
@@ -330,18 +301,17 @@ class TritonPasses(Passes):
         build_together(launches, self._device)
         for launcher, arguments in launches:
             launcher.build(*arguments)
-        if (matrices := self.segment.matrices) is not None:
+        if self.matrices is not None:
             # Matrix libraries set themselves up at their first call; a capture is too late for that.
-            matrices.build()
+            self.matrices.build()
 
     @property
     def is_built(self) -> bool:
-        kernels, matrices = self._step_launches(self.segment.unscales), self.segment.matrices
-        return all(launcher.is_built for launcher, _ in kernels) and (matrices is None or matrices.is_built)
+        kernels = all(launcher.is_built for launcher, _ in self._step_launches(self.segment.unscales))
+        return kernels and (self.matrices is None or self.matrices.is_built)
 
     def launches(self, unscales: bool) -> list[Launch]:
-        matrices = self.segment.matrices
-        return [*self._step_launches(unscales), *(matrices.launches() if matrices is not None else [])]
+        return [*self._step_launches(unscales), *(self.matrices.launches() if self.matrices is not None else [])]
 
     def _step_launches(self, unscales: bool) -> Iterator[tuple[Launcher, list[torch.Tensor]]]:
         yield from self._scalar
@@ -357,17 +327,38 @@ class TritonPasses(Passes):
         launcher, arguments = self._scalar[index]
         launcher(*arguments)
 
+    def _tables_of(self, tile_range: TileRange) -> tuple[dict[str, torch.Tensor], int]:
+        """The tables of launches over a range of tiles, and the number of its tiles that are walked by coordinates."""
+        segment, own = self.segment, dict(self._tables)
+        begin, first = tile_range.tiles.start, tile_range.tensors.start
+        tiles, tensors = slice(begin, tile_range.tiles.stop), slice(first, tile_range.tensors.stop)
+        owner = segment.tiles.tile_tensor[tiles]
+        listed = np.nonzero(segment.layout_index[owner] >= 0)[0].astype(np.int32)
+        for name in ("grads", "numel", "columns", "layout_index", "rows", "step", "streams"):
+            own[name] = own[name][tensors]
+        own["partials"] = own["partials"][begin * self._spec.reduction_count :]
+        if self.taps is not None:
+            own["first_word"] = own["first_word"][tensors]
+            if self.taps.stats and self.taps.by_kernels:
+                own["tap_partials"] = own["tap_partials"][begin * len(self.taps.columns) :]
+        own["tile_tensor"] = self._table(owner - np.int32(first))
+        own["first_tile"] = self._table(segment.tiles.first_tile[tensors] - begin)
+        own["addresses"] = self._table(segment.range_addresses(tile_range).T)
+        if len(listed):
+            own["tile_list"] = self._table(listed)
+        return own, len(listed)
+
     def tile_calls(self, index: int, tile_range: TileRange | None = None) -> list[partial[Any]]:
         if tile_range is None:
             return [partial(self._tile_pass, index)]
         segment, program = self.segment, self._spec.program
-        variant = segment.unscales, segment.measures
+        variant = segment.unscales, self.measures
         key = (tile_range, index, *variant)
         if key not in self._range_calls:
             if tile_range not in self._range_tables:
-                self._range_tables[tile_range] = range_tables(segment, tile_range, self._tables)
+                self._range_tables[tile_range] = self._tables_of(tile_range)
             tables, strided = self._range_tables[tile_range]
-            spec, tile = self._spec.measuring if segment.measures else self._spec, program.tiles[index]
+            spec, tile = self._spec.measuring if self.measures else self._spec, program.tiles[index]
             tiles = len(tile_range.tiles)
             launches = self._element_launches(spec, index, segment.unscales, tables, tiles, strided, self.shape.span)
             if tile is not None and tile.reductions and tile_range.tiles.stop == segment.tiles.count:
@@ -376,8 +367,7 @@ class TritonPasses(Passes):
         return self._range_calls[key]
 
     def _tile_pass(self, index: int) -> None:
-        segment = self.segment
-        for launcher, arguments in self._tile[segment.unscales, segment.measures][index]:
+        for launcher, arguments in self._tile[self.segment.unscales, self.measures][index]:
             launcher(*arguments)
 
     def sum_up_taps(self) -> None:
