@@ -26,7 +26,7 @@ from ..compat import (
 from ..errors import BuildInterrupted, did_you_mean
 from ..linalg import keeping_to, operations
 from ..memory.memory import StateMemory
-from ..placement import LOCAL, Placement, ReductionGroup, distribute, local_state
+from ..placement import LOCAL, Placement, distribute, local_state
 from ..placement.local import as_real, copy_into, local_part
 from ..rules import Rule, registry
 from ..rules.adaptive_clip import AdaGC
@@ -627,11 +627,6 @@ class Optimizer(torch.optim.Optimizer):
             self._current_plan()  # what follows writes to parameters of which there are copies; loading has dropped it
         self.schedule.sync_masters(self)
         return self.taps.changes.read(clear=clear, gather=gather)
-
-    @property
-    def mesh_ranks(self) -> ReductionGroup | None:
-        """The ranks that decide together: for DTensors all ranks of their meshes."""
-        return self._plan.ranks if self._plan is not None else None
 
     def unscale_with(self, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a scaler's function on an object with the gradients in its param groups; returns its overflow flags."""

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import GradientError
 from ..graph import Graph, size_from_end
-from ..placement import Listed, ReductionGroup, Share
+from ..placement import Listed, Share
 from ..rules import Rule
 from ..runtime import check_no_overlap
 from ..runtime.overlaps import intersect, nbytes_spanned
@@ -88,8 +88,6 @@ class Optimizer(Protocol):
 
     @property
     def plan(self) -> Any: ...
-    @property
-    def mesh_ranks(self) -> ReductionGroup | None: ...
     def rule_of(self, group: Mapping[str, Any]) -> Rule: ...
     def step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any: ...
     def drop_plan(self) -> None: ...

@@ -336,6 +336,7 @@ class GradientSync(TakesGradients):
 
     def _send_used(self, captures: bool) -> None:
         """Tell the other ranks what this one has used, once for each step, and with what it will step."""
+        # After the sums, which a rank without a backward joins at its step.
         # Not in backward, where nothing runs in order: another optimizer's may come first on another rank.
         self._used_is_due = False
         digest = HyperparameterDigest.PARTS
