@@ -240,5 +240,5 @@ def test_the_list_of_optimizers_names_every_rule() -> None:
     listed = re.findall(r"[\w]+", page[page.index("## Which") : page.index("`tilestep show")])
     assert sorted(set(tilestep.registry) & set(listed)) == sorted(tilestep.registry)
     torchs = [name for name in tilestep.registry if hasattr(torch.optim, name)]
-    words = {13: "thirteen", 14: "fourteen", 15: "fifteen", 16: "sixteen"}
+    words = {16: "sixteen", 17: "seventeen", 18: "eighteen", 19: "nineteen", 20: "twenty", 21: "twenty-one"}
     assert f"and {words[len(tilestep.registry) - len(torchs)]} others" in readme()

@@ -25,7 +25,7 @@ from .errors import (
     StateError,
     TilestepError,
 )
-from .integrations import checkpoints as _checkpoints  # noqa: F401  # load_state_dict reads those of other libraries
+from .integrations.checkpoints import averaged_momentum  # load_state_dict reads checkpoints of other libraries
 from .linalg import limit_workspace, orthogonalize
 from .memory.offload import offload
 from .memory.offloaded import OffloadedOptimizer
@@ -113,6 +113,7 @@ __all__ = [
     "ZClip",
     "adaptive_clip",
     "at_least",
+    "averaged_momentum",
     "between",
     "capture",
     "cautious",

@@ -6,6 +6,7 @@ import traceback
 
 import torch
 from float64_reference import check_steps
+from matrix_rules import MATRIX_RULES
 
 from tilestep.optimizer.masters import MasterWeights
 from tilestep.rules import registry
@@ -19,8 +20,8 @@ STORAGES: dict[str, tuple[torch.dtype, MasterWeights]] = {
     "bfloat16-remainder": (torch.bfloat16, "remainder"),
     "float16-master": (torch.float16, True),
 }
-# Muon and SOAP work on whole matrices; Prodigy's reference needs all parameters at once: both are tested on their own.
-NAMES = sorted(set(registry) - {"Muon", "SOAP", "Prodigy"})
+# Rules of matrices, and Prodigy, whose reference needs all parameters at once, are tested on their own.
+NAMES = sorted(set(registry) - {*MATRIX_RULES, "Prodigy"})
 
 
 def check_case(name: str, storage: str, device: str) -> str:

@@ -274,6 +274,98 @@ def mars(p, gradient, lr, betas, eps, weight_decay, amsgrad, gamma, is_approx, m
         yield p
 
 
+def row_scale(p: np.ndarray, adjust: str | None) -> float:
+    """What published implementations multiply an orthogonal update by."""
+    rows, columns = p.shape
+    ratios = {"spectral": max(rows, columns), "spectral_unclamped": rows / columns}
+    if adjust == "match_rms_adamw":
+        return 0.2 * max(rows, columns) ** 0.5
+    return ratios.get(adjust or "", max(1, rows / columns)) ** 0.5
+
+
+def momenta(p, gradient, momentum, nesterov):
+    """The gradient's running average, with the gradient once more for Nesterov; the caller sends the new parameter."""
+    b = np.zeros_like(p)
+    for t in range(1, STEPS + 1):
+        g = gradient(p, t)
+        b = momentum * b + (1 - momentum) * g
+        p = yield (1 - momentum) * g + momentum * b if nesterov else b
+
+
+def on_matrices(p, gradient, momentum, nesterov, update):
+    """The parameter after each step; `update(p, u)` is the next one."""
+    source = momenta(p, gradient, momentum, nesterov)
+    u = next(source)
+    for t in range(1, STEPS + 1):
+        p = update(p, u)
+        yield p
+        u = source.send(p) if t < STEPS else None
+
+
+def normuon(p, gradient, lr, weight_decay, momentum, beta2, nesterov, eps, ns_coefficients, ns_steps, adjust_lr_fn,
+            lr_scale):  # fmt: skip
+    v = np.zeros((len(p), 1))
+
+    def update(p, u):
+        nonlocal v
+        o = zeroth_power(u)
+        v = beta2 * v + (1 - beta2) * (o * o).mean(axis=1, keepdims=True)
+        n = o / (np.sqrt(v) + eps)
+        n = n * (norm(o) / (norm(n) + eps))
+        return p * (1 - lr * weight_decay) - lr * lr_scale * row_scale(p, adjust_lr_fn) * n
+
+    yield from on_matrices(p, gradient, momentum, nesterov, update)
+
+
+def adamuon(p, gradient, lr, weight_decay, momentum, nesterov, ns_steps, ns_coefficients, eps):
+    v = np.zeros_like(p)
+
+    def update(p, u):
+        nonlocal v
+        o = zeroth_power(np.sign(u))
+        v = momentum * v + (1 - momentum) * o**2
+        n = o / (np.sqrt(v) + eps)
+        n = n * (0.2 * (min(p.shape) * max(p.shape)) ** 0.5 / (norm(n) + eps))
+        return p * (1 - lr * weight_decay) - lr * n
+
+    yield from on_matrices(p, gradient, momentum, nesterov, update)
+
+
+def muonh(p, gradient, lr, momentum, nesterov, ns_coefficients, ns_steps, eps):
+    def update(p, u):
+        o = zeroth_power(u, rows=[ns_coefficients] * ns_steps)
+        q = p - lr * o * norm(p) / max(norm(o), eps)
+        return q / max(norm(q), eps) * norm(p)
+
+    yield from on_matrices(p, gradient, momentum, nesterov, update)
+
+
+def scion(p, gradient, lr, momentum, norm, scale, unconstrained, normalized, transpose, ns_steps):
+    def lmo(g):
+        if g.ndim < 2:
+            return g / (np.sqrt((g**2).mean()) + 1e-8)
+        rows, columns = g.shape
+        if norm == "Sign":
+            return np.sign(g) / (1 if normalized is False else columns)
+        if norm in ("Auto", "Spectral"):
+            factor = rows if normalized is False else rows / columns
+            return factor**0.5 * zeroth_power(g, rows=((3.4445, -4.7750, 2.0315),) * ns_steps)
+        if transpose:
+            g, rows, columns = g.T, columns, rows
+        if norm == "ColNorm":
+            size = np.sqrt((g**2).sum(axis=0, keepdims=True)) / rows**0.5 * (columns if normalized else 1)
+        else:
+            size = np.sqrt((g**2).sum(axis=1, keepdims=True)) * (1 if normalized is False else columns**0.5)
+        g = g / (size + 1e-8)
+        return g.T if transpose else g
+
+    b = np.zeros_like(p)
+    for t in range(1, STEPS + 1):
+        b = (1 - momentum) * b + momentum * gradient(p, t)
+        p = (p if unconstrained else p * (1 - lr)) - lr * scale * lmo(b)
+        yield p
+
+
 def prodigy(
     tensors: list[np.ndarray],
     gradients: list[Gradient],

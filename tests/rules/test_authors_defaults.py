@@ -34,6 +34,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "MARS": {"lr": 3e-3, "betas": (0.95, 0.99), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "gamma": 0.025}
     | {"is_approx": True, "mars_type": "mars-adamw", "optimize_1d": False, "lr_1d_factor": 3e-3 / 3e-3}
     | {"betas_1d": (0.9, 0.95), "weight_decay_1d": 0.1},
+    "NorMuon": {"lr": 0.02, "weight_decay": 0.0, "momentum": 0.95, "beta2": 0.95, "nesterov": True, "eps": 1e-10}
+    | {"ns_coefficients": (3.4445, -4.7750, 2.0315), "ns_steps": None, "adjust_lr_fn": None, "lr_scale": 1.0},
+    "AdaMuon": {"lr": 0.02, "weight_decay": 0.01, "momentum": 0.95, "nesterov": True, "ns_steps": None, "eps": 1e-8}
+    | {"ns_coefficients": (3.4445, -4.7750, 2.0315)},
+    "MuonH": {"lr": 0.014, "momentum": 0.95, "nesterov": True, "ns_coefficients": (2, -1.5, 0.5), "ns_steps": 12}
+    | {"eps": 1e-10},
+    "Scion": {"lr": 1e-3, "momentum": 1.0, "norm": "Auto", "scale": 1.0, "unconstrained": False, "ns_steps": 5}
+    | {"normalized": None, "transpose": False},
     "SOAP": {"lr": 3e-3, "betas": (0.95, 0.95), "shampoo_beta": -1.0, "eps": 1e-8, "weight_decay": 0.01}
     | {"precondition_frequency": 10, "max_precond_dim": 10000, "normalize_grads": False, "correct_bias": True},
 }

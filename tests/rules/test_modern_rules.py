@@ -6,6 +6,7 @@ import contextvars
 import functools
 import math
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,12 +17,27 @@ import torch
 from published import STEPS, problem
 
 import tilestep
+from tilestep.errors import RuleError
 from tilestep.graph import trace
+from tilestep.linalg.coefficients import COEFFICIENTS, rows_of
 from tilestep.rules import Rule, registry
 from tilestep.rules.scalars import global_reduce
 
 MATRIX, VECTOR = (5, 7), (11,)
 History = list[np.ndarray]
+
+
+def with_exact_products(rule: Rule) -> Rule:
+    """The rule with the orthogonalization in float64, whose bfloat16 products tests/linalg compares with it."""
+
+    def exact(x: Any, steps: Any = None, coefficients: Any = COEFFICIENTS, eps: Any = 1e-7) -> Any:
+        rows = [tuple(map(float, row)) for row in rows_of(coefficients, None if steps is None else int(steps))]
+        return torch.from_numpy(published.zeroth_power(x.numpy(), float(eps), rows))
+
+    function: Any = rule.function
+    copied: Any = types.FunctionType(function.__code__, {**function.__globals__, "orthogonalize": exact})
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return Rule(copied, states=rule.states, ranges=rule.ranges)
 
 
 def first_states(rule: Rule, param: torch.Tensor, hyper: dict[str, Any]) -> list[torch.Tensor]:
@@ -32,7 +48,8 @@ def first_states(rule: Rule, param: torch.Tensor, hyper: dict[str, Any]) -> list
             states.append(param.clone())
             continue
         number = hyper[state.init] if isinstance(state.init, str) else state.init
-        states.append(torch.full_like(param if state.shape == "param" else param.sum(), number))
+        like = {"param": param, "row": param[..., :1]}.get(state.shape, param.sum())
+        states.append(torch.full_like(like, number))
     return states
 
 
@@ -303,6 +320,53 @@ def test_mars_reads_a_gradient_that_the_training_writes() -> None:
         np.testing.assert_allclose(param.numpy(), expected, rtol=1e-10, atol=1e-12)
         assert after is last
     assert "last_grad" not in trace(rule, hyper).outputs
+
+
+@pytest.mark.parametrize("shape", [MATRIX, (7, 5)])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("NorMuon", {}),
+        ("NorMuon", {"lr": 0.1, "momentum": 0.7, "beta2": 0.8, "weight_decay": 0.3, "nesterov": False}),
+        ("NorMuon", {"adjust_lr_fn": "match_rms_adamw", "lr_scale": 0.5, "eps": 1e-2}),
+        ("NorMuon", {"adjust_lr_fn": "spectral_unclamped"}),
+        ("NorMuon", {"adjust_lr_fn": "spectral"}),
+        ("AdaMuon", {}),
+        ("AdaMuon", {"lr": 0.1, "momentum": 0.7, "weight_decay": 0.3, "nesterov": False, "eps": 1e-2}),
+        ("MuonH", {}),
+        ("MuonH", {"lr": 0.1, "momentum": 0.7, "nesterov": False, "ns_coefficients": (1.5, -0.5, 0.0), "ns_steps": 4}),
+        ("Scion", {}),
+        ("Scion", {"lr": 0.1, "momentum": 0.2, "norm": "Spectral", "scale": 3.0, "normalized": False, "ns_steps": 3}),
+        ("Scion", {"lr": 0.1, "norm": "Sign", "unconstrained": True}),
+        ("Scion", {"lr": 0.1, "norm": "Sign", "normalized": False, "momentum": 0.5}),
+        ("Scion", {"lr": 0.1, "norm": "ColNorm"}),
+        ("Scion", {"lr": 0.1, "norm": "ColNorm", "normalized": True, "transpose": True}),
+        ("Scion", {"lr": 0.1, "norm": "RowNorm", "momentum": 0.3}),
+        ("Scion", {"lr": 0.1, "norm": "RowNorm", "normalized": False, "transpose": True}),
+        ("MARS", {"mars_type": "mars-shampoo", "weight_decay": 0.1}),
+    ],
+)
+def test_rules_of_matrices(name: str, shape: tuple[int, ...], changes: dict[str, Any]) -> None:
+    compare(with_exact_products(registry[name]), getattr(published, name.lower()), shape, **changes)
+
+
+@pytest.mark.parametrize("changes", [{}, {"norm": "BiasRMS", "momentum": 0.2, "scale": 3.0}])
+def test_scion_of_vectors(changes: dict[str, Any]) -> None:
+    compare(registry["Scion"], published.scion, VECTOR, **changes)
+
+
+def test_muonh_preserves_the_norm() -> None:
+    start, _ = problem(MATRIX)
+    moved = run(with_exact_products(registry["MuonH"]), MATRIX, lr=0.5)
+    assert [np.linalg.norm(p) for p in moved] == pytest.approx([np.linalg.norm(start)] * STEPS, rel=1e-12)
+
+
+def test_scion_refuses_norms_for_other_shapes() -> None:
+    for shape, norm in [((5,), "Sign"), ((5,), "Spectral"), ((4, 3), "BiasRMS")]:
+        with pytest.raises(RuleError, match=f"Scion: norm='{norm}' is for"):
+            tilestep.Scion([torch.nn.Parameter(torch.ones(shape))], norm=norm)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="norm"):
+        tilestep.Scion([torch.nn.Parameter(torch.ones(4, 3))], norm="SpectralConv")  # type: ignore[attr-defined]
 
 
 PRODIGY = [

@@ -9,6 +9,7 @@ import pytest
 import torch
 from float64_reference import Run, check_steps
 from format_rows import backend
+from matrix_rules import MATRIX_RULES
 from torch.overrides import TorchFunctionMode
 
 import tilestep
@@ -17,9 +18,9 @@ from tilestep.optimizer.masters import MasterWeights
 from tilestep.rules import registry
 from tilestep.rules.compose import scaled_states
 
-# Muon and SOAP work on whole matrices; Prodigy's reference needs all parameters at once: both are tested on their own.
+# Rules of matrices, and Prodigy, whose reference needs all parameters at once, are tested on their own.
 OWN = {name for name, rule in registry.items() if rule.__module__.startswith("tilestep.")}
-NAMES = sorted(OWN - {"Muon", "SOAP", "Prodigy"})
+NAMES = sorted(OWN - {*MATRIX_RULES, "Prodigy"})
 STORAGES: dict[str, tuple[torch.dtype, MasterWeights]] = {
     "float32": (torch.float32, False),
     "float64": (torch.float64, False),
@@ -52,9 +53,9 @@ def test_a_rule_steps_as_it_does_in_float64(name: str, dtype: torch.dtype, maste
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0), (2, 0, 3)], ids=str)
-@pytest.mark.parametrize("name", [*NAMES, "SOAP", "Muon"])
+@pytest.mark.parametrize("name", [*NAMES, *MATRIX_RULES])
 def test_states_of_empty_tensors_stay_finite_on_every_backend(name: str, shape: tuple[int, ...]) -> None:
-    if name in ("SOAP", "Muon") and len(shape) != 2:
+    if name in MATRIX_RULES and len(shape) != 2:
         pytest.skip("not a matrix")
     states = []
     for which in ("cpp", "eager"):

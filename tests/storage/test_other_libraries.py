@@ -418,3 +418,61 @@ def test_real_checkpoints_of_torchao(name: str) -> None:
             value = theirs.state[param][state]
             value = value.dequantize() if hasattr(value, "codes") else value
             assert torch.equal(mine.state[param][state], value)
+
+
+def muon_by_hand(grads: list[torch.Tensor], momentum: float, sums: bool, nesterov: bool) -> tuple[Any, torch.Tensor]:
+    """The momentum after these gradients, and what the last step orthogonalizes."""
+    buffer = torch.zeros_like(grads[0])
+    for grad in grads:
+        buffer = momentum * buffer + (1.0 if sums else 1 - momentum) * grad
+    weight = 1.0 if sums else 1 - momentum
+    return buffer, weight * grads[-1] + momentum * buffer if nesterov else buffer
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("name", ["muon", "normuon"])
+def test_momentum_of_dion_is_a_sum(name: str, nesterov: bool) -> None:
+    """After a checkpoint of its layout the next step goes on as if all steps had been ours."""
+    generator = torch.Generator().manual_seed(0)
+    grads = [torch.randn(6, 8, generator=generator) for _ in range(4)]
+    summed, _ = muon_by_hand(grads[:3], 0.9, sums=True, nesterov=nesterov)
+    kind: Any = tilestep.Muon if name == "muon" else tilestep.NorMuon
+    made = [kind([torch.nn.Parameter(torch.ones(6, 8))], momentum=0.9, nesterov=nesterov) for _ in range(2)]
+    ours, loaded = made
+    for grad in grads[:3]:
+        ours.param_groups[0]["params"][0].grad = grad.clone()
+        ours.step()
+    state = {"momentum": summed.clone()}
+    if name == "normuon":
+        state["variance_neuron"] = ours.state[ours.param_groups[0]["params"][0]]["second_momentum_buffer"].clone()
+    group = {"lr": ours.param_groups[0]["lr"], "mu": 0.9, "algorithm": name, "step": 3, "nesterov": nesterov}
+    loaded.load_state_dict({"state": {0: state}, "param_groups": [{**group, "params": [0]}]})
+    params = [optimizer.param_groups[0]["params"][0] for optimizer in made]
+    for optimizer, param in zip(made, params):
+        with torch.no_grad():
+            param.fill_(1.0)
+        param.grad = grads[3].clone()
+        optimizer.step()
+    averages = [optimizer.state[param]["momentum_buffer"] for optimizer, param in zip(made, params)]
+    torch.testing.assert_close(*averages, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*[param.detach() for param in params], rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(averages[0], summed, rtol=0.5), "sums and averages are alike, so the test shows nothing"
+
+
+def test_a_sum_becomes_an_average() -> None:
+    grads = [torch.randn(4, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    (summed, direction), (average, wanted) = (
+        muon_by_hand(grads, 0.95, sums=sums, nesterov=True) for sums in (True, False)
+    )
+    torch.testing.assert_close(0.05 * direction, wanted)
+    theirs = {
+        "state": {0: {"momentum_buffer": summed}, 1: {"exp_avg": summed}},
+        "param_groups": [{"momentum": 0.95, "params": [0]}, {"params": [1]}],
+    }
+    converted = tilestep.averaged_momentum(theirs)
+    torch.testing.assert_close(converted["state"][0]["momentum_buffer"], average)
+    assert converted["state"][1]["exp_avg"] is summed and theirs["state"][0]["momentum_buffer"] is summed
+    del theirs["param_groups"][0]["momentum"]
+    with pytest.raises(StateError, match="group 0 of the checkpoint has no 'momentum': give `momentum`"):
+        tilestep.averaged_momentum(theirs)
+    torch.testing.assert_close(tilestep.averaged_momentum(theirs, 0.95)["state"][0]["momentum_buffer"], average)

@@ -1,4 +1,4 @@
-"""Checkpoints of the low-bit optimizers of bitsandbytes 0.50, torchao 0.18 and FlashOptim 0.1.4, read by value.
+"""Checkpoints of bitsandbytes 0.50, torchao 0.18 and FlashOptim 0.1.4 in low-bit formats, and of dion, read by value.
 
 None of the libraries is needed: this reads what they write.
 """
@@ -59,7 +59,54 @@ def read_flashoptim(saved: Saved) -> Mapping[str, Any]:
     return values
 
 
-READERS.extend((read_bitsandbytes, read_torchao, read_flashoptim))
+def read_dion(saved: Saved) -> Mapping[str, Any]:
+    """dion's Muon and NorMuon, whose momentum is a sum, and whose param groups name the algorithm."""
+    values, group = dict(saved.values), saved.group
+    if group.get("algorithm") not in ("muon", "normuon") or "momentum" not in values:
+        return values
+    values["momentum_buffer"] = values.pop("momentum") * (1 - float(group["mu"]))
+    if "variance_neuron" in values:
+        values["second_momentum_buffer"] = values.pop("variance_neuron")
+    return values
+
+
+READERS.extend((read_bitsandbytes, read_torchao, read_flashoptim, read_dion))
+
+
+def averaged_momentum(state_dict: Mapping[str, Any], momentum: float | None = None) -> dict[str, Any]:
+    """Convert a `state_dict` whose momentum is a sum of gradients to one whose momentum is their average.
+
+    Muon's `momentum_buffer` averages, b <- momentum * b + (1 - momentum) * g, as torch's, DeepSpeed's and
+    Emerging-Optimizers' do. Early versions of KellerJordan's Muon sum, b <- momentum * b + g. Their checkpoints look
+    like those of later versions, so that only you know which yours is. Checkpoints of dion need no conversion.
+
+    Args:
+        state_dict: of such an optimizer; it is not changed.
+        momentum: of its steps; None for the `momentum` of its param groups.
+
+    Returns:
+        The same with every `momentum_buffer` times 1 - momentum.
+
+    Raises:
+        StateError: if a param group with such a state has no `momentum`, and none is given.
+
+    Example:
+        >>> import torch
+        >>> theirs = {"state": {0: {"momentum_buffer": torch.tensor([20.0])}}}
+        >>> theirs["param_groups"] = [{"momentum": 0.95, "params": [0]}]
+        >>> averaged_momentum(theirs)["state"]
+        {0: {'momentum_buffer': tensor([1.])}}
+    """
+    state = {
+        key: dict(values) if isinstance(values, Mapping) else values for key, values in state_dict["state"].items()
+    }
+    for index, group in enumerate(state_dict["param_groups"]):
+        for values in [state[key] for key in group["params"] if "momentum_buffer" in state.get(key, {})]:
+            own = group.get("momentum") if momentum is None else momentum
+            if own is None:
+                raise StateError(f"group {index} of the checkpoint has no 'momentum': give `momentum`")
+            values["momentum_buffer"] = values["momentum_buffer"] * (1 - float(own))
+    return {**state_dict, "state": state}
 
 
 def _of_subclass(label: str, name: str, value: Any) -> Any:

@@ -143,14 +143,13 @@ def rows_of(coefficients: Any, steps: Any = None, safety: float = SAFETY) -> lis
         raise RuleError(f"orthogonalize: coefficients={coefficients!r}; {wrong}")
     if safety != SAFETY and coefficients != "polar_express":
         raise RuleError(f"orthogonalize: safety={safety:g} is for coefficients='polar_express'")
-    what = repr(coefficients)
+    what = repr(coefficients) if isinstance(coefficients, str) else f"a list of {len(coefficients)} coefficients"
     if isinstance(coefficients, str):
         table = _TABLES[coefficients]
     elif _is_row(coefficients):
         table = _Table((tuple(coefficients),), STEPS, "last")
     else:
         table = _Table(tuple(map(tuple, coefficients)), len(coefficients))
-        what = f"a list of {len(coefficients)} coefficients"
     count = table.steps if steps is None else _whole(steps, table.steps)
     if count != table.steps and not table.further:
         raise RuleError(f"orthogonalize takes {table.steps} steps with {what}, not {count}")

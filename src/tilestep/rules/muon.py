@@ -9,12 +9,28 @@ from typing import Any
 from ..linalg.coefficients import COEFFICIENTS, refusal, rows_of
 from ..linalg.orthogonal import orthogonalize
 from .protocol import MATRIX_OPTIONS, at_least, between, one_of, rule
+from .scalars import scalar_globals
 
 
 def _as_torch_has_it(group: Mapping[str, Any]) -> Mapping[str, Any]:
     """The number of steps, which torch's Muon wants to be told."""
     is_told = group["ns_steps"] is not None or isinstance(group["ns_coefficients"], str)
     return {} if is_told else {"ns_steps": len(rows_of(group["ns_coefficients"]))}
+
+
+SCALINGS = one_of(None, "original", "match_rms_adamw", "spectral", "spectral_unclamped")
+"""What `adjust_lr_fn` may be."""
+
+
+@scalar_globals
+def ratio_of(adjust_lr_fn: str | None, param: Any) -> Any:
+    """What an orthogonal update is multiplied by."""
+    rows, columns = param.size(-2), param.size(-1)
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    if adjust_lr_fn == "spectral":
+        return math.sqrt(max(rows, columns))
+    return math.sqrt(rows / columns if adjust_lr_fn == "spectral_unclamped" else max(1, rows / columns))
 
 
 @rule(
@@ -26,7 +42,7 @@ def _as_torch_has_it(group: Mapping[str, Any]) -> Mapping[str, Any]:
         "eps": at_least(0),
         "ns_coefficients": refusal,
         "ns_steps": between(0, 100, or_none=True),
-        "adjust_lr_fn": one_of(None, "original", "match_rms_adamw", "spectral", "spectral_unclamped"),
+        "adjust_lr_fn": SCALINGS,
         "lr_scale": at_least(0),
     },
     options=MATRIX_OPTIONS,
@@ -74,12 +90,6 @@ def muon(
     momentum_buffer = momentum_buffer + (1 - momentum) * (grad - momentum_buffer)
     update = grad + momentum * (momentum_buffer - grad) if nesterov else momentum_buffer
     orthogonal = orthogonalize(update, steps=ns_steps, coefficients=ns_coefficients, eps=eps)
-    rows, columns = param.size(-2), param.size(-1)
-    if adjust_lr_fn == "match_rms_adamw":
-        ratio = 0.2 * math.sqrt(max(rows, columns))
-    elif adjust_lr_fn == "spectral":
-        ratio = math.sqrt(max(rows, columns))
-    else:
-        ratio = math.sqrt(rows / columns if adjust_lr_fn == "spectral_unclamped" else max(1, rows / columns))
+    ratio = ratio_of(adjust_lr_fn, param)
     param = param * (1 - lr * weight_decay) - lr * lr_scale * ratio * orthogonal
     return param, momentum_buffer

@@ -1,0 +1,57 @@
+"""MuonH: Muon on the sphere of matrices whose norm is the parameter's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..linalg.coefficients import refusal
+from ..linalg.orthogonal import orthogonalize
+from .protocol import MATRIX_OPTIONS, at_least, between, rule
+
+
+@rule(
+    name="MuonH",
+    ranges={
+        "lr": at_least(0),
+        "momentum": between(0, 1),
+        "eps": at_least(0),
+        "ns_coefficients": refusal,
+        "ns_steps": between(0, 100, or_none=True),
+    },
+    options=MATRIX_OPTIONS,
+    fallback="AdamW",
+)
+def muonh(
+    param: Any,
+    grad: Any,
+    momentum_buffer: Any,
+    *,
+    lr: Any = 0.014,
+    momentum: Any = 0.95,
+    nesterov: bool = True,
+    ns_coefficients: Any = (2.0, -1.5, 0.5),
+    ns_steps: Any = 12,
+    eps: Any = 1e-10,
+) -> tuple[Any, ...]:
+    """Muon with the Hyperball constraint: a step of relative size lr, then back to the norm before the step.
+
+    Equations:
+        b <- momentum * b + (1 - momentum) * g
+        o = orthogonalize(g + momentum * (b - g) with nesterov, else b)
+        q = p - lr * norm(p) * o / max(norm(o), eps)
+        p <- q * norm(p) / max(norm(q), eps)
+    A matrix of zeros stays zero: initialize with other values. The norm replaces the weight decay, which there is none
+    of. `ns_coefficients`, `ns_steps` and matrices inside of parameters are as in Muon.
+
+    Source: Wen et al., "Fantastic Pretraining Optimizers and Where to Find Them 2.1: Hyperball Optimization" (2025);
+    the result MuonH of KellerJordan/modded-nanogpt, track 3, whose defaults these are; its `mu` is `momentum`.
+    Emerging-Optimizers' MuonHyperball has a fixed norm for all parameters.
+    """
+    momentum_buffer = momentum_buffer + (1 - momentum) * (grad - momentum_buffer)
+    update = grad + momentum * (momentum_buffer - grad) if nesterov else momentum_buffer
+    orthogonal = orthogonalize(update, steps=ns_steps, coefficients=ns_coefficients)
+    radius = param.norm()
+    moved = param - lr * radius / torch.clamp(orthogonal.norm(), min=eps) * orthogonal
+    return moved * (radius / torch.clamp(moved.norm(), min=eps)), momentum_buffer
