@@ -37,14 +37,7 @@ class EagerPasses(Passes):
             )
         super().__init__(Segment(spec, entries, *arguments, tile_size=1 << 20))
         self._spec, self.segment.leaves_sums = spec, False
-        self._hyper: list[list[float]] = []
-
-    def set_hypers(self, rows: Sequence[Sequence[float]]) -> None:
-        self._hyper = [list(row) for row in rows]
-
-    def set_device_hyper(self, row: int, column: int, tensor: torch.Tensor) -> None:
-        """Take over a hyperparameter that lives on a device; the host waits for it, as torch's optimizers do."""
-        self._hyper[row][column] = float(tensor)
+        self.hyper: list[list[float]] = []
 
     def scalar_calls(self, index: int) -> list[partial[Any]]:
         """Everything runs at the last scalar pass; other passes have nothing to do."""
@@ -151,7 +144,7 @@ class EagerPasses(Passes):
             return self._spec.machine_epsilon
         if name == "numel" or size_from_end(name):
             return float(self.segment.sizes[position, self._spec.sizes.index(size_from_end(name))])
-        row = self._hyper[self.segment.group_of[position]]
+        row = self.hyper[self.segment.group_of[position]]
         if name != "gradient_scale":
             return row[self._spec.hypers.index(name)]
         norm, inverse, clip = (float(self.segment.control[place]) for place in (NORM, INVERSE_SCALE, CLIP))

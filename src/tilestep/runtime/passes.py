@@ -18,6 +18,7 @@ class Passes:
     """The passes of a segment on a backend; backends are made with a segment's arguments but for the size of tiles."""
 
     has_kernels = True  # whether they are kernels, which may work on ranges of tiles, leave sums and measure
+    hyper: Any  # the hyperparameter table, a row for each group
     can_be_captured = False  # whether a CUDA graph can hold them; see `require_no_branches` for matrices
 
     def __init__(self, segment: Segment) -> None:
@@ -36,11 +37,11 @@ class Passes:
 
     def set_hypers(self, rows: Sequence[Sequence[float]]) -> None:
         """Bring the hyperparameter table to where kernels read it."""
-        raise NotImplementedError
+        self.hyper[:] = rows
 
     def set_device_hyper(self, row: int, column: int, tensor: torch.Tensor) -> None:
-        """Copy a hyperparameter that lives on a device into the table."""
-        raise NotImplementedError
+        """Copy a hyperparameter that lives on a device into the table; a table on the host waits for it, as torch's."""
+        self.hyper[row][column] = float(tensor)
 
     def take_gradients_from(self, grads: torch.Tensor) -> None:
         """Let passes read the gradients' addresses from another table, int64[tensors] on the device."""

@@ -126,7 +126,7 @@ class CppPasses(Passes):
         self._slices = segment.slices = CpuSlices(spec, segment.entries) if program.slices.views else None
         tiles = max(segment.tiles.count, self._slices.tables.most_tiles if self._slices else 0)
         self._partials = segment.zeros(tiles, max(spec.reduction_count, 1))
-        self._hyper = np.zeros((len(segment.group_indices), len(spec.hypers)))
+        self.hyper = np.zeros((len(segment.group_indices), len(spec.hypers)))
         states = segment.scalar_states.values()
         self._state_addresses = np.asarray([array.data_ptr() for array in states], dtype=np.int64)
         self._scalar = [getattr(library, f"scalar_pass_{index}") for index in range(len(program.scalars))]
@@ -197,14 +197,14 @@ class CppPasses(Passes):
             calls[:] = [partial(function, *arguments) for function, arguments in functions]
         launch, segment, tiles = self._launch, self.segment, self.segment.tiles
         launch.tensors, launch.tiles, launch.tile_size = len(segment.entries), tiles.count, tiles.size
-        launch.hyper_count = self._hyper.shape[1]
+        launch.hyper_count = self.hyper.shape[1]
         self._tables = {
             "tile_tensor": tiles.tile_tensor,
             "first_tile": tiles.first_tile,
             "numel": tiles.numel,
             "group": segment.group_of,
             "scalar_states": self._state_addresses,
-            "hyper": self._hyper,
+            "hyper": self.hyper,
             "partials": self._partials,
             **{name: getattr(segment, name) for name in _OF_SEGMENT},
         }
@@ -234,13 +234,6 @@ class CppPasses(Passes):
         launch, _ = self._of_ranges[tile_range]
         launch.threads = thread_count()
         return launch
-
-    def set_hypers(self, rows: Sequence[Sequence[float]]) -> None:
-        self._hyper[:] = rows
-
-    def set_device_hyper(self, row: int, column: int, tensor: torch.Tensor) -> None:
-        """Take over a hyperparameter that lives on a device; the host waits for it, as torch's optimizers do."""
-        self._hyper[row][column] = float(tensor)
 
     def take_threads(self) -> None:
         """Let passes have the threads that torch has now."""

@@ -70,7 +70,7 @@ class TritonPasses(Passes):
         self.shape = tile_shape(spec, self._device)
         super().__init__(Segment(spec, entries, *arguments, tile_size=self.shape.span))
         segment, table, numbers = self.segment, self._table, self.segment.zeros
-        self._hyper = numbers(len(segment.group_indices), len(spec.hypers))
+        self.hyper = numbers(len(segment.group_indices), len(spec.hypers))
         has_slices = bool(spec.program.slices.views)
         self._slices = segment.slices = CudaSlices(spec, segment.entries, self._device) if has_slices else None
         most_tiles = self._slices.most_tiles if self._slices else 0
@@ -91,7 +91,7 @@ class TritonPasses(Passes):
             "rows": segment.rows,
             "partials": numbers(max(segment.tiles.count, most_tiles, 1) * spec.reduction_count or 1),
             "control": segment.control,
-            "hyper": self._hyper,
+            "hyper": self.hyper,
             "step": segment.step,
             "sums": segment.sums,
             "global_parts": segment.global_parts,
@@ -286,10 +286,10 @@ class TritonPasses(Passes):
         self._launches()
 
     def set_hypers(self, rows: Sequence[Sequence[float]]) -> None:
-        copy_to(self._hyper, np.asarray(rows, dtype=np.float64))
+        copy_to(self.hyper, np.asarray(rows, dtype=np.float64))
 
     def set_device_hyper(self, row: int, column: int, tensor: torch.Tensor) -> None:
-        self._hyper[row, column].copy_(tensor.detach(), non_blocking=True)
+        self.hyper[row, column].copy_(tensor.detach(), non_blocking=True)
 
     def take_gradients_from(self, grads: torch.Tensor) -> None:
         before, self.segment.grads, self._tables["grads"] = self.segment.grads, grads, grads
