@@ -338,10 +338,10 @@ def test_constructor_and_load_do_their_work_once() -> None:
             sys.setprofile(None)
         return count
 
-    assert calls(lambda: tilestep.AdamW(params)) <= 150
+    assert calls(lambda: tilestep.AdamW(params)) <= 155
     other = tilestep.AdamW(params)
     other.load_state_dict(saved)
-    assert calls(lambda: other.load_state_dict(saved)) <= 160
+    assert calls(lambda: other.load_state_dict(saved)) <= 165
     fresh = tilestep.AdamW(params)
     assert calls(lambda: fresh.load_state_dict(saved)) <= 150
 

@@ -33,6 +33,7 @@ from ..placement import (
 )
 from ..placement.local import ViewedMembers, as_complex, as_real, first_index, local_part, sharded_dims
 from ..rules import Rule
+from ..rules.protocol import MATRIX_OPTIONS
 from ..runtime import READABLE, DeviceEngine, Entry, JointNorm, grad_dtype, is_dense, kernel_spec, load_ahead
 from ..storage import entries_of
 from .control import DeviceControl
@@ -187,7 +188,7 @@ def _kind_of(optimizer: Optimizer, kinds: _Kinds, share: Share, part: torch.Tens
     base: tuple[Any, ...] = (share.group_index, len(shape), param.dtype, is_split_pair, grad_dtype(param), device)
     if "state_dtype" in group:
         base = (*base, label, shape)
-    if options := matrix_options(group, share.listed):
+    if any(map(group.get, MATRIX_OPTIONS)) and (options := matrix_options(group, share.listed)):
         base = (*base, *options.items(), shape)
     key = (*base, shape) if kinds.get(base, base) is None else base
     kind = kinds.get(key)

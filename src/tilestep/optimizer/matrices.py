@@ -52,11 +52,11 @@ def check_matrix_options(group: Mapping[str, Any]) -> None:
 
 def matrix_options(group: Mapping[str, Any], label: str) -> dict[str, Any]:
     """What a group says of the matrices inside of a parameter: of patterns the first that fits its label's name."""
-    name = name_in(label)
     options: dict[str, Any] = {}
     for key in MATRIX_OPTIONS:
         value = group.get(key)
         if isinstance(value, Mapping):
+            name = name_in(label)
             value = next((own for pattern, own in value.items() if name and re.search(pattern, name)), None)
         if value:
             options[key] = tuple(value) if isinstance(value, list) else value
