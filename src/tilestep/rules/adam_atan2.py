@@ -1,4 +1,12 @@
-"""Adam-atan2: the quotient of Adam's moments without an epsilon."""
+"""Adam-atan2: the quotient of Adam's moments without an epsilon.
+
+Example:
+    >>> import torch
+    >>> from tilestep.rules import registry
+    >>> zeros = torch.zeros(2)
+    >>> registry["AdamAtan2"](zeros, torch.tensor([3.0, -1e-9]), zeros, zeros, lr=1.0, a=4 / torch.pi, step=1)[0]
+    tensor([-1.,  1.])
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""AdaMuon: Muon on the signs of the momentum, with a second moment of each element."""
+"""AdaMuon: Muon on the signs of the momentum, with a second moment of each element.
+
+Example:
+    >>> import torch
+    >>> from tilestep.rules import registry
+    >>> zeros = torch.zeros(2, 3)
+    >>> moved = registry["AdaMuon"](zeros, torch.tensor([[3.0, 1.0, -1.0], [0.1, -2.0, 1.0]]), zeros, zeros, lr=1.0)[0]
+    >>> round(moved.square().mean().sqrt().item(), 4)
+    0.2
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""LaProp: gradients are divided by their root mean square before they are averaged."""
+"""LaProp: gradients are divided by their root mean square before they are averaged.
+
+Example:
+    >>> import torch
+    >>> from tilestep.rules import registry
+    >>> zeros, none = torch.zeros(2), torch.tensor(0.0)
+    >>> states = zeros, none, none, zeros, None, None
+    >>> registry["LaProp"](torch.ones(2), torch.tensor([3.0, -0.1]), *states, lr=0.1, step=1)[0]
+    tensor([0.9000, 1.1000])
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""MARS: variance reduction for Adam, Lion and Muon."""
+"""MARS: variance reduction for Adam, Lion and Muon.
+
+Example:
+    >>> import torch
+    >>> from tilestep.rules import registry
+    >>> zeros = torch.zeros(1, 2)
+    >>> states = zeros, zeros, zeros, None
+    >>> registry["MARS"](torch.ones(1, 2), torch.tensor([[0.3, -0.1]]), *states, lr=0.1, step=1)[0]
+    tensor([[0.9000, 1.1000]])
+"""
 
 from __future__ import annotations
 

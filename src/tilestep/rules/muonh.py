@@ -1,4 +1,13 @@
-"""MuonH: Muon on the sphere of matrices whose norm is the parameter's."""
+"""MuonH: Muon on the sphere of matrices whose norm is the parameter's.
+
+Example:
+    >>> import torch
+    >>> from tilestep.rules import registry
+    >>> param, grad = torch.tensor([[3.0, 0.0], [0.0, 4.0]]), torch.tensor([[1.0, 2.0], [3.0, 0.0]])
+    >>> moved = registry["MuonH"](param, grad, torch.zeros(2, 2), lr=0.5)[0]
+    >>> round(moved.norm().item(), 4)
+    5.0
+"""
 
 from __future__ import annotations
 

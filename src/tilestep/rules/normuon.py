@@ -1,4 +1,13 @@
-"""NorMuon: Muon whose rows have step sizes of their own."""
+"""NorMuon: Muon whose rows have step sizes of their own.
+
+Example:
+    >>> import torch
+    >>> from tilestep.rules import registry
+    >>> grad, zeros = torch.tensor([[3.0, 0.0], [0.0, -2.0]]), torch.zeros(2, 2)
+    >>> moved = registry["NorMuon"](zeros, grad, zeros, torch.zeros(2, 1), lr=1.0)[0]
+    >>> [round(norm, 3) for norm in (moved.norm(dim=1) / moved.norm()).square().tolist()]
+    [0.5, 0.5]
+"""
 
 from __future__ import annotations
 

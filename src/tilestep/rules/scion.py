@@ -1,4 +1,12 @@
-"""Scion: steps to the boundary of a ball in the norm of each layer."""
+"""Scion: steps to the boundary of a ball in the norm of each layer.
+
+Example:
+    >>> import torch
+    >>> from tilestep.rules import registry
+    >>> param = torch.tensor([1.0, 1.0])
+    >>> registry["Scion"](param, torch.tensor([0.2, -0.2]), None, lr=0.1, scale=2.0)[0]
+    tensor([0.7000, 1.1000])
+"""
 
 from __future__ import annotations
 
