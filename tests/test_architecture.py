@@ -233,3 +233,40 @@ def derived(kind: type) -> Iterator[type]:
     for each in kind.__subclasses__():
         yield each
         yield from derived(each)
+
+
+GONE = (
+    *("DeviceClock", "OverlapReport", "EarlyNorms", "RankMonitor", "PieceSchedule", "_make_inner", "_anchor_group"),
+    *("UpdateInParts", "measure_bandwidths", "FixedTensors", "TensorFingerprint"),
+)
+"""Mechanisms that others have taken in."""
+
+MOST = {"wide classes": 12, "modules that ask for addresses": 20, "functions that C++ exports": 20}
+"""What a reader must hold. A change that adds a mechanism names the one it removes; these numbers only fall."""
+
+
+def _is_wide(node: ast.ClassDef) -> bool:
+    methods = [part for part in node.body if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    stored = {
+        part.attr
+        for part in ast.walk(node)
+        if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store) and ast.unparse(part.value) == "self"
+    }
+    stored |= {ast.unparse(part.target) for part in node.body if isinstance(part, ast.AnnAssign)}
+    bound = [target for part in node.body if isinstance(part, ast.Assign) for target in part.targets]
+    stored |= {name.id for target in bound for name in ast.walk(target) if isinstance(name, ast.Name)}
+    return (node.end_lineno or 0) - node.lineno >= 350 or len(methods) > 24 or len(stored) > 20
+
+
+def test_mechanisms_do_not_grow_back() -> None:
+    trees = {path: ast.parse(path.read_text()) for path in SOURCE.rglob("*.py")}
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    named = {node.name for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    assert named.isdisjoint(GONE), named.intersection(GONE)
+    native = [path.read_text() for path in (SOURCE / "native").iterdir() if path.suffix in (".cpp", ".h")]
+    found = {
+        "wide classes": sum(isinstance(node, ast.ClassDef) and _is_wide(node) for node in nodes),
+        "modules that ask for addresses": sum("data_ptr" in path.read_text() for path in trees),
+        "functions that C++ exports": sum(text.count("METH_") for text in native),
+    }
+    assert found == MOST

@@ -19,7 +19,7 @@ from ways import SCHEDULES, Weights, attached, backward, goes_together, gradient
 
 import tilestep
 from tilestep.backends import registry
-from tilestep.checking.items import Subject, Trial, trace_all
+from tilestep.checking.items import Subject, Training, trace_all
 
 RULES: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 0.05},
@@ -98,7 +98,7 @@ class Case:
         graphs: Any = {}
         trace_all(rule, {**rule.hyperparameters, **RULES[name]}, graphs)
         plain = Weights(shapes, dtype)
-        trial = Trial(Subject(rule, RULES[name], cpu, graphs), plain.weights, options)
+        trial = Training(Subject(rule, RULES[name], cpu, graphs), plain.weights, options)
         # Blocks that are rounded at random may be twice as far off as the nearest; Muon makes much of a last place.
         is_near = "states in" not in storage or not (name == "Muon" or "random" in storage)
         for step in range(STEPS):

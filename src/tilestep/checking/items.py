@@ -282,7 +282,7 @@ def draw(shape: Sequence[int], dtype: torch.dtype, device: torch.device, seed: i
     return torch.randn(tuple(shape), generator=generator).to(dtype).to(device)
 
 
-class Trial:
+class Training:
     """Parameters with one optimizer, or an optimizer each if the rule spans tensors."""
 
     def __init__(
@@ -382,14 +382,14 @@ class Trial:
         for index in range(len(self.params)):
             self.state(index)["step"].fill_(count - 1)
 
-    def run(self, steps: int = 5) -> Trial:
+    def run(self, steps: int = 5) -> Training:
         """Compared steps with new gradients each."""
         for _ in range(steps):
             self.set_gradients()
             self.compared_step()
         return self
 
-    def trained(self, steps: int) -> Trial:
+    def trained(self, steps: int) -> Training:
         """Steps with new gradients each, without comparisons."""
         for _ in range(steps):
             self.set_gradients()
@@ -470,14 +470,14 @@ def _parameters(subject: Subject, dtype: torch.dtype = torch.float32, shapes: An
 
 def formula(subject: Subject, dtype: torch.dtype, **options: Any) -> str:
     """Steps of parameters of a dtype are those of the formula."""
-    trial = Trial(subject, _parameters(subject, dtype), options).run()
+    trial = Training(subject, _parameters(subject, dtype), options).run()
     return f"{trial.steps} steps of {len(trial.params)} tensors agree with the rule's own code in float64"
 
 
 def late_steps(subject: Subject) -> str:
     """Steps with later counts: where the rule takes another branch by the count, and at step 1,000."""
     counts = late_counts(subject.graphs.values(), subject.hyperparameters)
-    trial, branches = Trial(subject, _parameters(subject)), Branches()
+    trial, branches = Training(subject, _parameters(subject)), Branches()
     with branches:
         trial.run(1)
         for count in counts:
@@ -492,7 +492,7 @@ def formats(subject: Subject, state_dtype: str) -> str:
     """States kept in a format: steps agree from what it has kept, and it keeps what the formula gives."""
     shapes = subject.shapes(_LARGE)
     try:
-        trial = Trial(subject, _parameters(subject, shapes=shapes), {"state_dtype": state_dtype}).run(3)
+        trial = Training(subject, _parameters(subject, shapes=shapes), {"state_dtype": state_dtype}).run(3)
     except StateError as error:
         return f"refused: {error}"
     changed = sum(
@@ -511,7 +511,7 @@ def sizes(subject: Subject) -> str:
 
     interpreted = is_host(subject.device) and is_interpreting()
     shapes = subject.shapes(_MATRICES if subject.has_matrices else _SMALL_TILES if interpreted else _TILES)
-    Trial(subject, _parameters(subject, shapes=shapes)).run(1 if interpreted else 2)
+    Training(subject, _parameters(subject, shapes=shapes)).run(1 if interpreted else 2)
     longest = max(math.prod(shape) for shape in shapes)
     return f"{len(shapes)} sizes of up to {longest:,} elements agree with the formula"
 
@@ -540,7 +540,7 @@ def layouts(subject: Subject) -> str:
         draw([1], torch.float32, device, 9).expand(6, 11),
     )
     for name, (value, grad) in cases.items():
-        trial = Trial(subject, [torch.nn.Parameter(value)])
+        trial = Training(subject, [torch.nn.Parameter(value)])
         trial.params[0].grad = grad
         for _ in range(2):
             try:
@@ -553,7 +553,7 @@ def layouts(subject: Subject) -> str:
 def groups(subject: Subject) -> str:
     """Two param groups with other numbers, and parameters that have no gradient for a while."""
     moved = _moved(subject, 0.5)
-    trial = Trial(subject, _parameters(subject), groups=[moved])
+    trial = Training(subject, _parameters(subject), groups=[moved])
     for turn in range(4):
         trial.set_gradients()
         for index, param in enumerate(trial.params):
@@ -584,7 +584,7 @@ def moving_numbers(subject: Subject) -> str:
     """Every number changes at every step, and nothing is built again."""
     if not _moved(subject, 0.9):
         return "there is no number to change"
-    trial = Trial(subject, _parameters(subject)).run(1)
+    trial = Training(subject, _parameters(subject)).run(1)
     built = compile_count()
     for turn in range(3):
         for optimizer in trial.optimizers:
@@ -600,7 +600,7 @@ def moving_numbers(subject: Subject) -> str:
 def repeats(subject: Subject) -> str:
     """The same training twice gives the same bits."""
     shapes = [*subject.shapes(), *subject.shapes(((20_011,), (101, 67)))]
-    runs = [Trial(subject, _parameters(subject, shapes=shapes)).trained(3).contents() for _ in range(2)]
+    runs = [Training(subject, _parameters(subject, shapes=shapes)).trained(3).contents() for _ in range(2)]
     _same_bits(runs, "a second run of the same training gives other bits")
     return "a second run of the same training gives the same bits"
 
@@ -618,7 +618,7 @@ def threads(subject: Subject) -> str:
     try:
         for count in (1, 4):
             torch.set_num_threads(count)
-            runs.append(Trial(subject, _parameters(subject, shapes=((70_001,), (90, 231)))).trained(3).contents())
+            runs.append(Training(subject, _parameters(subject, shapes=((70_001,), (90, 231)))).trained(3).contents())
     finally:
         torch.set_num_threads(before)
     _same_bits(runs, "one thread and four give different bits")
@@ -627,8 +627,8 @@ def threads(subject: Subject) -> str:
 
 def checkpoint(subject: Subject) -> str:
     """Training goes on from a checkpoint to the same bits."""
-    first = Trial(subject, _parameters(subject)).run(3)
-    second = Trial(subject, [torch.nn.Parameter(param.detach().clone()) for param in first.params])
+    first = Training(subject, _parameters(subject)).run(3)
+    second = Training(subject, [torch.nn.Parameter(param.detach().clone()) for param in first.params])
     second.steps = first.steps
     for mine, other in zip(first.optimizers, second.optimizers):
         other.load_state_dict(mine.state_dict())
@@ -641,7 +641,7 @@ def checkpoint(subject: Subject) -> str:
 
 def skipping(subject: Subject) -> str:
     """A step with gradients that are not finite is skipped as a whole."""
-    trial = Trial(subject, _parameters(subject), {"skip_nonfinite": True}).run(2)
+    trial = Training(subject, _parameters(subject), {"skip_nonfinite": True}).run(2)
     before = trial.contents()
     trial.set_gradients()
     for param in trial.params:
@@ -655,7 +655,7 @@ def skipping(subject: Subject) -> str:
 def clipping(subject: Subject) -> str:
     """Clipping inside the step is clipping before it."""
     limit = 0.5
-    trial = Trial(subject, _parameters(subject), {"max_grad_norm": limit})
+    trial = Training(subject, _parameters(subject), {"max_grad_norm": limit})
     try:
         for _ in range(2):
             trial.set_gradients()
@@ -670,7 +670,9 @@ def taps(subject: Subject) -> str:
     """Steps that measure and mark changed weights give the same bits, and report what they did."""
     runs = []
     for options in ({}, {"stats": Stats(), "track_changes": True}):
-        trial = Trial(subject, _parameters(subject, shapes=[*subject.shapes(), *subject.shapes(((101, 67),))]), options)
+        trial = Training(
+            subject, _parameters(subject, shapes=[*subject.shapes(), *subject.shapes(((101, 67),))]), options
+        )
         for _ in range(3):
             before = [param.detach().clone() for param in trial.params]
             trial.set_gradients()
@@ -682,7 +684,7 @@ def taps(subject: Subject) -> str:
     return "statistics and changes are those of the step, which gives the same bits"
 
 
-def _told(trial: Trial, before: list[torch.Tensor]) -> None:
+def _told(trial: Training, before: list[torch.Tensor]) -> None:
     """Compare the reports on a step with its results."""
     old = {id(param): values for param, values in zip(trial.params, before)}
     for optimizer in trial.optimizers:
