@@ -44,6 +44,8 @@ FLAGS: list[tuple[str, dict[str, Any]]] = [
     ("RMSprop", {"centered": True, "momentum": 0.9, "weight_decay": 0.1}),
     ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
     ("SGD", {"momentum": 0.9, "dampening": 0.5, "maximize": True}),
+    ("LaProp", {"amsgrad": True, "centered": True, "weight_decay": 0.01}),
+    ("MARS", {"amsgrad": True, "optimize_1d": True, "weight_decay": 0.1}),
 ]
 
 
