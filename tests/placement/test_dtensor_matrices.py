@@ -182,6 +182,19 @@ def two_messages_for_each_pass() -> None:
     assert counts == {"c10d::alltoall_base_": 2}
 
 
+def rules_with_reductions_are_those_of_one_process() -> None:
+    """Norms and means over rows of updates that one rank makes and all apply."""
+    meshes = _meshes()
+    for name in ("NorMuon", "MuonH"):
+        make = functools.partial(getattr(tilestep, name), lr=0.02)
+        models = [_placed(*meshes[layout], make, torch.float32) for layout in ("rows", "columns", "rows and columns")]
+        alone = _alone(make, torch.float32)
+        for step in range(1, 4):
+            _step(step, alone, *models)
+        for params, _ in models:
+            _same(params, alone.params, atol=1e-4, rtol=1e-4)
+
+
 def tensor_parallel_and_sharded() -> None:
     """What tensor parallelism has cut, FSDP cuts again, along the same dimension too."""
     for layout in ("mixed", "fsdp", "tensor_parallel"):
@@ -284,6 +297,7 @@ CHECKS = {
         beside_other_rules,
         work_is_divided,
         two_messages_for_each_pass,
+        rules_with_reductions_are_those_of_one_process,
         tensor_parallel_and_sharded,
         stacks_and_heads_are_those_of_one_process,
         matrices_that_ranks_have_parts_of_are_refused,
