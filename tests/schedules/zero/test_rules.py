@@ -122,7 +122,7 @@ class Holders(nn.Module):
         generator = torch.Generator().manual_seed(0)
 
         def drawn(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.randn(shape, generator=generator))
+            return nn.Parameter(torch.empty(shape).copy_(torch.randn(shape, generator=generator, device="cpu")))
 
         self.experts, self.stem = drawn(3, 6, 8), drawn(4, 2, 3, 3)
         self.heads, self.qkv, self.groups = drawn(12, 6), drawn(16, 6), drawn(16, 6)
