@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from amp_runs import INF, NAN
-from own_limits import Everything, Spikes
+from own_limits import Everything, SpikesBeyond
 
 from tilestep import Limit, Sigma, TimesMean, ZClip
 from tilestep.backends.spec import CLIP, CONTROL_SIZE, LARGEST_SUM, SKIP, SKIPPED
@@ -122,7 +122,7 @@ ADAPTIVE: list[Limit] = [
     TimesMean(1.5, decay=0.5, warmup=4),
     Sigma(3, window=5, warmup=4),
     Sigma(3, window=8, warmup=4, both_sides=True),
-    Spikes(),
+    SpikesBeyond(),
     Everything(),
     Everything(factor=3.0, name="one"),
 ]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import ways
-from own_limits import Spikes
+from own_limits import SpikesBeyond
 from rank_processes import each_passes
 from ways import Weights, placed, whole
 
@@ -22,7 +22,7 @@ LIMITS: dict[str, dict[str, Any]] = {
     "AdaGC": {"max_grad_norm": tilestep.AdaGC(warmup=3)},
     "Sigma": {"skip_above": tilestep.Sigma(2.0, window=8, warmup=4)},
     "TimesMean": {"skip_above": tilestep.TimesMean(3.0, warmup=3)},
-    "Spikes": {"max_grad_norm": Spikes(2.5)},
+    "SpikesBeyond": {"max_grad_norm": SpikesBeyond(2.5)},
     "norm": {"track_grad_norm": True},
 }
 WAYS = [
@@ -130,12 +130,12 @@ class Limit:
         for number in range(len(SIZES)):
             step(optimizer, plain, number, **self.given(number))
             decided.append(numbers(optimizer, plain, 3, has_norm=self.__name__ != "AdaGC"))
-        if self.__name__ in ("Sigma", "TimesMean", "Spikes"):
+        if self.__name__ in ("Sigma", "TimesMean", "SpikesBeyond"):
             assert 0 < decided[-1].skipped < len(SIZES)
         return decided
 
     def given(self, number: int) -> dict[str, float]:
-        return {"loss": 2.0 if number != 8 else 50.0} if self.__name__ in ("Sigma", "Spikes") else {}
+        return {"loss": 2.0 if number != 8 else 50.0} if self.__name__ in ("Sigma", "SpikesBeyond") else {}
 
 
 def losses_that_ranks_have_remembered_alone_are_the_first_ranks() -> None:

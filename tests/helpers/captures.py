@@ -33,7 +33,7 @@ from capture_runs import (
     simulation,  # noqa: F401
 )
 from matrix_rules import MATRIX_RULES
-from own_limits import Spikes, plainly
+from own_limits import SpikesBeyond, plainly
 from simulated_graph import Simulation
 
 import tilestep
@@ -199,7 +199,7 @@ def test_a_replay_does_not_leave_its_decision_to_the_next_step() -> None:
 
 def test_replays_decide_by_a_limit_of_one_s_own() -> None:
     """As steps do, and as the limit does on Python's floats: what it remembers is the device's."""
-    limit, sizes = Spikes(factor=2.5), [1.0, 1.1, 0.9, 1.2, 7.0, 1.0, 1.3, 0.8]
+    limit, sizes = SpikesBeyond(factor=2.5), [1.0, 1.1, 0.9, 1.2, 7.0, 1.0, 1.3, 0.8]
 
     def trained(graphed: bool) -> tuple[Params, Any, list[float]]:
         params, loss = make(), torch.ones((), device=DEVICE)
@@ -221,7 +221,7 @@ def test_replays_decide_by_a_limit_of_one_s_own() -> None:
     decided, remembered = plainly(limit, norms, losses)
     assert one.skipped_steps == other.skipped_steps == sum(skips for skips, _ in decided) == 2
     for optimizer in (one, other):
-        assert optimizer.state_dict()["param_groups"][0]["limits"]["Spikes"].tolist() == remembered
+        assert optimizer.state_dict()["param_groups"][0]["limits"]["SpikesBeyond"].tolist() == remembered
 
 
 @pytest.mark.parametrize("scaler_class", [tilestep.GradScaler, torch.amp.GradScaler])

@@ -12,7 +12,7 @@ from tilestep.rules.limits import first_numbers
 
 
 @dataclass(frozen=True)
-class Spikes(Limit):
+class SpikesBeyond(Limit):
     """Skips spikes of the norm and jumps of the loss, and clips to a multiple of the mean."""
 
     factor: float = 3.0

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from own_limits import Everything, Spikes, plainly
+from own_limits import Everything, SpikesBeyond, plainly
 
 import tilestep
 
@@ -253,7 +253,7 @@ def sized_steps(optimizer: Any, steps: list[tuple[float, float | None]]) -> list
     return taken
 
 
-@pytest.mark.parametrize("limit", [Spikes(), Spikes(factor=2.0, warmup=4), Everything()])
+@pytest.mark.parametrize("limit", [SpikesBeyond(), SpikesBeyond(factor=2.0, warmup=4), Everything()])
 def test_a_limit_of_one_s_own_is_its_function_of_floats(limit: tilestep.Limit) -> None:
     """To the bit, in a checkpoint's reader, in copies and in pickles too."""
     decided, remembered = plainly(limit, *zip(*STEPS))
@@ -366,7 +366,7 @@ def test_limits_in_places_that_are_not_theirs_are_refused() -> None:
 
 
 def test_a_limit_that_is_not_known_is_not_loaded() -> None:
-    optimizer = tilestep.SGD(parameters(), lr=0.1, max_grad_norm=Spikes())
+    optimizer = tilestep.SGD(parameters(), lr=0.1, max_grad_norm=SpikesBeyond())
     saved = optimizer.state_dict()
     for group in saved["param_groups"]:
         group["max_grad_norm"] = {"Elsewhere": {"factor": 2.0}}
