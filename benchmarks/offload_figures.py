@@ -37,7 +37,7 @@ from tilestep.memory.host import HostState
 from tilestep.memory.offload import move_state
 from tilestep.memory.offloaded import OffloadedOptimizer, plan_for
 from tilestep.memory.streaming import StreamedState
-from tilestep.schedules.side_stream import SideStream
+from tilestep.timeline.side_stream import SideStream
 
 BACK_TO_BACK = 3
 """Iterations for one figure: what an update leaves for the next forward is hidden there only if one follows at once."""

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import tilestep
 from tilestep.memory.offload import move_state
 from tilestep.memory.streaming import StreamedState
-from tilestep.schedules.guards import guard_model
+from tilestep.timeline.guards import guard_model
 
 BLOCKS = 12
 """More than dynamo traces one function for."""

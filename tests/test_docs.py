@@ -178,7 +178,7 @@ assert segment.__name__ == "XpuPasses" and issubclass(segment, EagerPasses)
 from tilestep.memory.mapped import MappedState
 from tilestep.memory.offload import move_state
 from tilestep.schedules.lazily import lazily
-from tilestep.schedules.schedule import AT_STEP
+from tilestep.optimizer.schedule import AT_STEP
 from tilestep.placement.together import Together
 
 

@@ -533,7 +533,7 @@ def of_demo() -> None:
 def of_accumulation() -> None:
     """The module `accumulation`.
 
-    >>> from tilestep.schedules.accumulation import gradientless
+    >>> from tilestep.timeline.accumulation import gradientless
     >>> import torch
     >>> gradientless(torch.is_grad_enabled)()
     False

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ways import SCHEDULES, attached
 
 import tilestep
-from tilestep.schedules.schedule import AT_STEP
+from tilestep.optimizer.schedule import AT_STEP
 
 
 class Named(tilestep.AdamW):  # type: ignore[misc]

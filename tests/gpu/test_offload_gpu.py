@@ -22,7 +22,7 @@ import tilestep
 from tilestep.memory.host import HostState
 from tilestep.memory.offload import move_state
 from tilestep.memory.streaming import StreamedState
-from tilestep.schedules.side_stream import SideStream
+from tilestep.timeline.side_stream import SideStream
 
 CUDA = "cuda:0"
 HOMES: dict[str, Homes] = {

@@ -25,7 +25,7 @@ from rank_processes import run_on_ranks
 from torch import nn
 
 import tilestep
-from tilestep.schedules.side_stream import SideStream
+from tilestep.timeline.side_stream import SideStream
 
 GPUS = 2
 DURING = ("backward", "forward")

@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 import tilestep
 from tilestep.placement import Ranks
-from tilestep.schedules.side_stream import SideStream
+from tilestep.timeline.side_stream import SideStream
 
 GPUS = torch.cuda.device_count()
 

@@ -21,8 +21,8 @@ from sharded_twins import TINY, Elementwise
 
 import tilestep
 from tilestep.placement import Ranks, ReductionGroup
-from tilestep.schedules import side_stream
 from tilestep.schedules.zero import gradients, parameters, schedule
+from tilestep.timeline import side_stream
 
 SIMULATED = os.environ.get("TRITON_INTERPRET") == "1"
 

@@ -25,8 +25,9 @@ from ..placement.local import local_part
 from ..runtime import Stale, grad_dtype, is_dense
 from ..runtime.passes import Passes
 from ..runtime.segment import TileRange, same_walk
-from ..schedules.accumulation import GradientHooks, TakesGradients
-from ..schedules.side_stream import Event, SideStream
+from ..timeline.accumulation import GradientHooks
+from ..timeline.side_stream import Event, SideStream
+from ..timeline.takers import TakesGradients
 from .copies import HostMemory, check_device, gigabytes
 from .memory import StateMemory
 

@@ -11,7 +11,7 @@ from ..devices import is_host
 from ..errors import OffloadError
 from ..runtime import DeviceEngine, Entry
 from ..runtime.passes import Passes
-from ..schedules.side_stream import Event
+from ..timeline.side_stream import Event
 from .copies import HostMemory, cut_chunks, staged_view
 from .offloaded import ChunkedPasses, Mirror, Mirrors, StateOnHost, check_unchanged, moved_arrays, traffic_of
 

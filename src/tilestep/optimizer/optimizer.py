@@ -32,11 +32,10 @@ from ..rules import Rule, registry
 from ..rules.adaptive_clip import AdaGC
 from ..rules.limits import Limit
 from ..runtime import Stale, grad_dtype
-from ..schedules.accumulation import refuse_taken_by_another
-from ..schedules.schedule import AT_STEP, Schedule
 from ..storage import entries_of, kept_in_blocks, values_of
 from ..taps import Change, Stats, StepStats, Taps, require_no_options
 from ..tensor_watch import taken_gradients
+from ..timeline.takers import refuse_taken_by_another
 from .build import (
     begin_at_once,
     begins_together,
@@ -53,6 +52,7 @@ from .groups import about_group, check_group, current_value, fill_group, find_ru
 from .masters import MASTER_KEYS, Masters, MasterWeights, exact_values
 from .parameters import param_states, shares_of
 from .plan import StepPlan
+from .schedule import AT_STEP, Schedule
 from .states import (
     SQUARES,
     TRAINING,

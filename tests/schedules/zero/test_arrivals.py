@@ -19,7 +19,7 @@ from torch import nn
 import tilestep
 from tilestep import native
 from tilestep.compat import backward_pass
-from tilestep.schedules.accumulation import GradientHooks, GradReadiness
+from tilestep.timeline.accumulation import GradientHooks, GradReadiness
 
 WITHOUT, WITH = "Python", "C++"
 

@@ -21,9 +21,9 @@ import tilestep
 from tilestep import compat
 from tilestep.placement import Ranks, peers
 from tilestep.placement import reduction as groups
-from tilestep.schedules.side_stream import Mark, SideStream
 from tilestep.schedules.zero import buckets as shard_buckets
 from tilestep.schedules.zero import parameters
+from tilestep.timeline.side_stream import Mark, SideStream
 
 LAYERS = 48
 """Of models with several groups of buckets that are as large as groups become."""

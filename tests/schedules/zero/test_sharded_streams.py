@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import tilestep
-from tilestep.schedules import side_stream
-from tilestep.schedules.side_stream import SideStream
+from tilestep.timeline import side_stream
+from tilestep.timeline.side_stream import SideStream
 
 
 class Event:

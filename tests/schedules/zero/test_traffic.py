@@ -369,7 +369,7 @@ def weights_to_evaluate() -> None:
 
 def a_torch_without_its_private_calls() -> None:
     """No end of backward to be told of, and modules that keep their parameters elsewhere: later, but the same."""
-    from tilestep.schedules import accumulation, guards
+    from tilestep.timeline import accumulation, guards
 
     before = accumulation.after_backward, accumulation.backward_pass, guards.guard_parameters
     accumulation.after_backward = lambda callback: False

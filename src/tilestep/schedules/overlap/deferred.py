@@ -13,8 +13,8 @@ from torch import nn
 
 from ...combinations import FSDP2, kind_of
 from ...compat import before_gathering, opaque
-from ..guards import guard_forwards, guard_model, guard_sharers, unguard_forwards
-from ..side_stream import SideStream
+from ...timeline.guards import guard_forwards, guard_model, guard_sharers, unguard_forwards
+from ...timeline.side_stream import SideStream
 from .groups import Group, Grouping
 
 

@@ -20,12 +20,12 @@ from ...optimizer.checkpoint import unchanged_on_error
 from ...optimizer.optimizer import Attached, AttachedType
 from ...optimizer.parameters import iter_params, require_listed_once, require_shapes
 from ...optimizer.plan import StepPlan
+from ...optimizer.schedule import Schedule
 from ...placement.local import is_distributed
 from ...tensor_watch import memory_of, taken_gradients
-from ..accumulation import refuse_taken_by_another
-from ..guards import guard_sharers
-from ..schedule import Schedule
-from ..side_stream import SideStream
+from ...timeline.guards import guard_sharers
+from ...timeline.side_stream import SideStream
+from ...timeline.takers import refuse_taken_by_another
 from .deferred import DeferredUpdates
 from .groups import Group, Grouping
 from .tracker import BackwardTracker, CommHook, scale_error

@@ -21,8 +21,9 @@ from ...optimizer import Optimizer
 from ...optimizer.parameters import iter_params
 from ...placement.local import is_distributed
 from ...runtime import Stale
-from ..accumulation import GradientRounds, TakesGradients, gradientless, refuse_another_taker
-from ..side_stream import SideStream
+from ...timeline.accumulation import GradientRounds, gradientless
+from ...timeline.side_stream import SideStream
+from ...timeline.takers import TakesGradients, refuse_another_taker
 from .deferred import DeferredUpdates
 from .groups import Group, Grouping
 

@@ -13,8 +13,9 @@ from ...compat import copy_all, is_capturing, zero_all
 from ...placement import Ranks, message_length
 from ...runtime.capturing import require
 from ...tensor_watch import survey
-from ..accumulation import GradientRounds, TakesGradients, gradientless
-from ..side_stream import SideStream
+from ...timeline.accumulation import GradientRounds, gradientless
+from ...timeline.side_stream import SideStream
+from ...timeline.takers import TakesGradients
 from .buckets import Bucket, Options, allocate, view_of
 from .ranks import HyperparameterDigest
 

@@ -12,8 +12,8 @@ from torch import nn
 from ...compat import is_capturing, version_of
 from ...placement import ARRIVED, PeerMemory
 from ...tensor_watch import SAME, Watch, sum_of_versions
-from ..guards import guard_model, guard_sharers
-from ..side_stream import Mark, SideStream
+from ...timeline.guards import guard_model, guard_sharers
+from ...timeline.side_stream import Mark, SideStream
 from .buckets import Bucket, Options
 
 _NOTHING = nullcontext()

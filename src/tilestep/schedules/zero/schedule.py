@@ -18,10 +18,11 @@ from ...errors import GradientError
 from ...optimizer import Optimizer
 from ...optimizer.graphs import prepare_capture, require_no_waits
 from ...optimizer.parameters import require_listed_once
+from ...optimizer.schedule import Schedule
 from ...runtime.capturing import PREPARE, require
-from ..accumulation import gradientless, refuse_another_taker, refuse_taken_by_another
-from ..schedule import Schedule
-from ..side_stream import SideStream
+from ...timeline.accumulation import gradientless
+from ...timeline.side_stream import SideStream
+from ...timeline.takers import refuse_another_taker, refuse_taken_by_another
 from .checkpoint import sharded_states
 from .core import Sharding
 from .gradients import GradientSync

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..optimizer.graphs import prepare_by_hand, push
+from .graphs import prepare_by_hand, push
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 

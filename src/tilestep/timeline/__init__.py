@@ -1,0 +1,1 @@
+"""The timeline of gradients and parameters between two steps: who waits for what."""
