@@ -126,7 +126,7 @@ def _parts_of_a_step(bench: Bench, trained: Trained) -> dict[str, Any]:
 
     def gather() -> None:
         trained.optimizer.schedule.parameters.gather()
-        trained.optimizer.schedule.parameters.wait_all()
+        trained.optimizer.schedule.parameters.publication.wait_all()
 
     found["gather_ms"] = bench.elapsed(gather, 3 if bench.quick else 10)
     size = 2**20 if bench.quick else 2**30

@@ -26,7 +26,7 @@ class Waiting:
     """Counts who waits."""
 
     def __init__(self) -> None:
-        self.compiled, self.is_pending = False, True
+        self.compiled, self.tickets = False, True
         self.waited: list[Any] = []
 
     def wait(self, param: Any) -> None:

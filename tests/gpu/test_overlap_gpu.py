@@ -184,21 +184,21 @@ def test_forward_waits_for_its_own_module_alone() -> None:
         optimizer.step()
     model(data).sum().backward()
     torch.cuda.synchronize()
-    put, late = optimizer.schedule.deferred.put, torch.cuda.Event()
+    make, late, made = optimizer.schedule._work, torch.cuda.Event(), list[Any]()
 
-    def put_late(works: Any, **options: Any) -> None:
-        # The first layer's weight and bias come first.
-        group, work = works[2]
+    def make_late(*given: Any) -> Any:
+        made.append(make(*given))
 
-        def held_up() -> None:
+        def held_up(work: Any = made[-1]) -> None:
             torch.cuda._sleep(500_000_000)
             work()
 
-        put([*works[:2], (group, held_up), *works[3:]], **options)
-        late.record(optimizer.schedule.lane.stream)
+        # The first layer's weight and bias come first.
+        return held_up if len(made) == 3 else made[-1]
 
-    optimizer.schedule.deferred.put = put_late  # type: ignore[method-assign]
+    optimizer.schedule._work = make_late  # type: ignore[method-assign]
     optimizer.step()
+    late.record(optimizer.schedule.lane.stream)
     done = torch.cuda.Event()
     model[0](data)
     done.record()

@@ -115,9 +115,10 @@ def fully_sharded_updates_before_gathering() -> None:
     one_batch(pair.overlapped, 1).backward()
     pair.optimizer.step()
     waiting: list[set[str]] = []
+    schedule: Any = pair.optimizer.schedule
 
     def look(*_: Any) -> None:
-        waiting.append({update.group.name for update in pair.optimizer.schedule.deferred.updates.values()})
+        waiting.append({schedule.grouping.groups[number].name for number in schedule.publication.tickets})
 
     for block in pair.overlapped.blocks:  # type: ignore[union-attr]
         block.register_forward_hook(look)

@@ -1,10 +1,10 @@
-"""Modules whose parameters are still being written or sent: looking one up waits for it, and for no other."""
+"""Parameters that are still being written or sent: looking one up in its module waits for it, and for no other."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,27 +20,93 @@ from ..compat import (
     watch_all_parameters,
 )
 from ..garbage import living
+from .side_stream import Mark, SideStream, Ticket
 
 
-class Waits(Protocol):
-    """What knows which parameters are on their way."""
+class Publication:
+    """The last transition of buckets: updates that still run, and parameters that other ranks still send."""
 
-    compiled: bool  # whether compiled code outside of compiled modules uses parameters: it looks none up
+    # Code that looks a parameter up waits for its bucket alone. Compiled code outside of compiled modules looks nothing
+    # up: once there is some, a step waits for all buckets.
 
-    @property
-    def is_pending(self) -> bool: ...
-    def knows(self, param: Any) -> bool: ...  # whether it may be on its way at some time
-    def wait(self, param: Any) -> None: ...
+    def __init__(self, lane: SideStream) -> None:
+        self.lane = lane
+        self.of: dict[int, Any] = {}  # by `id` of a parameter its bucket
+        self.tickets: dict[Any, Ticket] = {}  # of the buckets that are on their way
+        self.needed: dict[Any, None] = {}  # buckets in the order in which look-ups have waited for them
+        self.compiled = False  # whether compiled code outside of compiled modules uses parameters
+
+    def knows(self, param: Any) -> bool:
+        """Whether something is a parameter of a bucket."""
+        return id(param) in self.of
+
+    def wait(self, param: Any, streams: Sequence[torch.cuda.Stream] = ()) -> None:
+        """Let streams, by default the current one, or the host, wait for the bucket of a parameter."""
+        # For every look-up in a forward.
+        bucket = self.of.get(id(param))
+        ticket = self.tickets.get(bucket)
+        if ticket is None:
+            return
+        self.needed.setdefault(bucket)
+        if ticket.work is not None:
+            ticket.finish()
+        if ticket.mark is not None:
+            self.lane.wait_for(ticket.mark, streams)
+        else:
+            self.tickets.pop(bucket, None)
+
+    def wait_all(self) -> None:
+        """Let the current stream, or the host, wait for every bucket."""
+        if self.tickets:
+            last = self._last()
+            if last is not None:
+                self.lane.wait_for(last)
+            if last is None or last.event.query():
+                self.tickets.clear()
+
+    def _last(self) -> Mark | None:
+        """Finish what the host has to do; the mark after which all buckets have arrived, since a lane is in order."""
+        marks = []
+        for ticket in list(self.tickets.values()):
+            if ticket.work is not None:
+                ticket.finish()
+            if ticket.mark is not None:
+                marks.append(ticket.mark)
+        return max(marks, key=lambda mark: mark.place, default=None)
+
+    def wait_on_host(self) -> None:
+        """Let the host wait too: code that begins now need not know that buckets were on their way."""
+        last = self._last()
+        if last is not None:
+            self.lane.wait_for(last)
+            last.event.synchronize()
+        self.tickets.clear()
+
+    def wait_in_graph(self) -> None:
+        """In a CUDA graph that holds the transition: code that follows outside of it waits for nothing."""
+        self._last()
+        for ticket in self.tickets.values():
+            ticket.mark = None
+        self.lane.join()
+        self.tickets.clear()
+
+    def end(self) -> None:
+        """After the optimizer: let the streams that it was used from wait for all updates."""
+        # Not with the model, which with FSDP2 dies when garbage is collected: code that is compiled until then would be
+        # compiled once more. On a CPU updates that nothing has needed yet still run at their look-ups.
+        if self.lane.join_all() or not self.tickets:
+            _late.discard(self)
+            _unwatch_forwards()
 
 
-def guard_model(model: nn.Module, waits: Waits, concerns: Callable[[torch.Tensor], bool]) -> None:
+def guard_model(model: nn.Module, publication: Publication, concerns: Callable[[torch.Tensor], bool]) -> None:
     """Let code that looks a parameter up in its module wait for it."""
     # Hooks on a module's forward would not do: modules use each other's weights without calling each other (tied
     # embeddings, the output projection of `nn.MultiheadAttention`). They are for modules that keep their parameters
     # somewhere else too. Compiled code looks nothing up: a compiled module waits for all below it when it is called.
     for module in model.modules():
         if any(map(concerns, module.parameters(recurse=False))):
-            _guard(module, waits)
+            _guard(module, publication)
     for module in model.modules():
         CompiledRegion.put_around(module)
 
@@ -92,73 +158,69 @@ class CompiledRegion:
 _REGION = "tilestep_region"  # the attribute of a call that is a region's
 
 
-_guarded: weakref.WeakKeyDictionary[Waits, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
+_guarded: weakref.WeakKeyDictionary[Publication, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
 """The modules that wait for something."""
 
 
-def _guard(module: nn.Module, waits: Waits) -> None:
-    guarded = _guarded.setdefault(waits, weakref.WeakSet())
+def _guard(module: nn.Module, publication: Publication) -> None:
+    guarded = _guarded.setdefault(publication, weakref.WeakSet())
     if module in guarded:
         return
     guarded.add(module)
-    is_guarded = guard_parameters(module, lambda entries: GuardedParameters.of(entries, waits))
+    is_guarded = guard_parameters(module, lambda entries: GuardedParameters.of(entries, publication))
     lists = (value for value in vars(module).values() if isinstance(value, (list, tuple)))
     # Recurrent ones keep their parameters in a list of their own too, for their kernels.
     if is_guarded and not any(isinstance(item, nn.Parameter) for value in lists for item in value):
         return
 
     def before_forward(module: nn.Module, _: Any) -> None:
-        if waits.is_pending:
+        if publication.tickets:
             for param in module.parameters(recurse=False):
-                waits.wait(param)
+                publication.wait(param)
 
     module.register_forward_pre_hook(before_forward)
 
 
-_sharers: weakref.WeakSet[Waits] = weakref.WeakSet()  # those whose parameters modules of other models may have
+_sharers: weakref.WeakSet[Publication] = weakref.WeakSet()  # those whose parameters modules of other models may have
 _watching: list[Any] = []
 
 
-def guard_sharers(waits: Waits) -> None:
+def guard_sharers(publication: Publication) -> None:
     """Make look-ups of the parameters wait in any module: in those that exist, and in those made later."""
     # Again when it knows more parameters.
-    _sharers.add(waits)
+    _sharers.add(publication)
     for module in living(nn.Module):
         for param in list(dict.values(kept_parameters(module))):
-            _guard_sharer(waits, module, param)
+            _guard_sharer(publication, module, param)
     if not _watching:
         # Once for all: torch is looking at its hooks whenever one of these might end.
         _watching.append(watch_all_parameters(_look_at))
 
 
 def _look_at(module: nn.Module, param: Any) -> None:
-    for waits in list(_sharers):
-        _guard_sharer(waits, module, param)
+    for publication in list(_sharers):
+        _guard_sharer(publication, module, param)
 
 
-def _guard_sharer(waits: Waits, module: nn.Module, param: Any) -> None:
-    if waits.knows(param):
-        _guard(module, waits)
+def _guard_sharer(publication: Publication, module: nn.Module, param: Any) -> None:
+    if publication.knows(param):
+        _guard(module, publication)
 
 
-_late: weakref.WeakSet[Waits] = weakref.WeakSet()  # those for which modules of any model wait when they are called, too
+_late: weakref.WeakSet[Publication] = (
+    weakref.WeakSet()
+)  # those for which modules of any model wait when they are called, too
 _forwards: list[Any] = []
 
 
-def guard_forwards(waits: Waits) -> None:
+def guard_forwards(publication: Publication) -> None:
     """After `guard_sharers`: have modules wait that get a parameter unseen, as `functional_call` gives it to them."""
-    _late.add(waits)
+    _late.add(publication)
     if not _forwards:
         # Compiled code is traced again when it comes or goes: it goes with the last of them, and not at a later
         # forward, which may be that of code that was compiled since.
         _forwards.append(watch_all_forwards(_before_any_forward))
-    weakref.finalize(waits, _unwatch_forwards).atexit = False
-
-
-def unguard_forwards(waits: Waits) -> None:
-    """Have no module wait for it any more when it is called: all parameters are there."""
-    _late.discard(waits)
-    _unwatch_forwards()
+    weakref.finalize(publication, _unwatch_forwards).atexit = False
 
 
 def _unwatch_forwards() -> None:
@@ -174,37 +236,10 @@ def _before_any_forward(module: nn.Module, _: Any) -> None:
         return
     if not len(_late):
         _unwatch_forwards()
-    for waits in list(_late):
-        if waits.is_pending and module not in _guarded.get(waits, ()):
+    for publication in list(_late):
+        if publication.tickets and module not in _guarded.get(publication, ()):
             for param in list(dict.values(kept_parameters(module))):
-                waits.wait(param)
-
-
-class _Both:
-    """Two that know of parameters on their way."""
-
-    def __init__(self, first: Waits, second: Waits) -> None:
-        self._all = (first, second)
-
-    @property
-    def is_pending(self) -> bool:
-        return any(waits.is_pending for waits in self._all)
-
-    @property
-    def compiled(self) -> bool:
-        return any(waits.compiled for waits in self._all)
-
-    @compiled.setter
-    def compiled(self, value: bool) -> None:
-        for waits in self._all:
-            waits.compiled = value
-
-    def knows(self, param: Any) -> bool:
-        return any(waits.knows(param) for waits in self._all)
-
-    def wait(self, param: Any) -> None:
-        for waits in self._all:
-            waits.wait(param)
+                publication.wait(param)
 
 
 _is_traced = torch.compiler.is_dynamo_compiling
@@ -213,27 +248,27 @@ _is_traced = torch.compiler.is_dynamo_compiling
 class GuardedParameters(dict[str, Any]):
     """A module's parameters; looking one up waits until it is there."""
 
-    def __init__(self, entries: dict[str, Any], waits: Waits) -> None:
+    def __init__(self, entries: dict[str, Any], publication: Publication) -> None:
         super().__init__(entries)
-        self._waits = waits
+        self._publications: tuple[Publication, ...] = (publication,)
         self.regions: tuple[CompiledRegion, ...] = ()  # the compiled modules that wait for them when called
 
     @classmethod
-    def of(cls, entries: dict[str, Any], waits: Waits) -> GuardedParameters:
-        """A module's parameters, guarded by one more."""
+    def of(cls, entries: dict[str, Any], publication: Publication) -> GuardedParameters:
+        """A module's parameters, guarded for one more optimizer."""
         if isinstance(entries, cls):
-            entries._waits = _Both(entries._waits, waits)
+            entries._publications = (*entries._publications, publication)
             return entries
-        return cls(entries, waits)
+        return cls(entries, publication)
 
     def __getitem__(self, key: str) -> Any:
         # For every parameter in every forward: no look-up more than there must be.
         param = dict.__getitem__(self, key)
-        if _is_traced():
-            if not any(region.is_entered for region in self.regions):
-                self._waits.compiled = True
-        elif self._waits.is_pending:
-            self._waits.wait(param)
+        for publication in self._publications:
+            if _is_traced():
+                publication.compiled |= not any(region.is_entered for region in self.regions)
+            elif publication.tickets:
+                publication.wait(param)
         return param
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -262,9 +297,11 @@ class GuardedParameters(dict[str, Any]):
 
     def wait(self) -> None:
         """Wait for all of them."""
-        if self._waits.is_pending and not is_dropping_gradients():
+        pending = [publication for publication in self._publications if publication.tickets]
+        if pending and not is_dropping_gradients():
             for param in super().values():
-                self._waits.wait(param)
+                for publication in pending:
+                    publication.wait(param)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies and pickles of the model are ordinary modules.

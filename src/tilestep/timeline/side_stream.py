@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -21,10 +21,22 @@ class Mark(NamedTuple):
     event: torch.cuda.Event
     place: int
 
-    @property
-    def has_passed(self) -> bool:
-        """Whether everything before it is done."""
-        return self.event.query()
+
+class Ticket:
+    """A transition on its way: what the host still has to do for it, and the point in a line after it."""
+
+    def __init__(self, work: Callable[[], object] | None = None, mark: Mark | None = None) -> None:
+        self.work, self.mark = work, mark
+
+    def finish(self) -> None:
+        """Do what the host has to do; if it raises, the next to wait tries again."""
+        work, self.work = self.work, None
+        try:
+            if work is not None:
+                work()
+        except BaseException:
+            self.work = work
+            raise
 
 
 class SideStream:
@@ -161,13 +173,13 @@ class SideStream:
         self._marks += 1
         return Mark(self.stream.record_event(None if before is None else before.event), self._marks)
 
-    def wait_for(self, mark: Mark) -> None:
-        """Let the current stream wait for a mark; one that has waited for it, or for a later one, does not again."""
+    def wait_for(self, mark: Mark, streams: Sequence[torch.cuda.Stream] = ()) -> None:
+        """Let streams, by default the current one, wait for a mark; one that has waited for a later one does not."""
         # Every look at a parameter comes through this function.
-        number = current_stream_number(self._index)
-        if self._reached.get(number, 0) < mark.place:
-            self._numbered(number).wait_event(mark.event)
-            self._reached[number] = mark.place
+        for stream in streams or (self._numbered(current_stream_number(self._index)),):
+            if self._reached.get(stream.cuda_stream, 0) < mark.place:
+                stream.wait_event(mark.event)
+                self._reached[stream.cuda_stream] = mark.place
 
     def join(self) -> None:
         """Let the current stream wait for all work so far."""

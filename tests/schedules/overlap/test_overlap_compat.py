@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from tilestep import compat
-from tilestep.schedules.overlap import deferred
+from tilestep.schedules.overlap import schedule
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "overlap.md"
 
@@ -44,7 +44,7 @@ def test_gathering_is_seen_whoever_asks_for_it(one_rank: None) -> None:
 
 def test_without_it_modules_wait_before_their_forward(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not compat.before_gathering(nn.Linear(1, 1), lambda streams: None)
-    monkeypatch.setattr(deferred, "before_gathering", lambda module, prepare: False)
+    monkeypatch.setattr(schedule, "before_gathering", lambda module, prepare: False)
     pair = overlapped_pairs.Pair(clipped, "forward", overlapped_pairs.fsdp)
     for step in range(4):
         pair.step(step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,9 +26,6 @@ class Stream:
     def __init__(self, number: int) -> None:
         self.cuda_stream = number
         self.waited: set[Event] = set()
-
-    def wait_event(self, event: Event) -> None:
-        self.waited.add(event)
 
 
 class Streams:
@@ -54,9 +51,13 @@ class Streams:
     def left(self) -> Iterator[None]:
         yield
 
-    def mark(self) -> Event:
+    def next_mark(self) -> Event:
         self.marks.append(Event())
         return self.marks[-1]
+
+    def wait_for(self, mark: Event, streams: Sequence[Stream] = ()) -> None:
+        for stream in streams or [self.now]:
+            stream.waited.add(mark)
 
     def join(self) -> None:
         self.now.waited.update(self.marks)
@@ -103,15 +104,15 @@ def test_memory_goes_back_to_streams_that_have_waited() -> None:
         bucket_cap_mb=1e-6,
     )
     places = {id(layer.weight): place for place, layer in enumerate(layers)}
-    note = optimizer.schedule.deferred.note
-
-    def noting(group: Any, event: Any) -> None:
-        updates[places[id(group.params[0])]] = event
-        note(group, event)
-
     schedule: Any = optimizer.schedule
-    schedule.lane = schedule.tracker._lane = schedule.deferred._lane = schedule.tracker.rounds._stream = lane
-    schedule.deferred.note = noting
+    schedule.lane = schedule.tracker._lane = schedule.publication.lane = schedule.tracker.rounds._stream = lane
+    applied = schedule.tracker._note_updated
+
+    def note(group: Any) -> Any:
+        updates[places[id(group.params[0])]] = lane.marks[-1]
+        return applied(group)
+
+    schedule.tracker._note_updated = note
     model(torch.ones(2, 4)).sum().backward()
     assert len(optimizer.applied_groups) == 4
     lane.now = lane.others[1]

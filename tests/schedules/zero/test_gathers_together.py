@@ -320,7 +320,7 @@ def what_arrives_in_order_is_not_waited_for_again() -> None:
                 data = inputs(5, 7)
                 train(pair, [lambda model, data=data: (model(data) * data).sum()] * 2)
                 pair.compare()
-                assert not pair.optimizer.schedule.parameters.is_pending
+                assert not pair.optimizer.schedule.parameters.publication.tickets
 
 
 CHECKS = [
@@ -417,15 +417,15 @@ def test_a_group_that_is_updated_no_more_is_not_the_last_to_wait_for() -> None:
         model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(3)))
         sync = tilestep.shard(sgd(model.parameters()), model, bucket_cap_mb=TINY).schedule.parameters
         channel: Any = LateChannel()
-        sync._channel = channel
+        sync._channel = sync.publication.lane = channel
         for group in sync._groups:
             group._channel = channel
         sync.gather()
-        sync.wait_all()
+        sync.publication.wait_all()
         assert channel.reached == channel.marks == len(sync._groups) == 3
         # Its bucket is the first one, as backward completes it first.
         sync.gather(b"\0\1\1")
-        sync.wait_all()
+        sync.publication.wait_all()
         assert channel.reached == channel.marks == 5
     finally:
         dist.destroy_process_group()

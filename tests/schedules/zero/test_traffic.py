@@ -232,7 +232,7 @@ def compiled_models() -> None:
         pair.twin(data).square().sum().backward()
         pair.step()
         pair.compare()
-    assert pair.optimizer.schedule.parameters.compiled
+    assert pair.optimizer.schedule.parameters.publication.compiled
     other = nn.Linear(2, 2)
     assert isinstance(tilestep.shard(sgd(other.parameters()), torch.compile(other)), tilestep.ShardedOptimizer)
 
@@ -278,9 +278,9 @@ def compiled_blocks() -> None:
         for _ in range(4):
             data = inputs(3, 4)
             train(pair, [lambda model, data=data: model(data).square().sum()])
-            late.append(sum(group.is_pending for group in sync._groups))
+            late.append(len(sync.publication.tickets))
             pair.compare()
-        assert not sync.compiled
+        assert not sync.publication.compiled
         assert max(late) > 1
         # Code that is compiled around a block waits for nothing when it is called: the next steps wait.
         outer = torch.compile(lambda model, data: model(data).square().sum(), backend="eager", fullgraph=True)
@@ -290,8 +290,8 @@ def compiled_blocks() -> None:
             pair.twin(data).square().sum().backward()
             pair.step()
             pair.compare()
-        assert sync.compiled
-        assert not any(group.is_pending for group in sync._groups)
+        assert sync.publication.compiled
+        assert not sync.publication.tickets
 
 
 @gathers_that_come_late()
@@ -313,8 +313,8 @@ def models_that_are_compiled_as_a_whole() -> None:
                     called(data).square().sum().backward()
             pair.step()
             # A wrapper is not the model's: that its code takes parameters is known once it is traced.
-            assert sync.compiled == wrapped
-            assert sum(group.is_pending for group in sync._groups) == (0 if wrapped else len(sync._groups))
+            assert sync.publication.compiled == wrapped
+            assert len(sync.publication.tickets) == (0 if wrapped else len(sync._groups))
             pair.compare()
         pair.compare_states()
 

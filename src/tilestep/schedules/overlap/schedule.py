@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...combinations import kind_of, refusal, refuse, split_kind
-from ...compat import is_capturing, uncompiled
+from ...combinations import FSDP2, kind_of, refusal, refuse, split_kind
+from ...compat import before_gathering, is_capturing, opaque, uncompiled
 from ...errors import CaptureError
 from ...optimizer import Optimizer
 from ...optimizer.checkpoint import unchanged_on_error
@@ -23,10 +24,9 @@ from ...optimizer.plan import StepPlan
 from ...optimizer.schedule import Schedule
 from ...placement.local import is_distributed
 from ...tensor_watch import memory_of, taken_gradients
-from ...timeline.guards import guard_sharers
-from ...timeline.side_stream import SideStream
+from ...timeline.guards import Publication, guard_forwards, guard_model, guard_sharers
+from ...timeline.side_stream import SideStream, Ticket
 from ...timeline.takers import refuse_taken_by_another
-from .deferred import DeferredUpdates
 from .groups import Group, Grouping
 from .tracker import BackwardTracker, CommHook, scale_error
 
@@ -56,20 +56,20 @@ class OverlapSchedule(Schedule):
         self._had_gradients = False
         self._knows_ranks = during != "backward"
         self.lane = SideStream(device)
+        self.publication = _publication(model, grouping, self.lane)
         self.tracker = BackwardTracker(
             optimizer,
             model,
             grouping,
-            self.lane,
+            self.publication,
             updates=during == "backward",
             scaler=scaler,
             comm_hook=comm_hook,
         )
-        self.deferred = self.tracker.deferred
         # Updates that still run write to state whose memory its streams would give to others.
         weakref.finalize(self, self.lane.join_all).atexit = False
         # The model has this one too, and may have the optimizer.
-        weakref.finalize(self, _end, weakref.ref(self.deferred)).atexit = False
+        weakref.finalize(self, _end, weakref.ref(self.publication)).atexit = False
 
     @property
     def offers(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class OverlapSchedule(Schedule):
         return {method.__name__: method for method in (self.no_sync, self.synchronize)}
 
     def settle(self) -> None:
-        if self.deferred.is_pending:
+        if self.publication.tickets:
             self.synchronize()
 
     def settle_everywhere(self) -> None:
@@ -95,12 +95,14 @@ class OverlapSchedule(Schedule):
     @contextmanager
     def making_plan(self) -> Iterator[None]:
         """A block in which no update runs, with the groups that there are now."""
-        self.deferred.complete()
+        self.publication.wait_all()
         with self.lane.left():
             if not self.grouping.knows(self._optimizer()):
                 self.grouping.divide(self._optimizer(), self.model)
                 self.tracker.watch()
-                guard_sharers(self.deferred)
+                self.publication.wait_on_host()
+                self.publication.of = _numbered(self.grouping)
+                guard_sharers(self.publication)
             yield
 
     @property
@@ -153,7 +155,7 @@ class OverlapSchedule(Schedule):
             >>> optimizer.param_groups[0]["params"][0].tolist()
             [[0.5, 0.0]]
         """
-        self.deferred.complete()
+        self.publication.wait_all()
         self.lane.join()
 
     def step(self, plain: Callable[[], None]) -> None:
@@ -194,7 +196,7 @@ class OverlapSchedule(Schedule):
 
     def _step_later(self) -> None:
         """Decide the step, and let its updates wait until they are needed."""
-        self.deferred.complete()
+        self.publication.wait_all()
         self.lane.join()
         optimizer = self._optimizer()
         with self.lane.after():
@@ -209,26 +211,43 @@ class OverlapSchedule(Schedule):
             optimizer.control.update_control(optimizer, plan)
             measures = optimizer.taps is not None and optimizer.taps.begin(plan.engines) and optimizer.taps.measures
             self._count_versions(plan)
-            groups = self.deferred.order(self.grouping.groups)
+            groups = self._order()
             held = {group: taken_gradients(group.params) for group in groups}
             plan.release()
             self._had_gradients = any(held.values())
             if not self._had_gradients:
                 self.tracker.refuse_replaced()
             works = [(group, self._work(plan, gradients, group, held[group])) for group in groups if held[group]]
+            tickets = {group.index: Ticket(work) for group, work in works}
             # Who scales losses, changes hyperparameters or reads the norm next comes after the decision.
             decided = self.lane.mark()
             if self.lane.stream is not None:
                 self.lane.keep(*memory_of([gradient for listed in held.values() for gradient in listed]))
             # Ranks send one another what they have measured: at the step, not where one of them asks for it.
             with torch.no_grad():
-                self.deferred.put(works, progress=plan.progress, at_once=measures)
+                self.publication.needed.clear()
+                self.publication.tickets.update(tickets)
+                for ticket in tickets.values() if self.lane.stream is not None or measures else ():
+                    ticket.finish()
+                    ticket.mark = self.lane.next_mark()
             if optimizer.taps is not None:
                 optimizer.taps.finish()
         current = self.lane.current()
         if current is not None and decided is not None:
             current.wait_event(decided)
-        self.deferred.settle()
+        if self.publication.compiled:
+            self.publication.wait_all()
+            # Whatever compiled code does comes after that on this stream.
+            self.publication.tickets.clear()
+        for group in self.grouping.groups:
+            if not group.is_guarded:
+                self.publication.wait(group.params[0])
+
+    def _order(self) -> list[Group]:
+        """Groups in the order in which the last forward needed them; at first from the last to the first."""
+        places = {index: place for place, index in enumerate(self.publication.needed)}
+        unknown = len(places)
+        return sorted(reversed(self.grouping.groups), key=lambda group: places.get(group.index, unknown))
 
     def _warn_of_ranks(self) -> None:
         """When backward has updated for the first time: say so if nothing has summed the gradients over the ranks."""
@@ -260,12 +279,22 @@ class OverlapSchedule(Schedule):
         places, is_measured = plan.places.get(group.index, ()), self._optimizer().taps is not None
         runs_later = self.lane.stream is None
 
+        @opaque
         def work() -> None:
-            # A step runs without gradients; a look-up of parameters may not.
-            with torch.no_grad() if runs_later else nullcontext():
-                for place in places if runs_later else ():
-                    plan.engines[place].follow_memory()
-                plan.update(gradients, places, counts_versions=False, measures=is_measured)
+            if not held:
+                return
+            # A step runs without gradients; a look-up of parameters may not, and torch.compile may be tracing it.
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
+                plan.progress.clear()
+                try:
+                    for place in places if runs_later else ():
+                        plan.engines[place].follow_memory()
+                    plan.update(gradients, places, counts_versions=False, measures=is_measured)
+                except BaseException as error:
+                    if not isinstance(error, Exception) and not plan.progress:
+                        raise  # Ctrl-C before its first pass: the next look-up runs it
+                    held.clear()
+                    raise
             held.clear()
             for place in places:
                 gradients[place] = []
@@ -324,9 +353,34 @@ class OverlapSchedule(Schedule):
     push = prepare_capture
 
 
-def _end(deferred: Callable[[], DeferredUpdates | None]) -> None:
+def _publication(model: nn.Module, grouping: Grouping, lane: SideStream) -> Publication:
+    """Let every look-up of a parameter, and every gather of FSDP2's, wait for the update of the parameter's group."""
+    publication = Publication(lane)
+    publication.of = _numbered(grouping)
+    guard_model(model, publication, lambda param: True)
+    guard_sharers(publication)
+    guard_forwards(publication)
+
+    def gather(module: nn.Module, streams: Sequence[torch.cuda.Stream]) -> None:
+        for group in grouping.of_module.get(module, ()):
+            if group.index in publication.tickets:
+                publication.wait(group.params[0], streams)
+
+    # All of them: parameters of others may be added to the optimizer later.
+    for module in [module for module in model.modules() if kind_of(module) == FSDP2]:
+        if not before_gathering(module, partial(gather, module)):
+            module.register_forward_pre_hook(lambda *_: publication.wait_all(), prepend=True)
+    return publication
+
+
+def _numbered(grouping: Grouping) -> dict[int, int]:
+    """By `id` of a parameter the number of its group."""
+    return {key: group.index for key, group in grouping.of.items()}
+
+
+def _end(publication: Callable[[], Publication | None]) -> None:
     """End updates if the model still has them."""
-    living = deferred()
+    living = publication()
     if living is not None:
         living.end()
 

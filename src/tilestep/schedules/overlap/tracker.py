@@ -22,9 +22,9 @@ from ...optimizer.parameters import iter_params
 from ...placement.local import is_distributed
 from ...runtime import Stale
 from ...timeline.accumulation import GradientRounds, gradientless
-from ...timeline.side_stream import SideStream
+from ...timeline.guards import Publication
+from ...timeline.side_stream import Mark, Ticket
 from ...timeline.takers import TakesGradients, refuse_another_taker
-from .deferred import DeferredUpdates
 from .groups import Group, Grouping
 
 _NONE: Set[int] = frozenset()
@@ -45,20 +45,20 @@ class BackwardTracker(TakesGradients):
         optimizer: Optimizer,
         model: nn.Module,
         grouping: Grouping,
-        lane: SideStream,
+        publication: Publication,
         *,
         updates: bool,
         scaler: torch.amp.GradScaler | None,
         comm_hook: CommHook | None,
     ) -> None:
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
-        self._model, self._grouping, self._lane = model, grouping, lane
+        self._model, self._grouping, self._lane = model, grouping, publication.lane
         self._updates, self._scaler, self._comm_hook = updates, scaler, comm_hook
-        self.deferred = DeferredUpdates(model, grouping, lane)
+        self.publication = publication
         self._count_of_sharded = count_sharded(model)
         self._missing: dict[Group, list[bool]] = {}  # which gradients of a group the last step without all had not
-        self.rounds = GradientRounds(self, lane, self.arrived)
-        self._held: deque[tuple[list[torch.Tensor], torch.cuda.Event | None, list[torch.cuda.Stream]]] = deque()
+        self.rounds = GradientRounds(self, self._lane, self.arrived)
+        self._held: deque[tuple[list[torch.Tensor], Mark, list[torch.cuda.Stream]]] = deque()
         """Gradients that are used up, until the streams whose memory they are have waited for their update."""
         self.takes = self.updates = updates
         self._scaled_losses = count_scaled_losses()
@@ -68,9 +68,10 @@ class BackwardTracker(TakesGradients):
         self._begin()
         self.announce(model)
         for wrapper in dict.fromkeys([*wrappers(model), *wrappers_around(self.holds)]):
-            self.deferred.follow_views(wrapper)
             if updates:
                 self._follow_wrapper(wrapper)
+            else:
+                self._follow_views(wrapper)
         self.watch()
 
     def _begin(self) -> None:
@@ -96,14 +97,29 @@ class BackwardTracker(TakesGradients):
 
     def arrived(self, param: torch.Tensor) -> None:
         """Note that a parameter's gradient is complete."""
-        if self.deferred.updates:
+        if self._updates:
+            if self.rounds.syncing:
+                self.rounds.arrived(param)
+        elif self.publication.tickets:
             self._complete_deferred()
-        if self.rounds.syncing and self._updates:
-            self.rounds.arrived(param)
 
     @gradientless
     def _complete_deferred(self) -> None:
-        self.deferred.complete()
+        """Before backward writes gradients: run the updates of the last step that no look-up has needed."""
+        self.publication.wait_all()
+
+    def _follow_views(self, wrapper: nn.Module) -> None:
+        """Have updates run that read a DistributedDataParallel's buckets before its backward writes to these again."""
+        # Also of what its forward has not used: its backward begins by zeros in the place of such gradients.
+        living = weakref.ref(self.publication)
+
+        @opaque
+        def complete(wrapper: Any, *_: Any) -> None:
+            publication = living()
+            if publication is not None and publication.tickets and wrapper.gradient_as_bucket_view:
+                publication.wait_all()
+
+        wrapper.register_forward_hook(complete)
 
     def holds(self, param: Any) -> bool:
         """Whether a parameter is updated here."""
@@ -113,8 +129,9 @@ class BackwardTracker(TakesGradients):
         """Follow a DistributedDataParallel that comes around the model, or refuse another wrapper."""
         # It is not complete yet: that is done before its first forward, or in a backward that comes without one.
         super().wrapped(wrapper, kind)
-        self.deferred.follow_views(wrapper)
-        if self._updates:
+        if not self._updates:
+            self._follow_views(wrapper)
+        else:
             living = weakref.ref(self)
             self._later_wrappers.append(weakref.ref(wrapper))
 
@@ -153,8 +170,7 @@ class BackwardTracker(TakesGradients):
     @gradientless
     def reduced(self, params: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], future: Any) -> None:
         """Note gradients that are complete when a collective has run."""
-        self.deferred.complete()
-        if not self.rounds.syncing or not self._updates:
+        if not self._updates or not self.rounds.syncing:
             return
         self.rounds.note_pass(backward_pass())
         if self.applies:
@@ -248,8 +264,9 @@ class BackwardTracker(TakesGradients):
         streams = self._take_writers(group) or ([] if current is None else [current])
         with lane.after(*streams):
             self._run(group)
-            event = lane.mark()
-        self.deferred.note(group, event)
+            mark = lane.next_mark()
+        assert mark is not None
+        self.publication.tickets[group.index] = Ticket(mark=mark)
         gradients = self._note_updated(group)
         if self._on_two_streams(group, streams):
             lane.keep(*map(ready, local_parts(gradients)))
@@ -258,7 +275,7 @@ class BackwardTracker(TakesGradients):
         at_once = bool(gradients) and _come_from_collectives(group)
         if not at_once:
             self._let_go()
-        self._held.append((gradients, event, streams))
+        self._held.append((gradients, mark, streams))
         if at_once:
             self._let_go()
 
@@ -308,10 +325,8 @@ class BackwardTracker(TakesGradients):
         # So memory is free at a point of each stream, however far the host is ahead of it. The next group's gradients
         # may come from another stream: its waiting would not keep the first from using the memory again.
         while self._held:
-            _, event, streams = self._held[0]
-            if event is not None:
-                for stream in streams:
-                    stream.wait_event(event)
+            _, mark, streams = self._held[0]
+            self._lane.wait_for(mark, streams)
             self._held.popleft()
 
     def finish(self) -> None:
@@ -362,7 +377,8 @@ class BackwardTracker(TakesGradients):
     def forget(self) -> None:
         """Let the next round begin; the current stream has waited for the updates of this one."""
         self._let_go()
-        self.deferred.joined()
+        if self._updates:
+            self.publication.tickets.clear()
         self._scaled_losses = count_scaled_losses()
         self._begin()
         self.rounds.end()

@@ -12,8 +12,8 @@ from torch import nn
 from ...compat import is_capturing, version_of
 from ...placement import ARRIVED, PeerMemory
 from ...tensor_watch import SAME, Watch, sum_of_versions
-from ...timeline.guards import guard_model, guard_sharers
-from ...timeline.side_stream import Mark, SideStream
+from ...timeline.guards import Publication, guard_model, guard_sharers
+from ...timeline.side_stream import SideStream, Ticket
 from .buckets import Bucket, Options
 
 _NOTHING = nullcontext()
@@ -29,11 +29,10 @@ class GatherGroup:
         """What travels, whole buckets and this rank's sections, if nothing is converted for the way."""
         self.theirs: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Sections of other ranks, in this rank's memory and in theirs, if this rank fetches them."""
-        self.is_pending = False
         self._channel = channel
         self._work: Any = None
         self._travel: list[tuple[Bucket, torch.Tensor]] = []
-        self.mark: Mark | None = None  # after it in the line of communication, where that is a stream
+        self.ticket = Ticket()
 
     def choose(self, updated: Sequence[Bucket]) -> bool:
         """Note which buckets are gathered; whether there are any, which is the same on every rank."""
@@ -50,7 +49,6 @@ class GatherGroup:
 
     def begin(self) -> None:
         """Begin to gather; fetched sections, and those that a stream gathers, are there for what follows in it."""
-        self.is_pending = True
         peers = self.peers if self.theirs else None
         if peers is not None:
             # One by one: copies of whole ranges between GPUs are the copy engines' work, and not that of a kernel.
@@ -62,9 +60,10 @@ class GatherGroup:
         else:
             wholes, sections = self._as_they_are or self._all_sent()
             self._work = self.buckets[0].ranks.all_gather(wholes, sections)
+        self.ticket.work = self._arrive
         if self._channel.in_order:
-            self._arrive()
-            self.mark = self._channel.next_mark(self.mark)
+            self.ticket.finish()
+            self.ticket.mark = self._channel.next_mark(self.ticket.mark)
 
     def _all_sent(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         self._travel.clear()
@@ -91,29 +90,6 @@ class GatherGroup:
             bucket.flat.copy_(travelled)
         self._travel.clear()
 
-    def wait(self) -> None:
-        """Let the current stream, or the host, wait for the buckets."""
-        if self.mark is not None:
-            self._channel.wait_for(self.mark)
-            return
-        if self._work is not None:
-            self._arrive()
-        self.is_pending = False
-
-    def wait_on_host(self) -> None:
-        """Let the host wait too."""
-        self.wait()
-        if self.mark is not None:
-            self.mark.event.synchronize()
-        self.is_pending = False
-
-    def finish_in_graph(self) -> None:
-        """Have nothing wait for it outside the graph that it is in."""
-        if self._work is not None:
-            self._arrive()
-        self.mark = None
-        self.is_pending = False
-
 
 PARTS = 6  # a group has at most this part of all bytes, but for the last group: many are gathered while a forward runs
 
@@ -139,23 +115,20 @@ def group_buckets(buckets: Sequence[Bucket], together: bool) -> list[list[Bucket
 
 
 class ParameterSync:
-    """Gathers buckets after a step; looking a parameter up in its module waits for its bucket alone."""
+    """Gathers buckets after a step, and follows what other code writes to their parameters."""
 
     def __init__(self, model: nn.Module, buckets: Sequence[Bucket], options: Options, channel: SideStream) -> None:
         self._channel = channel
+        self.publication = Publication(channel)
         self._overlaps = options.overlap_param_sync
         self.params: list[torch.Tensor] = []
         self._updates: dict[int, int] = {}
         """How often each bucket was updated, by id: as often `note_update` has counted a version of its parameters."""
         self._buckets: list[Bucket] = []
         self._groups: list[GatherGroup] = []
-        self._of: dict[int, GatherGroup] = {}
-        self.is_pending = False  # whether a bucket may still be on its way
         self._which = b""  # for each bucket a one if it was updated the last time, else a zero
         self._updated: list[Bucket] = []
         self._updated_groups: list[GatherGroup] = []
-        self.compiled = False
-        """Whether compiled code uses parameters outside of a compiled module: it takes them without looking them up."""
         self.take_in(model, buckets)
 
     def take_in(self, model: nn.Module, buckets: Sequence[Bucket]) -> None:
@@ -170,58 +143,14 @@ class ParameterSync:
         self._buckets += buckets
         self._groups += groups
         self._which = b""
-        self._of.update(own)
+        self.publication.of.update(own)
         self.fixed = Watch(self.params, fixed=True)
         self.is_exact = any(bucket.exact is not None for bucket in self._buckets)
         self._updates.update((id(bucket), 0) for bucket in buckets)
         self._note_writes()
         if self._overlaps:
-            guard_model(model, self, lambda param: id(param) in own)
-            guard_sharers(self)
-
-    def knows(self, param: Any) -> bool:
-        """Whether something is a parameter of a bucket."""
-        return id(param) in self._of
-
-    def wait(self, param: Any) -> None:
-        """Wait for the bucket of a parameter if that is still on its way."""
-        group = self._of.get(id(param))
-        if group is None or not group.is_pending:
-            return
-        if group.mark is not None:
-            self._channel.wait_for(group.mark)
-        else:
-            group.wait()
-            self._count_pending()
-
-    def wait_all(self) -> None:
-        """Wait for every bucket that is still on its way."""
-        if not self.is_pending:
-            return
-        pending = [group for group in self._groups if group.is_pending]
-        marks = [group.mark for group in pending if group.mark is not None]
-        # Not that of the last group: if it trains no more it is of an earlier step.
-        last = max(marks, key=lambda mark: mark.place, default=None)
-        if last is None:
-            for group in pending:
-                group.wait()
-        else:
-            # They arrive in order: with the last one all of them are there.
-            self._channel.wait_for(last)
-            if last.has_passed:
-                for group in pending:
-                    group.is_pending = False
-        self._count_pending()
-
-    def _count_pending(self) -> None:
-        self.is_pending = any(group.is_pending for group in self._groups)
-
-    def wait_on_host(self) -> None:
-        """Let the host wait too: what begins now need not know that buckets were on their way."""
-        for group in self._groups:
-            if group.is_pending:
-                group.wait_on_host()
-        self.is_pending = False
+            guard_model(model, self.publication, lambda param: id(param) in own)
+            guard_sharers(self.publication)
 
     def _note_updated(self, which: bytes) -> None:
         self._which = which
@@ -233,18 +162,19 @@ class ParameterSync:
         which = b"\1" * len(self._buckets) if which is None else which
         if which != self._which:
             self._note_updated(which)
-        self.is_pending = True
+        tickets = self.publication.tickets
         with self._channel.after_compute() if self._channel.in_order else _NOTHING:
             for peers in dict.fromkeys(group.peers for group in self._updated_groups if group.theirs):
                 if peers is not None:
                     peers.meet()
             for group in self._updated_groups:
                 group.begin()
+                tickets[group] = group.ticket
         self._count_update()
         if is_capturing() if captures is None else captures:
-            self._join_graph()
-        elif self.compiled or not self._overlaps:
-            self.wait_all()
+            self.publication.wait_in_graph()
+        elif self.publication.compiled or not self._overlaps:
+            self.publication.wait_all()
 
     def note_update(self) -> None:
         """What was computed from the old values must not be differentiated, as after any step."""
@@ -261,13 +191,6 @@ class ParameterSync:
             written = [param for bucket in self._updated for param in bucket.params]
             torch.autograd.graph.increment_version(written)
             self.versions += len(written)
-
-    def _join_graph(self) -> None:
-        """In a CUDA graph what follows waits for all buckets: what uses them later knows nothing of the graph."""
-        for group in self._groups:
-            group.finish_in_graph()
-        self._channel.join()
-        self.is_pending = False
 
     def _written_by_others(self) -> list[int]:
         """For each parameter how many of its versions no update has counted, in the order of the buckets."""

@@ -92,7 +92,7 @@ class ShardedSchedule(Schedule):
         if captures:
             able = sharding.ranks.can_be_captured
             require(able, "its ranks communicate by a backend that graphs cannot hold; NCCL can")
-            require(not self.parameters.is_pending, f"parameters are still on their way; {PREPARE}")
+            require(not self.parameters.publication.tickets, f"parameters are still on their way; {PREPARE}")
         self._make_ready(captures)
         if self._ready is None or (self._ready is not self._stepped and 0 in self._ready.has_gradient):
             refuse_replaced(sharding.model, sharding.member_of)
@@ -124,8 +124,7 @@ class ShardedSchedule(Schedule):
     def _follow_parameters(self, versions: int | None) -> None:
         """As `sync_masters`, without gradients; `versions` is the sum of the parameters' versions, if known."""
         params = self.parameters
-        if params.is_pending:
-            params.wait_all()
+        params.publication.wait_all()
         written = [self.sharding.member_of[param].piece for param in params.written(versions)]
         if written:
             self._stepped = None
@@ -145,7 +144,7 @@ class ShardedSchedule(Schedule):
         if gradients.digest.trains != gradients.trains:
             gradients.follow_trains()
         params = self.parameters
-        if params.is_pending or params.is_exact or versions != params.versions or params.fixed.look():
+        if params.publication.tickets or params.is_exact or versions != params.versions or params.fixed.look():
             self._follow_parameters(versions)
         before = self._ready
         sections = [sums.section for sums in gradients.sums]
@@ -285,7 +284,7 @@ class ShardedSchedule(Schedule):
             self.sync_masters(optimizer)
         self.channel.settle()
         if not replays:
-            self.parameters.wait_on_host()
+            self.parameters.publication.wait_on_host()
         self._captures_alone = alone and not replays
         try:
             yield

@@ -79,7 +79,7 @@ class ShardedMethods:
             >>> torch.distributed.destroy_process_group()
         """
         self._schedule.optimizer.memory.wait()
-        self._schedule.parameters.wait_all()
+        self._schedule.parameters.publication.wait_all()
 
     def describe_gathers(self) -> list[str]:
         """How parameters that were updated come to the other ranks, a line for each type and way.
