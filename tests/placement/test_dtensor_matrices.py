@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import tilestep
-from tilestep.placement.matrices import MatrixExchange
+from tilestep.placement import matrices
+from tilestep.placement.matrices import MatrixExchange, take_in_matrix
 
 SHAPES = [(12, 8), (8, 12), (8, 8), (5, 8), (1, 6), (32, 8), (8, 8), (6, 3)]
 """With parts of no rows, and one whose part has the shape of a matrix beside it."""
@@ -160,26 +161,82 @@ def beside_other_rules() -> None:
 
 
 def work_is_divided() -> None:
-    """Every matrix has one owner, the same on all ranks, and the largest are with different ones."""
-    mesh, _ = _meshes()["rows"]
-    exchange = MatrixExchange(mesh, [0], everywhere=False)
-    places = [
-        exchange.add("a matrix", distribute_tensor(torch.zeros(8 * (place % 4 + 1), 16), mesh, [Shard(0)]))
-        for place in range(8)
-    ]
-    owned: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(owned, [place for place in places if exchange.owns(place)])
-    assert sorted(place for places_of_rank in owned for place in places_of_rank) == places
-    assert all(sum(place % 4 == 3 for place in places_of_rank) <= 1 for places_of_rank in owned) and all(owned)
+    """Every matrix has one owner of all ranks of its mesh, the same on all of them; the most work goes first."""
+    for layout, (mesh, placements) in _meshes().items():
+        exchanges: dict[Any, MatrixExchange] = {}
+        work = [1.0 + place % 4 for place in range(16)]
+        for amount in work:
+            param = distribute_tensor(torch.zeros(8, 8, device=device()), mesh, placements)
+            exchange, _ = take_in_matrix(exchanges, "a matrix", param, lead=0, work=amount, everywhere=False)
+        assert len(exchanges) == 1, layout
+        owners: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(owners, [exchange.owner(place) for place in range(16)])
+        assert all(listed == owners[0] for listed in owners), layout
+        loads = [sum(amount for amount, owner in zip(work, owners[0]) if owner == rank) for rank in range(len(owners))]
+        assert loads == [sum(work) / len(owners)] * len(owners), (layout, loads)
 
 
-def two_messages_for_each_pass() -> None:
-    model = _placed(*_meshes()["rows"], tilestep.Muon, torch.float32)
-    _step(1, model)
+def _messages(optimizer: Any) -> dict[str, int]:
     with torch.profiler.profile() as profiler:
-        model.optimizer.step()
-    counts = {event.key: event.count for event in profiler.key_averages() if event.key.startswith("c10d::")}
-    assert counts == {"c10d::alltoall_base_": 2}
+        optimizer.step()
+    return {event.key: event.count for event in profiler.key_averages() if event.key.startswith("c10d::")}
+
+
+def one_message_to_owners_and_one_back_for_each_bucket() -> None:
+    """Also where matrices that other ranks update, and experts, are in the same optimizer; bits stay the same."""
+    made: list[Any] = []
+
+    class Counted(matrices.Bucket):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    original = matrices.Bucket, matrices._BUCKET
+    try:
+        matrices.Bucket = Counted  # type: ignore[misc]
+        for layout, size, least in (
+            ("rows", 1, 2),
+            ("replicated rows", 1, 2),
+            ("columns and rows", 100, 2),
+            ("rows", 500, 1),
+        ):
+            made.clear()
+            matrices._BUCKET = size
+            alone = _alone(tilestep.Muon, torch.float32)
+            model = _placed(*_meshes()[layout], tilestep.Muon, torch.float32)
+            for step in range(1, 3):
+                _step(step, alone, model)
+                _same(model.params, alone.params)
+            assert least <= len(made) <= len(SHAPES), (layout, size, len(made))
+            assert _messages(model.optimizer) == {"c10d::alltoall_base_": 2 * len(made)}, layout
+    finally:
+        matrices.Bucket, matrices._BUCKET = original  # type: ignore[misc]
+
+
+def only_parts_of_owners_matrices_travel() -> None:
+    """The elements that a rank sends are its parts of the matrices of others, and of its own what others have."""
+    sent: list[int] = []
+    original = dist.all_to_all_single
+
+    def counted(received: Any, message: Any, come: Any, go: Any, **rest: Any) -> Any:
+        sent.append(sum(go) - go[dist.get_rank()])
+        return original(received, message, come, go, **rest)
+
+    sides = [(128, 64), (64, 128)] * 4
+    params = [
+        torch.nn.Parameter(placed(torch.zeros(shape, device=device()), *_meshes()["rows"]))
+        for shape in [*sides, *[(8, 16, 16)] * 3]
+    ]
+    optimizer = tilestep.Muon(params, lr=0.1)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    dist.all_to_all_single = counted
+    try:
+        optimizer.step()
+    finally:
+        dist.all_to_all_single = original
+    # Of eight matrices each rank owns two: it sends a quarter of six, and gets back as much, in bfloat16.
+    assert sent == [6 * 128 * 64 // 4 * 2, 2 * 128 * 64 * 3 // 4 * 2], sent
 
 
 def rules_with_reductions_are_those_of_one_process() -> None:
@@ -227,13 +284,10 @@ def stacks_and_heads_are_those_of_one_process() -> None:
     """Experts sharded by expert, of which a rank may have none, are sent nowhere; heads are of whole matrices."""
     meshes = _meshes()
     shapes = [(8, 4, 9), (3, 4, 9), (5, 4, 9), (16, 6)]
-    layouts = {
-        "rows": meshes["rows"],
-        "replicated rows": meshes["replicated rows"],
-        "rows twice": meshes["rows twice"],
-        "whole": meshes["whole"],
-    }
+    by_expert = ("rows", "replicated rows", "rows twice", "whole")
     for rule in (tilestep.registry["Muon"], normalized):
+        # What reduces over matrices inside of a tensor needs them whole.
+        layouts = {name: lie for name, lie in meshes.items() if rule is not normalized or name in by_expert}
 
         def make(params: Any, rule: Any = rule) -> Any:
             heads = {} if rule is normalized else {"heads": 4}
@@ -254,27 +308,64 @@ def stacks_and_heads_are_those_of_one_process() -> None:
                 (optimizers[name] if name else expected).step()
             for params in models.values():
                 _same(params, alone, **({} if rule is not normalized else {"atol": 1e-5, "rtol": 1e-5}))
-    params = [torch.nn.Parameter(placed(whole, *layouts["rows"])) for whole in drawn(0)[:2]]
+    params = [torch.nn.Parameter(placed(whole, *meshes["rows"])) for whole in drawn(0)[:2]]
     optimizer = tilestep.Muon(params, lr=0.1)
     for param in params:
         param.grad = torch.ones_like(param)
-    with torch.profiler.profile() as profiler:
-        optimizer.step()
-    assert not [event.key for event in profiler.key_averages() if event.key.startswith("c10d::")]
+    assert not _messages(optimizer)
+
+
+def matrices_inside_of_cut_tensors_are_those_of_one_process() -> None:
+    """Stacks cut along rows and columns, experts of other ranks apart; convolutions; heads and stacks of heads."""
+    mesh = _meshes()["rows"][0]
+    experts = init_device_mesh(device(), (dist.get_world_size() // 2, 2), mesh_dim_names=("cut", "experts"))
+    cases: list[tuple[tuple[int, ...], dict[str, Any], Any, Any]] = [
+        ((3, 6, 9), {}, mesh, [Shard(1)]),
+        ((3, 6, 9), {}, mesh, [Shard(-1)]),
+        ((6, 6, 9), {}, experts, [Shard(1), Shard(0)]),
+        ((5, 3, 9), {}, experts, [Shard(2), Shard(0)]),
+        ((2, 3, 8, 5), {}, experts, [Shard(2), Shard(3)]),
+        ((8, 4, 3, 3), {"flatten": True}, mesh, [Shard(0)]),
+        ((6, 5, 3, 3), {"flatten": True}, experts, [Shard(0), Shard(1)]),
+        ((6, 12, 8), {"heads": 3}, experts, [Shard(1), Shard(0)]),
+        ((9, 8), {"heads": 3}, mesh, [Shard(0)]),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    alone, params, groups = [], [], []
+    for shape, given, on, placements in cases:
+        whole = torch.randn(shape, generator=generator).to(device())
+        alone.append(torch.nn.Parameter(whole.clone()))
+        params.append(torch.nn.Parameter(placed(whole, on, placements)))
+        groups.append(given)
+    models = [
+        Trained(own, tilestep.Muon([{"params": [one], **given} for one, given in zip(own, groups)], lr=0.1))
+        for own in (alone, params)
+    ]
+    for _ in range(3):
+        gradients = [torch.randn(shape, generator=generator).to(device()) for shape, *_ in cases]
+        for place, gradient in enumerate(gradients):
+            alone[place].grad = gradient
+            params[place].grad = placed(gradient, *cases[place][2:])
+        for _, optimizer in models:
+            optimizer.step()
+        _same(params, alone)
+    for param, other in zip(params, alone):
+        buffers = (
+            model.optimizer.state[own]["momentum_buffer"] for own, model in zip((param, other), reversed(models))
+        )
+        assert torch.equal(*here(*buffers))
 
 
 def matrices_that_ranks_have_parts_of_are_refused() -> None:
     mesh, rows = _meshes()["rows"]
     for shape, placement, given in (
-        ((8, 4, 9), Shard(1), {}),
-        ((8, 4, 9), Shard(2), {}),
-        ((8, 4, 3, 3), Shard(0), {"flatten": True}),
         ((16, 6), Shard(0), {"splits": (8, 4, 4)}),
-        ((16, 9, 8), Shard(1), {"heads": 3}),
+        ((8, 4, 9), Shard(1), {"rule": normalized}),
+        ((8, 4, 3, 3), Shard(0), {"rule": normalized, "flatten": True}),
     ):
         param = torch.nn.Parameter(distribute_tensor(torch.zeros(shape, device=device()), mesh, [placement]))
         try:
-            tilestep.Muon([("w", param)], **given)
+            tilestep.Muon([{"params": [("w", param)], **given}])
         except tilestep.MatrixError as error:
             assert "(w) of shape" in str(error) and "of which ranks have parts" in str(error), error
         else:
@@ -296,10 +387,12 @@ CHECKS = {
         checkpoints_go_round,
         beside_other_rules,
         work_is_divided,
-        two_messages_for_each_pass,
+        one_message_to_owners_and_one_back_for_each_bucket,
+        only_parts_of_owners_matrices_travel,
         rules_with_reductions_are_those_of_one_process,
         tensor_parallel_and_sharded,
         stacks_and_heads_are_those_of_one_process,
+        matrices_inside_of_cut_tensors_are_those_of_one_process,
         matrices_that_ranks_have_parts_of_are_refused,
     )
 }

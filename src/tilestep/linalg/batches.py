@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +16,7 @@ from ..devices import has_streams
 from ..errors import RuleError
 from ..garbage import without_collections
 from ..graph import SCALAR_LEVELS, MatrixPass, Value, evaluate
-from ..graph.partition import Condition
+from ..graph.partition import Condition, MatrixProgram
 from ..graph.tracer import group_value
 from .operations import MATRIX_OPERATIONS, Batch, Launch, MatrixSegment, matrices_at_once
 
@@ -85,92 +87,117 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
+class Bucket(Protocol):
+    """Tensors whose matrices travel to their owners together, and back, by their numbers in an exchange."""
+
+    own: list[int]  # those whose matrices this rank works on
+
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for this rank's parts."""
+
+    def parts(self, memory: torch.Tensor) -> dict[int, torch.Tensor]:
+        """This rank's parts in it."""
+
+    def gather(self, memory: torch.Tensor) -> Callable[[Mapping[int, torch.Tensor]], None]:
+        """Begin to send parts to owners; gives what waits for this rank's own and assembles them."""
+
+    def scatter(self, wholes: Mapping[int, torch.Tensor], memory: torch.Tensor) -> Callable[[], object]:
+        """Begin to send parts of whole tensors back; gives what waits for those of this rank."""
+
+
 class Exchange(Protocol):
     """Sends parts of matrices between the ranks that share them; all ranks make the same calls in the same order."""
 
-    def owns(self, place: int) -> bool:
-        """Whether this rank works on a matrix."""
+    @property
+    def layouts(self) -> Sequence[Any]:
+        """Of each tensor the `shape` of all its matrices that the ranks share."""
 
-    def gather(self, parts: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Tensor | None]:
-        """Assemble matrices on the ranks that work on them."""
-
-    def scatter(self, wholes: Sequence[tuple[int, torch.Tensor | None, torch.Tensor]]) -> None:
-        """Send results back to the ranks that have their parts."""
+    def buckets(self, places: Sequence[int]) -> Iterator[Bucket]:
+        """Tensors whose matrices travel together; owners work on theirs in this order."""
 
 
 class SharedMatrices:
     """The scratch arrays of a segment's tensors that ranks share, and matrix passes over them."""
 
-    def __init__(self, segment: MatrixSegment, batches: Sequence[Batch]) -> None:
-        self._segment = segment
+    def __init__(
+        self,
+        segment: MatrixSegment,
+        members: Mapping[Exchange, Mapping[int, int]],
+        batches: Callable[[Sequence[int]], list[Batch]],
+    ) -> None:
+        # `members` are places of tensors in the segment by their numbers in an exchange, those of one shape side by
+        # side; `batches` makes the batches of such places.
         self._scratch = {
             name: dtype or segment.spec.compute for name, dtype in segment.spec.program.matrices.scratch.items()
         }
-        self._places: dict[Exchange, dict[int, int]] = {}
-        """The members of each exchange, with their places there."""
-        for member in [member for batch in batches for member in batch.members]:
-            entry = segment.entries[member]
-            exchange, place = entry.exchange
-            self._places.setdefault(exchange, {})[member] = place
-            for name, dtype in self._scratch.items():
-                entry.arrays[name] = torch.zeros(entry.param.shape, dtype=dtype, device=entry.param.device)
-        owners = self._places.items()
-        owned = {member for exchange, places in owners for member, place in places.items() if exchange.owns(place)}
-        self._batches = [batch.of([member for member in batch.members if member in owned]) for batch in batches]
+        self._stages: list[tuple[Bucket, dict[int, torch.Size], list[Batch], dict[str, torch.Tensor]]] = []
+        """What travels together: the bucket, shapes of this rank's members in it, their batches, scratch memory."""
+        self._numbers: dict[int, int] = {}
+        for exchange, numbered in members.items():
+            self._numbers.update({member: number for number, member in numbered.items()})
+            for bucket in exchange.buckets(list(numbered)):
+                memory = {name: bucket.allocate(dtype, segment.device) for name, dtype in self._scratch.items()}
+                for name, parts in {name: bucket.parts(own) for name, own in memory.items()}.items():
+                    for number, part in parts.items():
+                        segment.entries[numbered[number]].arrays[name] = part
+                shapes = {numbered[number]: exchange.layouts[number].shape for number in bucket.own}
+                self._stages.append((bucket, shapes, batches(list(shapes)), memory))
 
-    def run(self, matrix_pass: MatrixPass, skipped_values: Callable[[Batch], frozenset[int] | None]) -> None:
-        """Run a matrix pass; of a batch for which `skipped_values` is None nothing is computed, and zeros are sent."""
-        inputs, outputs = (list(dict.fromkeys(names.values())) for names in (matrix_pass.inputs, matrix_pass.outputs))
-        gathered = self._gathered(inputs)
-        for batch in self._batches:
-            if batch.members:
-                self._run(matrix_pass, batch, gathered, outputs, skipped_values(batch))
-        for exchange, places in self._places.items():
-            exchange.scatter(
-                [
-                    (place, gathered.get((member, name)), self._segment.entries[member].arrays[name])
-                    for member, place in places.items()
-                    for name in outputs
-                ]
-            )
+    @property
+    def batches(self) -> list[Batch]:
+        """The batches that this rank works on."""
+        return [batch for _, _, batches, _ in self._stages for batch in batches]
 
-    def _gathered(self, names: Sequence[str]) -> dict[tuple[int, str], torch.Tensor]:
-        """The whole matrices that this rank works on, by member and name."""
-        gathered: dict[tuple[int, str], torch.Tensor] = {}
-        for exchange, places in self._places.items():
-            keys = [(member, name) for member in places for name in names]
-            parts = [(places[member], self._segment.entries[member].arrays[name]) for member, name in keys]
-            matrices = exchange.gather(parts)
-            gathered.update({key: matrix for key, matrix in zip(keys, matrices) if matrix is not None})
-        return gathered
-
-    def _run(
+    def run(
         self,
         matrix_pass: MatrixPass,
-        batch: Batch,
-        gathered: dict[tuple[int, str], torch.Tensor],
-        outputs: Sequence[str],
-        skipped_values: frozenset[int] | None,
+        meanwhile: Callable[[], None],
+        compute: Callable[[Sequence[Batch]], None],
     ) -> None:
-        wholes = {
-            name: [gathered.pop((member, name)) for member in batch.members]
-            for name in dict.fromkeys(matrix_pass.inputs.values())
-        }
-        shapes = [whole.shape for whole in next(iter(wholes.values()))]
-        arrays = {name: torch.cat([one.reshape(-1, *batch.shape) for one in each]) for name, each in wholes.items()}
-        count = sum(batch.counts)
-        made = {
-            name: torch.zeros(count, *batch.shape, dtype=self._scratch[name], device=batch.device) for name in outputs
-        }
-        batch.arrays = {**arrays, **made}
-        for start in range(0, count, batch.chunk):
-            if skipped_values is not None:
-                chunk = slice(start, start + batch.chunk)
-                run_chunk(self._segment, matrix_pass, batch, chunk, skipped_values, stores=True)
-        batch.arrays = {}
-        for name in outputs:
-            parts = zip(batch.members, batch.parts(made[name]), shapes)
-            gathered.update({(member, name): part.view(shape) for member, part, shape in parts})
+        """Run a matrix pass: a bucket arrives and another returns while a third is worked on.
+
+        Args:
+            matrix_pass: the pass.
+            meanwhile: work that needs no exchange, done while the first bucket arrives.
+            compute: the work of batches; of matrices that it leaves out zeros are sent.
+        """
+        inputs, outputs = (list(dict.fromkeys(names.values())) for names in (matrix_pass.inputs, matrix_pass.outputs))
+
+        def begin(place: int) -> list[Callable[[Mapping[int, torch.Tensor]], None]]:
+            stages = self._stages[place : place + 1]
+            return [bucket.gather(memory[name]) for bucket, _, _, memory in stages for name in inputs]
+
+        arriving, returning = begin(0), list[Callable[[], object]]()
+        meanwhile()
+        for place, (bucket, shapes, batches, memory) in enumerate(self._stages):
+            arrived, arriving = arriving, begin(place + 1)
+            for name, finish in zip(inputs, arrived):
+                finish(self._wholes(name, batches, shapes, torch.empty))
+            made = {name: self._wholes(name, batches, shapes, torch.zeros) for name in outputs}
+            compute(batches)
+            for batch in batches:
+                batch.arrays = {}
+            for wait in returning:
+                wait()
+            returning = [bucket.scatter(made[name], memory[name]) for name in outputs]
+        for wait in returning:
+            wait()
+
+    def _wholes(
+        self,
+        name: str,
+        batches: Sequence[Batch],
+        shapes: Mapping[int, torch.Size],
+        make: Callable[..., torch.Tensor],
+    ) -> dict[int, torch.Tensor]:
+        """New arrays of batches, seen as the whole tensors that this rank works on, by their numbers."""
+        wholes = {}
+        for batch in batches:
+            array = make(sum(batch.counts), *batch.shape, dtype=self._scratch[name], device=batch.device)
+            batch.arrays[name] = array
+            for member, part in zip(batch.members, batch.parts(array)):
+                wholes[self._numbers[member]] = part.view(shapes[member])
+        return wholes
 
 
 def elementwise(operation: str, arguments: list[torch.Tensor]) -> torch.Tensor:
@@ -328,6 +355,17 @@ class GroupNumbers(Mapping[str, float]):
         return len(self.group)
 
 
+def work_of(matrices: MatrixProgram, group: Mapping[str, Any], rows: int, columns: int) -> float:
+    """Floating-point operations of a rule's matrix passes for a matrix, under a group's hyperparameters."""
+    numbers, total = GroupNumbers(group), 0.0
+    for value in [value for matrix_pass in matrices.passes if matrix_pass for value in matrix_pass.values]:
+        operation = MATRIX_OPERATIONS.get(value.operation)
+        if operation is not None:
+            given = [float(evaluate(arg, numbers)) for arg in value.args[operation.operands :]]
+            total += operation.work(rows, columns, given)
+    return total
+
+
 class Conditions:
     """The host's bounds of the step counts, which tell what the next step needs."""
 
@@ -411,12 +449,15 @@ class MatrixBatches:
         self.numbers = self.program.numbers()
         self.keys = self._keys()
         own = [index for index, entry in enumerate(self.entries) if entry.exchange is None]
-        self.batches = [self._batch(key, members) for key, members in self._sorted(own).items()]
+        self.batches = self._batches(own)
         for batch in self.batches:
             self._allocate(batch)
-        shared = [index for index, entry in enumerate(self.entries) if entry.exchange is not None]
-        parted = [self._batch(key, members) for key, members in self._sorted(shared).items()]
-        self.shared = SharedMatrices(segment, parted) if parted else None  # tensors that are sharded over ranks
+        shared: dict[Exchange, dict[int, int]] = {}
+        apart = [index for index, entry in enumerate(self.entries) if entry.exchange is not None]
+        for member in chain.from_iterable(self._sorted(apart).values()):
+            exchange, number = self.entries[member].exchange
+            shared.setdefault(exchange, {})[number] = member
+        self.shared = SharedMatrices(segment, shared, self._batches) if shared else None
         work = self.passes.values()
         self.waits = any(_waits(value) for matrix_pass in work for value in matrix_pass.values)
         """Whether the host waits for the device in steps that need all values."""
@@ -437,10 +478,11 @@ class MatrixBatches:
             if entry.group not in numbers_of:
                 numbers = GroupNumbers(self.groups[entry.group])
                 numbers_of[entry.group] = tuple(float(evaluate(value, numbers)) for value in self.numbers)
-            tensor = entry.param if entry.exchange is None else entry.handle
-            shape, count = tuple(tensor.shape), 1
+            exchange, number = entry.exchange or (None, 0)
+            shape, count = tuple(entry.param.shape if exchange is None else exchange.layouts[number].shape), 1
             if entry.holds is not None:
-                shape, count = (entry.holds.rows, entry.holds.columns), entry.holds.count(tensor)
+                count = entry.holds.count(math.prod(shape))
+                shape = entry.holds.rows, entry.holds.columns
             keys.append((shape, numbers_of[entry.group], count))
         return keys
 
@@ -453,6 +495,9 @@ class MatrixBatches:
         for index in indices:
             members.setdefault(self.keys[index][:2], []).append(index)
         return members
+
+    def _batches(self, indices: Sequence[int]) -> list[Batch]:
+        return [self._batch(key, members) for key, members in self._sorted(indices).items()]
 
     def _batch(self, key: tuple[Any, ...], members: list[int]) -> Batch:
         shape, numbers = key
@@ -535,7 +580,7 @@ class MatrixBatches:
                 operation = MATRIX_OPERATIONS.get(value.operation)
                 if operation is None or operation.launches is None or id(value.args[0]) not in matrix_pass.inputs:
                     continue
-                for batch in self.batches:
+                for batch in [*self.batches, *(self.shared.batches if self.shared else ())]:
                     numbers = [batch.numbers[id(arg)] for arg in value.args[operation.operands :]]
                     launches += operation.launches(batch.shape, numbers, self.segment.device)
         return launches
@@ -596,19 +641,21 @@ class MatrixBatches:
             self.active = self._active()
             if decides:
                 self.conditions.look(self.segment.step, self.active)
-        for place, batch in enumerate(self.batches):
-            if not (all(batch.shape) and len(batch.index)) or not self._takes_part(batch):
-                continue
-            skipped_values = (fixed or {}).get((index, place), frozenset())
-            if decides:
-                skipped_values = self._skipped_values(matrix_pass, batch)
-            for start in range(0, len(batch.index), batch.chunk):
-                run_chunk(self.segment, matrix_pass, batch, slice(start, start + batch.chunk), skipped_values, stores)
-        if self.shared is not None and stores:
-            self.shared.run(
-                matrix_pass,
-                lambda batch: self._skipped_values(matrix_pass, batch) if self._takes_part(batch) else None,
-            )
+
+        def compute(batches: Sequence[Batch], fixed: SkippedValues | None = None) -> None:
+            for place, batch in enumerate(batches):
+                if not (all(batch.shape) and len(batch.index)) or not self._takes_part(batch):
+                    continue
+                skipped = self._skipped_values(matrix_pass, batch)
+                if fixed is not None:
+                    skipped = fixed.get((index, place), frozenset())
+                for start in range(0, len(batch.index), batch.chunk):
+                    run_chunk(self.segment, matrix_pass, batch, slice(start, start + batch.chunk), skipped, stores)
+
+        if self.shared is None or not stores:
+            compute(self.batches, fixed)
+        else:
+            self.shared.run(matrix_pass, partial(compute, self.batches, fixed), compute)
         if self.conditions is not None and decides and is_last:
             self.conditions.launched(self.active, self.segment.may_skip)
         self.is_built = self.is_built or is_last

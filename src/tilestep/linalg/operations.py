@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -43,14 +43,6 @@ class Batch:
     def __post_init__(self) -> None:
         places = [member for member, count in zip(self.members, self.counts) for _ in range(count)]
         self.index = torch.tensor(places, dtype=torch.int64, device=self.device)
-
-    def of(self, members: Sequence[int]) -> Batch:
-        """The same of some members; matrix states are kept by all members or none."""
-        if list(members) == self.members:
-            return self
-        counts = dict(zip(self.members, self.counts))
-        own = [counts[member] for member in members]
-        return replace(self, members=list(members), counts=own, arrays={}, states={})
 
     def parts(self, array: torch.Tensor) -> list[torch.Tensor]:
         """Each member's matrices in an array of all."""
@@ -142,6 +134,10 @@ class MatrixOperation:
     dtype: torch.dtype | None = None  # what it takes and returns; None for the type that the rule computes in
     is_view: bool = False  # whether the result is the operand's own memory, seen otherwise
     workspace: Callable[[int, int], int] = field(default=lambda rows, columns: 0)
+    work: Callable[[int, int, Sequence[float]], float] = field(
+        default=lambda rows, columns, numbers: 2.0 * rows * columns * min(rows, columns)
+    )
+    """Floating-point operations for a matrix with so many rows and columns and these numbers."""
     waits: bool = False  # whether the host waits for the device in it, so that no CUDA graph can hold it
     launches: Callable[[tuple[int, int], Sequence[float], torch.device], list[Launch]] | None = None
 

@@ -12,7 +12,7 @@ import torch
 from ..errors import MatrixError, RuleError
 from .coefficients import SAFETY, Row, flat, rows_of
 from .operations import Launch, MatrixOperation, register
-from .symmetric import pays, symmetric_launch, symmetric_product
+from .symmetric import SMALLEST, pays, symmetric_launch, symmetric_product
 
 STEPS_OF_A_GRAM = (3, 2)
 """Steps with the first Gram matrix, and with each later one, whose eigenvalues are near one: by then rounding has grown
@@ -27,10 +27,35 @@ _ELONGATED = 1.4
 
 def takes(batch: torch.Tensor, rows: Sequence[Row]) -> bool:
     """Whether a batch is faster this way: on a GPU, large, one side longer, and no coefficients that grow roundings."""
-    short, long = sorted(batch.shape[-2:])
+    return suits(batch.shape[-2:], rows) and pays(batch)
+
+
+def suits(shape: Sequence[int], rows: Sequence[Row]) -> bool:
+    """Whether steps on Gram matrices take fewer products, and no coefficients grow roundings."""
+    short, long = sorted(shape)
     growths = [math.prod(a for a, _, _ in steps[:-1]) for steps in restarts(rows)]
     is_tame = all(abs(number) <= _STEEPEST for number in (*flat(rows), *growths))
-    return len(rows) > 0 and long >= _ELONGATED * short and is_tame and pays(batch)
+    return len(rows) > 0 and long >= _ELONGATED * short and is_tame
+
+
+def work(high: int, wide: int, numbers: Sequence[float]) -> float:
+    """Floating-point operations of `newton_schulz` for a matrix on a GPU.
+
+    Example:
+        >>> round(work(2048, 5632, [1e-7, *[3.4445, -4.775, 2.0315] * 5]) / 1e9)
+        262
+    """
+    rows, (short, long) = list(zip(*[iter(numbers[1:])] * 3)), sorted((high, wide))
+    symmetric = short * short * (1.0 if short >= SMALLEST else 2.0)  # times the inner side; half of it is computed
+    if short < SMALLEST or not suits((high, wide), rows):
+        return sum(symmetric * long + bool(c) * symmetric * short + 2.0 * short * short * long for _, _, c in rows)
+    total = 0.0
+    for steps in restarts(rows):
+        products = sum(bool(c) for _, _, c in steps) + 3 * (
+            len(steps) - 1
+        )  # beside the square, two of each but the last
+        total += symmetric * (long + products * short) + 2.0 * short * short * long
+    return total
 
 
 def restarts(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
@@ -243,6 +268,7 @@ def _registered(precision: torch.dtype) -> Callable[..., torch.Tensor]:
             dtype,
             # The matrix once more, and a handful of Gram matrices.
             workspace=lambda rows, columns: rows * columns + 5 * min(rows, columns) ** 2,
+            work=work,
             launches=partial(_launches, precision=precision),
         )
     )

@@ -29,7 +29,7 @@ class Blocks:
 
 BLOCKS = Blocks()
 
-_SMALLEST = 1024  # below, half the tiles are no gain: benchmarks/symmetric_products.py
+SMALLEST = 1024  # below, half the tiles are no gain: benchmarks/symmetric_products.py
 
 
 def can_multiply(batch: torch.Tensor, blocks: Blocks | None = None) -> bool:
@@ -42,7 +42,7 @@ def can_multiply(batch: torch.Tensor, blocks: Blocks | None = None) -> bool:
 
 def pays(batch: torch.Tensor) -> bool:
     """Whether `symmetric_product` takes products of this batch, and is faster at them than torch's full ones."""
-    return batch.is_cuda and batch.dtype.itemsize == 2 and min(batch.shape[-2:]) >= _SMALLEST and can_multiply(batch)
+    return batch.is_cuda and batch.dtype.itemsize == 2 and min(batch.shape[-2:]) >= SMALLEST and can_multiply(batch)
 
 
 def symmetric_launch(

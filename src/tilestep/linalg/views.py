@@ -35,13 +35,19 @@ class Matrices:
     columns: int
     cut: Cut | None = None  # the part of the tensor that holds them; None for all of it
 
-    def count(self, part: torch.Tensor) -> int:
-        """How many of them a part of the tensor holds."""
-        return part.numel() // max(self.rows * self.columns, 1)
+    def count(self, numel: int) -> int:
+        """How many of them so many elements of the tensor are."""
+        return numel // max(self.rows * self.columns, 1)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The part of a tensor that holds them."""
         return tensor if self.cut is None else self.cut.of(tensor)
+
+
+def leading_dims(matrices: Matrices | None, shape: Sequence[int]) -> int:
+    """The first dimensions of a tensor that count matrices; 0 where they are rows, as in a flattened convolution."""
+    is_stack = matrices is None or matrices.columns == shape[-1]
+    return max(len(shape) - 2, 0) if is_stack else 0
 
 
 def find_matrices(

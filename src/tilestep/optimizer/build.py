@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,8 @@ from ..compat import fake_mode_is_active, has_memory, is_fake, resolved
 from ..errors import GradientError, MatrixError, StateError
 from ..garbage import without_collections
 from ..graph import Graph
-from ..linalg.views import Cut
+from ..linalg.batches import work_of
+from ..linalg.views import Cut, leading_dims
 from ..placement import (
     LocalGradients,
     MatrixExchange,
@@ -155,9 +157,17 @@ class _Planned:
     @property
     def has_cut_matrices(self) -> bool:
         """Whether it takes whole matrices of which other ranks have parts."""
-        holder = self.share.holder
-        cuts = holder.dim() - 2 <= max(sharded_dims(holder), default=-1) if is_distributed(holder) else holder.is_meta
-        return bool(self.spec.program.matrices.scratch) and not is_whole(holder) and cuts
+        holder, lead = self.share.holder, self.kind.lead
+        is_cut = not is_whole(holder) and any(dim >= lead for dim in sharded_dims(holder))
+        return bool(self.spec.program.matrices.scratch) and is_cut
+
+    @property
+    def work(self) -> float:
+        """Floating-point operations for the matrices of this rank and of those that it shares them with."""
+        shape, lead, seen = self.share.holder.shape, self.kind.lead, self.kind.seen[0].matrices
+        rows, columns = shape[-2:] if seen is None else (seen.rows, seen.columns)
+        count = math.prod((*self.share.local.shape[:lead], *shape[lead:])) / max(rows * columns, 1)
+        return count * work_of(self.spec.program.matrices, self.share.group, rows, columns)
 
 
 @dataclass
@@ -169,6 +179,7 @@ class _Kind:
     part: torch.Tensor
     group: dict[str, Any]
     rule: Rule
+    lead: int  # the first dimensions that count matrices, if its rule works on matrices
 
     @functools.cached_property
     def template(self) -> StateTemplate:
@@ -239,7 +250,7 @@ def _kind_of(optimizer: Optimizer, kinds: _Kinds, share: Share, part: torch.Tens
                     "of its own without them"
                 )
             specs = [optimizer.taps.spec(spec, make, part.device)]
-        kind = kinds[key] = _Kind(seen, specs, part, group, rule)
+        kind = kinds[key] = _Kind(seen, specs, part, group, rule, leading_dims(seen[0].matrices, shape))
     return kind
 
 
@@ -309,9 +320,15 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
     requests, kinds, exchanges = BufferRequests(), _Kinds(), dict[Any, MatrixExchange]()
     planned = [_planned(optimizer, kinds, share, state.get(share.param, {}), requests) for share in stepped]
     for one in planned:
-        label, holder = one.share.label, one.share.holder
         if one.has_cut_matrices:
-            one.share.exchange = take_in_matrix(exchanges, label, holder, everywhere=bool(one.graph.matrix_states))
+            one.share.exchange = take_in_matrix(
+                exchanges,
+                one.share.label,
+                one.share.holder,
+                lead=one.kind.lead,
+                work=one.work,
+                everywhere=bool(one.graph.matrix_states),
+            )
     fill_buffers(requests, memory)
     fresh = {id(one.state[key]) for key in MASTER_KEYS for one in requests.get(key, ()) if one.source is None}
     unreal = [one for one in planned if one.is_unreal]

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import GradientError, MatrixError
 from ..graph import Graph, combines, is_matrix_work, stacked
-from ..linalg.views import Matrices, find_matrices
+from ..linalg.views import Matrices, find_matrices, leading_dims
 from ..placement import Share, is_distributed, is_whole
 from ..placement.local import sharded_dims
 from ..rules import Rule
@@ -151,18 +151,14 @@ def check_matrices(share: Share, rule: Rule, seen: Sequence[Seen]) -> None:
     param: Any = share.holder
     if not is_distributed(param) or is_whole(param):
         return
-    shape, matrices = param.shape, seen[0].matrices
-    assert matrices is not None
-    is_stack = matrices.columns == shape[-1]
-    have_all = is_stack and all(dim < param.dim() - 2 for dim in sharded_dims(param))
-    graph = seen[0].graph
-    is_put_together = is_stack and param.dim() == 2 and not combines(graph)
-    is_here = have_all and graph.dims in (2, param.dim())
-    if is_cut(seen) or not (is_here or is_put_together):
+    graph, lead = seen[0].graph, leading_dims(seen[0].matrices, param.shape)
+    are_here = lead == param.dim() - 2 and all(dim < lead for dim in sharded_dims(param))
+    is_here = are_here and graph.dims in (2, param.dim())
+    if is_cut(seen) or (combines(graph) and not is_here):
         raise GradientError(
-            f"it is a DTensor with placements {tuple(param.placements)}, and {rule.name} works on matrices inside of "
-            "it, of which ranks have parts: shard a stack along its first dimension, and give others to another rule, "
-            "in a param group of its own"
+            f"it is a DTensor with placements {tuple(param.placements)}, of which ranks have parts, and {rule.name} "
+            "takes splits of several sizes, or reduces over matrices inside of it: shard a stack along its first "
+            "dimension, make each split a parameter, or give it to another rule in a param group of its own"
         )
 
 

@@ -1,180 +1,249 @@
-"""Full matrices of sharded DTensors: each is sent to one of the ranks that share it and back, or all to all."""
+"""Owners for matrices of which ranks have parts: buckets travel to their owners, and back."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from ..compat import copy_all
 from ..errors import GradientError
-from .local import slices_here
+from .local import local_part, logical_coordinates
 from .reduction import group_of
 
-Bounds = tuple[tuple[int, int], tuple[int, int]]  # first row and the one after the last; the same of columns
+Bounds = tuple[slice, ...]  # of a part in the whole, for each dimension
+
+_BUCKET = 1 << 26
+"""Elements of an owner's matrices in a bucket. Fewer take products more time: a batch of few large matrices leaves
+multiprocessors idle. More would hide less: nothing is computed while the first bucket arrives."""
+
+_ALIGNMENT = 64  # elements between which parts begin in a message
 
 
 def take_in_matrix(
-    exchanges: dict[Any, MatrixExchange], label: str, param: Any, *, everywhere: bool
+    exchanges: dict[Any, MatrixExchange], label: str, param: Any, *, lead: int, work: float, everywhere: bool
 ) -> tuple[MatrixExchange, int]:
-    """The exchange of matrices that the same ranks share and work on in the same way, and the number of one in it."""
-    mesh = param.device_mesh
-    cuts = tuple(at for at, cut in enumerate(param.placements) if not cut.is_replicate() and mesh.size(at) > 1)
-    key = mesh, cuts, everywhere
+    """The exchange of a DTensor's matrices, and the DTensor's number in it.
+
+    Args:
+        exchanges: those made so far; one serves all DTensors that the same ranks share.
+        label: what messages call the DTensor.
+        param: the DTensor.
+        lead: its first dimensions that count matrices. Ranks with other matrices exchange nothing.
+        work: what its matrices cost their owner, in any unit.
+        everywhere: whether every rank works on all matrices, as where it keeps states of them.
+    """
+    mesh, coordinate = param.device_mesh, param.device_mesh.get_coordinate()
+
+    def is_apart(at: int) -> bool:
+        placement = param.placements[at]
+        return everywhere if placement.is_replicate() else placement.dim % param.dim() < lead
+
+    shared = mesh.mesh.cpu().numpy()[tuple(coordinate[at] if is_apart(at) else slice(None) for at in range(mesh.ndim))]
+    ranks = tuple(sorted(shared.reshape(-1).tolist()))
+    key = ranks, everywhere
     if key not in exchanges:
-        exchanges[key] = MatrixExchange(mesh, cuts, everywhere)
-    return exchanges[key], exchanges[key].add(label, param)
+        exchanges[key] = MatrixExchange(ranks, mesh, everywhere)
+    return exchanges[key], exchanges[key].add(label, param, lead, work)
+
+
+class Layout(NamedTuple):
+    """Which part of a tensor each rank has, and which ranks have the same."""
+
+    shape: torch.Size  # of all matrices that the ranks share
+    bounds: list[Bounds]
+    copies: list[tuple[int, ...]]  # ranks with equal numbers have all parts together
 
 
 class MatrixExchange:
-    """Sends parts of matrices between ranks of a mesh, all of a call's in one message to each rank."""
+    """Matrices that the same ranks have parts of. Each is worked on by its owner, or by every rank."""
 
-    def __init__(self, mesh: Any, along: Sequence[int], everywhere: bool) -> None:
-        self._sizes = [mesh.size(at) for at in along]
-        coordinate = mesh.get_coordinate()
-        sharing = mesh.mesh.cpu().numpy()[
-            tuple(slice(None) if at in along else coordinate[at] for at in range(mesh.ndim))
-        ]
-        members = sorted(sharing.reshape(-1).tolist())
-        self._group = mesh.get_group(along[0]) if len(along) == 1 else group_of(members, [mesh])
-        self._coordinates = [tuple(np.argwhere(sharing == rank)[0].tolist()) for rank in members]
-        self._along, self._everywhere = list(along), everywhere
-        self._ranks, self._rank = len(members), members.index(dist.get_rank())
-        self._shapes: list[torch.Size] = []
-        self._bounds: list[list[Bounds]] = []  # for each matrix and rank which rows and which columns that rank has
+    def __init__(self, ranks: Sequence[int], mesh: Any, everywhere: bool) -> None:
+        self.group = group_of(ranks, [mesh])
+        self.size, self.rank = len(ranks), ranks.index(dist.get_rank())
+        self.everywhere = everywhere
+        self._members = ranks
+        self._known: dict[Any, Layout] = {}
+        self.layouts: list[Layout] = []  # of each DTensor, by its number
+        self._work: list[float] = []
         self._owners: list[int] | None = None
 
-    def add(self, label: str, param: Any) -> int:
-        """Take in a matrix; its number."""
-        placements = [param.placements[at] for at in self._along]
-        # What tensor parallelism cuts, FSDP cuts again: its placement, further to the left, says so.
-        order = sorted(range(len(placements)), key=lambda at: not placements[at].is_shard())
-        cuts = [(placements[at].dim % param.dim(), at) for at in order]
-        self._shapes.append(param.shape)
-        # Which rows and columns a rank has: each cut, of a dimension along one of ours, as `torch.chunk` does.
-        self._bounds.append([])
-        for coordinates in self._coordinates:
-            bounds = [(0, size) for size in param.shape]
-            for dim, at in cuts:
-                start, stop = bounds[dim]
-                step = -(-(stop - start) // self._sizes[at])
-                first = start + coordinates[at] * step
-                bounds[dim] = min(first, stop), min(first + step, stop)
-            self._bounds[-1].append((bounds[0], bounds[1]))
+    def add(self, label: str, param: Any, lead: int, work: float) -> int:
+        """Take in a DTensor; its number."""
+        key = param.device_mesh, param.placements, param.shape, lead
+        if key not in self._known:
+            self._known[key] = self._layout(label, param, lead)
+        self.layouts.append(self._known[key])
+        self._work.append(work)
         self._owners = None
-        place = len(self._shapes) - 1
-        mine = [slices_here(param, (1 - dim, 2 - dim)).tolist() for dim in range(2)]
-        if mine != [list(range(*bounds)) for bounds in self._bounds[place][self._rank]]:
+        return len(self._work) - 1
+
+    def _layout(self, label: str, param: Any, lead: int) -> Layout:
+        mesh, placements, dims = param.device_mesh, param.placements, param.dim()
+        grid = mesh.mesh.cpu().numpy()
+        shape = torch.Size((*local_part(param).shape[:lead], *param.shape[lead:]))
+        cuts = [at for at, cut in enumerate(placements) if not cut.is_replicate() and cut.dim % dims >= lead]
+        # What tensor parallelism cuts, FSDP cuts again: its placement, further to the left, says so.
+        cuts.sort(key=lambda at: not placements[at].is_shard())
+        replicated = [at for at, cut in enumerate(placements) if cut.is_replicate()]
+        bounds, copies = [], []
+        for rank in self._members:
+            coordinate = np.argwhere(grid == rank)[0].tolist()
+            spans = [(0, size) for size in shape]
+            for at in cuts:  # each as `torch.chunk` cuts
+                start, stop = spans[placements[at].dim % dims]
+                step = -(-(stop - start) // mesh.size(at))
+                first = min(start + coordinate[at] * step, stop)
+                spans[placements[at].dim % dims] = first, min(first + step, stop)
+            bounds.append(tuple(slice(*span) for span in spans))
+            copies.append(tuple(coordinate[at] for at in replicated))
+        here = [range(size)[span] for size, span in zip(shape[lead:], bounds[self.rank][lead:])]
+        if [list(along) for along in here] != [along.tolist() for along in logical_coordinates(param)[lead:]]:
             raise GradientError(
-                f"{label} is a DTensor with placements {tuple(param.placements)}, and its rule takes whole matrices; "
+                f"{label} is a DTensor with placements {tuple(placements)}, and its rule takes whole matrices; "
                 "they cannot be put together from such parts yet; give it to another rule in a param group of its own"
             )
-        return place
+        return Layout(shape, bounds, copies)
 
-    def owns(self, place: int) -> bool:
-        """Whether this rank works on a matrix."""
-        return self._everywhere or self._owner(place) == self._rank
-
-    def _owner(self, place: int) -> int:
+    def owner(self, place: int) -> int:
+        """The rank that works on a DTensor's matrices: the most work first, each to the rank with the least so far."""
         if self._owners is None:
-            work = [shape.numel() * min(shape) for shape in self._shapes]
-            load, self._owners = [0] * self._ranks, [0] * len(work)
-            for matrix in sorted(range(len(work)), key=lambda at: (-work[at], at)):
-                owner = min(range(self._ranks), key=lambda rank: (load[rank], rank))
-                self._owners[matrix] = owner
-                load[owner] += work[matrix]
+            load, self._owners = [0.0] * self.size, [0] * len(self._work)
+            for one in sorted(range(len(self._work)), key=lambda at: (-self._work[at], at)):
+                self._owners[one] = load.index(min(load))
+                load[self._owners[one]] += self._work[one]
         return self._owners[place]
 
-    def _part_shape(self, place: int, rank: int) -> tuple[int, int]:
-        (top, bottom), (left, right) = self._bounds[place][rank]
-        return bottom - top, right - left
+    def sends(self, place: int, rank: int, owner: int) -> bool:
+        """Whether a rank sends its part to an owner: of ranks with the same part one does."""
+        copies = self.layouts[place].copies
+        return copies[rank] == copies[owner]
 
-    def _bytes(self, place: int, rank: int, dtype: torch.dtype) -> int:
-        rows, columns = self._part_shape(place, rank)
-        return rows * columns * dtype.itemsize
-
-    def _cut(self, whole: torch.Tensor, place: int, rank: int) -> torch.Tensor:
-        (top, bottom), (left, right) = self._bounds[place][rank]
-        return whole[top:bottom, left:right]
-
-    def _whole(self, place: int, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A matrix, from the parts of all ranks."""
-        whole = pieces[0].new_empty(self._shapes[place])
-        for rank, piece in enumerate(pieces):
-            self._cut(whole, place, rank).copy_(piece)
-        return whole
-
-    def gather(self, parts: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Tensor | None]:
-        """Put matrices together where they are worked on; arguments and result as for `linalg.batches.Exchange`."""
-        ranks = range(self._ranks)
-        mine = [(place, part.dtype) for place, part in parts if self.owns(place)]
-        coming = [sum(self._bytes(place, rank, dtype) for place, dtype in mine) for rank in ranks]
-        received: Sequence[torch.Tensor]
-        if self._everywhere:
-            # The same message to all ranks; messages may have different lengths.
-            own, longest = _packed([part for _, part in parts], parts), max(coming)
-            padded = torch.nn.functional.pad(own, (0, longest - len(own)))
-            whole = own.new_empty(self._ranks * longest)
-            if longest:
-                dist.all_gather_into_tensor(whole, padded, group=self._group)
-            received = [whole[rank * longest :][:size] for rank, size in enumerate(coming)]
-        else:
-            leaving = [[part for place, part in parts if self._owner(place) == rank] for rank in ranks]
-            received = self._exchanged([_packed(tensors, parts) for tensors in leaving], coming, parts)
-        pieces = [
-            _unpacked(buffer, [(self._part_shape(place, rank), dtype) for place, dtype in mine])
-            for rank, buffer in enumerate(received)
-        ]
-        wholes = iter(zip(*pieces))
-        return [self._whole(place, next(wholes)) if self.owns(place) else None for place, _ in parts]
-
-    def scatter(self, wholes: Sequence[tuple[int, torch.Tensor | None, torch.Tensor]]) -> None:
-        """Take matrices apart; arguments as for `linalg.batches.Exchange`."""
-        if self._everywhere:
-            for place, whole, part in wholes:
-                assert whole is not None
-                part.copy_(self._cut(whole, place, self._rank))
+    def buckets(self, places: Sequence[int]) -> Iterator[Bucket]:
+        """The buckets of these DTensors: in each every owner has some of its own, in this order."""
+        if self.everywhere:
+            yield Bucket(self, places)
             return
-        ranks, like = range(self._ranks), [(place, part) for place, _, part in wholes]
-        leaving = [[self._cut(whole, place, rank) for place, whole, _ in wholes if whole is not None] for rank in ranks]
-        coming = [
-            sum(self._bytes(place, self._rank, part.dtype) for place, part in like if self._owner(place) == rank)
-            for rank in ranks
-        ]
-        received = self._exchanged([_packed(tensors, like) for tensors in leaving], coming, like)
-        for rank, buffer in enumerate(received):
-            targets = [part for place, part in like if self._owner(place) == rank]
-            for target, piece in zip(targets, _unpacked(buffer, [(part.shape, part.dtype) for part in targets])):
-                target.copy_(piece)
+        divided = [self._divided([place for place in places if self.owner(place) == rank]) for rank in range(self.size)]
+        for parts in itertools.zip_longest(*divided, fillvalue=()):
+            yield Bucket(self, [place for part in parts for place in part])
 
-    def _exchanged(
-        self, leaving: Sequence[torch.Tensor], coming: Sequence[int], like: Sequence[tuple[int, torch.Tensor]]
-    ) -> Sequence[torch.Tensor]:
-        """One message to each rank, and one from each."""
-        if not like:
-            return [torch.zeros(0, dtype=torch.uint8, device="cpu")] * self._ranks
-        received = torch.empty(sum(coming), dtype=torch.uint8, device=like[0][1].device)
-        dist.all_to_all_single(
-            received, torch.cat(list(leaving)), list(coming), [len(message) for message in leaving], group=self._group
+    def _divided(self, places: Sequence[int]) -> list[list[int]]:
+        parts: list[list[int]] = []
+        room = 0
+        for place in places:
+            numel = math.prod(self.layouts[place].shape)
+            if not parts or numel > room:
+                parts.append([])
+                room = _BUCKET
+            parts[-1].append(place)
+            room -= numel
+        return parts
+
+
+class _Message:
+    """Parts of DTensors one behind the other, in a section for each rank."""
+
+    def __init__(self, exchange: MatrixExchange, sections: Sequence[Sequence[tuple[int, int]]], least: int = 0) -> None:
+        # A section lists DTensors, each with the rank whose part it is, and has at least so many elements.
+        self.sizes: list[int] = []
+        self._parts: list[tuple[int, Bounds, int, list[int]]] = []
+        for section in sections:
+            begin = end = sum(self.sizes)
+            for place, rank in section:
+                bounds = exchange.layouts[place].bounds[rank]
+                shape = [span.stop - span.start for span in bounds]
+                self._parts.append((place, bounds, end, shape))
+                end += -(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT
+            self.sizes.append(max(end - begin, least))
+
+    def __len__(self) -> int:
+        return sum(self.sizes)
+
+    def parts(self, memory: torch.Tensor) -> Iterator[tuple[int, Bounds, torch.Tensor]]:
+        """Each DTensor, what of it is in the message, and that part's memory."""
+        for place, bounds, begin, shape in self._parts:
+            yield place, bounds, memory.narrow(0, begin, math.prod(shape)).view(shape)
+
+
+class Bucket:
+    """DTensors whose matrices travel to their owners in one message to each, and back in one from each."""
+
+    def __init__(self, exchange: MatrixExchange, places: Sequence[int]) -> None:
+        ranks, rank, everywhere = range(exchange.size), exchange.rank, exchange.everywhere
+        owners = [] if everywhere else [(place, exchange.owner(place)) for place in places]
+        self.own = list(places) if everywhere else [place for place, owner in owners if owner == rank]
+        """The DTensors whose matrices this rank works on."""
+        self._group, self._everywhere = exchange.group, everywhere
+        listed = [[(place, other) for place in places] for other in ranks] if everywhere else []
+        least = max((len(_Message(exchange, [section])) for section in listed), default=0)  # messages of one length
+        here = [[(place, rank) for place, owner in owners if owner == other] for other in ranks]
+        self._here = _Message(exchange, [listed[rank]] if everywhere else here, least)
+        # Of ranks that have the same part one sends it.
+        self._leaving = _Message(
+            exchange, [[one for one in here[other] if exchange.sends(one[0], rank, other)] for other in ranks]
         )
-        return received.split(list(coming))
+        self._arriving = _Message(
+            exchange,
+            [[(place, other) for place in self.own if exchange.sends(place, other, rank)] for other in ranks],
+            least,
+        )
+        self._returning = _Message(exchange, [[(place, other) for place in self.own] for other in ranks])
+
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Zeros for this rank's parts, which lie as they travel: neither way needs a copy."""
+        return torch.zeros(len(self._here), dtype=dtype, device=device)
+
+    def parts(self, memory: torch.Tensor) -> dict[int, torch.Tensor]:
+        """This rank's part of each DTensor in such memory."""
+        return {place: part for place, _, part in self._here.parts(memory)}
+
+    def gather(self, memory: torch.Tensor) -> Callable[[Mapping[int, torch.Tensor]], None]:
+        """Begin to send this rank's parts to owners.
+
+        Returns:
+            A function that waits for the parts of this rank's own DTensors and puts them into whole tensors.
+        """
+        received = memory.new_empty(len(self._arriving))
+        if self._everywhere:
+            work = dist.all_gather_into_tensor(_bytes(received), _bytes(memory), group=self._group, async_op=True)
+        else:
+            if self._leaving.sizes != self._here.sizes:
+                here = self.parts(memory)
+                copies = memory.new_empty(len(self._leaving))
+                leaving = [(part, here[place]) for place, _, part in self._leaving.parts(copies)]
+                copy_all([part for part, _ in leaving], [part for _, part in leaving])
+                memory = copies
+            work = self._exchanged(received, self._arriving, memory, self._leaving)
+
+        def finish(wholes: Mapping[int, torch.Tensor]) -> None:
+            work.wait()
+            parts = list(self._arriving.parts(received))
+            copy_all([wholes[place][bounds] for place, bounds, _ in parts], [part for _, _, part in parts])
+
+        return finish
+
+    def scatter(self, wholes: Mapping[int, torch.Tensor], memory: torch.Tensor) -> Callable[[], object]:
+        """Begin to send parts of whole tensors back into the memory of `allocate`; returns what waits for them."""
+        leaving, message = self._returning, memory
+        if self._everywhere:
+            leaving = self._here
+        else:
+            message = memory.new_empty(len(leaving))
+        parts = list(leaving.parts(message))
+        copy_all([part for _, _, part in parts], [wholes[place][bounds] for place, bounds, _ in parts])
+        return (lambda: None) if self._everywhere else self._exchanged(memory, self._here, message, leaving).wait
+
+    def _exchanged(self, received: torch.Tensor, arriving: _Message, sent: torch.Tensor, leaving: _Message) -> Any:
+        width = sent.dtype.itemsize
+        come, go = ([size * width for size in message.sizes] for message in (arriving, leaving))
+        return dist.all_to_all_single(_bytes(received), _bytes(sent), come, go, group=self._group, async_op=True)
 
 
-def _packed(tensors: Sequence[torch.Tensor], like: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
-    """The bytes of tensors, one after the other."""
-    none = torch.zeros(0, dtype=torch.uint8, device=like[0][1].device) if like else torch.zeros(0, dtype=torch.uint8)
-    return torch.cat([none, *(tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors)])
-
-
-def _unpacked(buffer: torch.Tensor, kinds: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor]:
-    """Tensors of these shapes and dtypes, out of their bytes."""
-    pieces = buffer.split([math.prod(shape) * dtype.itemsize for shape, dtype in kinds])
-    # A tensor begins at a multiple of its items' size.
-    aligned = [
-        piece if piece.storage_offset() % dtype.itemsize == 0 else piece.clone()
-        for piece, (_, dtype) in zip(pieces, kinds)
-    ]
-    return [piece.view(dtype).view(*shape) for piece, (shape, dtype) in zip(aligned, kinds)]
+def _bytes(memory: torch.Tensor) -> torch.Tensor:
+    return memory.view(torch.uint8)  # which every backend sends

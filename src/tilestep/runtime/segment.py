@@ -266,7 +266,7 @@ class Entry:
         """The shape of its local part as a graph of so many dimensions sees it."""
         if self.holds is None:
             return tuple(self.param.shape)
-        count = self.holds.count(self.param)
+        count = self.holds.count(self.param.numel())
         return self.shape if dims == 2 and count == 1 else (count, *self.shape)
 
 
