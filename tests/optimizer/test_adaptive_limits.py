@@ -374,6 +374,28 @@ def test_a_limit_that_is_not_known_is_not_loaded() -> None:
         optimizer.load_state_dict(saved)
 
 
+def test_a_limit_of_two_modules_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tilestep.Limit, "known", {})
+
+    def of_module(module: str) -> tilestep.Limit:
+        @dataclass(frozen=True)
+        class Doubles(tilestep.Limit):
+            factor: float = 2.0
+            __module__ = module
+
+            def decide(self, norm: float, loss: float | None, memory: Any) -> tuple[bool, float]:
+                return False, self.factor
+
+        return Doubles()
+
+    optimizer = tilestep.SGD(parameters(), lr=0.1, max_grad_norm=of_module("math"))
+    of_module("math")  # defined anew, as in a notebook
+    optimizer.load_state_dict(optimizer.state_dict())
+    of_module("json")
+    with pytest.raises(tilestep.StateError, match=r"2 limits are called Doubles \(math\..*Doubles, json\."):
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
 def test_adagc_follows_the_paper() -> None:
     ours, theirs = parameters(), parameters()
     rel, limit, decay, warmup = 1.05, 2.0, 0.98, 20

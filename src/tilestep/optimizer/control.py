@@ -497,7 +497,13 @@ def _limit_of(saved: Mapping[str, Any]) -> Limit:
     ((name, numbers),) = saved.items()
     if name not in Limit.known:
         raise StateError(f"max_grad_norm: the limit {name} is not known: import the module that defines it")
-    return Limit.known[name](**numbers)
+    # A cell of a notebook that runs again defines its class anew: the last class of a qualified name is meant.
+    classes = Limit.known[name]
+    if len(classes) > 1:
+        raise StateError(
+            f"max_grad_norm: {len(classes)} limits are called {name} ({', '.join(classes)}): rename all but one"
+        )
+    return next(iter(classes.values()))(**numbers)
 
 
 class JointGradNorm:

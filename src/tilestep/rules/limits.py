@@ -108,8 +108,8 @@ class Limit:
 
     decide: Callable[..., tuple[Any, Any]]
 
-    known: ClassVar[dict[str, type[Limit]]] = {}
-    """Every class of limits by name, for checkpoints."""
+    known: ClassVar[dict[str, dict[str, type[Limit]]]] = {}
+    """The classes of limits by name and then by module and qualified name, for checkpoints."""
 
     sees_skipped: ClassVar[bool] = False
     """Whether it is asked about steps that are skipped already."""
@@ -119,7 +119,7 @@ class Limit:
         if "ClassVar" not in str(inspect.get_annotations(cls).get("memory", ClassVar)):
             raise TypeError(f"{cls.__name__}: memory is of the class and no number of the limit: leave its type out")
         cls.sees_skipped = "skipped" in inspect.signature(cls.decide).parameters
-        Limit.known[cls.__name__] = cls
+        Limit.known.setdefault(cls.__name__, {})[f"{cls.__module__}.{cls.__qualname__}"] = cls
 
     def ask(self, norm: float, loss: float | None, memory: Memory, skipped: bool) -> tuple[Any, Any]:
         """What it decides; nothing for a step that is skipped already, or without a norm."""
