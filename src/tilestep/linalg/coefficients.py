@@ -94,7 +94,7 @@ _TABLES = {
     "quintic": _Table(_QUINTIC, 5, "first"),
     "polar_express": _Table(_POLAR_EXPRESS, 5, "last", scales=True),
     "polar_express_dion": _Table(_DION, 5),
-    "cans": _Table(_CANS, 5, "last"),
+    "cans": _Table(_CANS, 5, "last", scales=True),
     "aol": _Table(_AOL, 4, "first"),
     "deepseek-v4": _Table(_DEEPSEEK, 10, "last"),
     "deepseekv4": _Table(_DEEPSEEK, 10, "last"),
@@ -105,7 +105,10 @@ NAMES = tuple(_TABLES)
 """The names of sets."""
 
 SAFETY = 1.01
-"""What "polar_express" divides singular values by: Emerging-Optimizers' choice; gram-newton-schulz's is 1.05."""
+"""What "polar_express" and "cans" divide singular values by, which diverge if rounding makes them larger than that.
+
+For "polar_express" Emerging-Optimizers has 1.01 and gram-newton-schulz 1.05; for "cans" Emerging-Optimizers has 1.
+"""
 
 
 def refusal(coefficients: Any) -> str:
@@ -134,21 +137,20 @@ def rows_of(coefficients: Any, steps: Any = None, safety: float = SAFETY) -> lis
     Args:
         coefficients: three numbers for all steps, a list of such, one a step, or the name of a set.
         steps: how many; None for as many as the list has, or as the set is meant for.
-        safety: for "polar_express".
+        safety: for "polar_express" and "cans".
 
     Raises:
         RuleError: for coefficients that are none of these, and for steps that they do not have.
     """
     if wrong := refusal(coefficients):
         raise RuleError(f"orthogonalize: coefficients={coefficients!r}; {wrong}")
-    if safety != SAFETY and coefficients != "polar_express":
-        raise RuleError(f"orthogonalize: safety={safety:g} is for coefficients='polar_express'")
+    table = _TABLES.get(coefficients) if isinstance(coefficients, str) else None
+    if safety != SAFETY and not (table and table.scales):
+        raise RuleError(f"orthogonalize: safety={safety:g} is for coefficients='polar_express' and 'cans'")
     what = repr(coefficients) if isinstance(coefficients, str) else f"a list of {len(coefficients)} coefficients"
-    if isinstance(coefficients, str):
-        table = _TABLES[coefficients]
-    elif _is_row(coefficients):
+    if table is None and _is_row(coefficients):
         table = _Table((tuple(coefficients),), STEPS, "last")
-    else:
+    elif table is None:
         table = _Table(tuple(map(tuple, coefficients)), len(coefficients))
     count = table.steps if steps is None else _whole(steps, table.steps)
     if count != table.steps and not table.further:

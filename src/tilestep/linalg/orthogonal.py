@@ -160,7 +160,8 @@ def orthogonalize(
             from the first on; lists, "polar_express_dion" and "cubic5" take no other number.
         eps: the least norm to divide by.
         precision: what products are computed in, "bfloat16", "float16" or "float32".
-        safety: "polar_express" is for singular values up to this.
+        safety: "polar_express" and "cans" are for singular values up to this. Larger ones diverge: 1 leaves no room for
+            rounding.
 
     Returns:
         Matrices of the same shape and dtype, holding bfloat16 values (float16 values, float32 values).
@@ -173,7 +174,8 @@ def orthogonalize(
     "jordan"; You for "quintic"; Amsel et al., "The Polar Express" (2025); Grishina et al., "Accelerating Newton-Schulz
     Iteration for Orthogonalization via Chebyshev-type Polynomials" (2025) for "cans"; Boissin et al., "Turbo-Muon"
     (2025) for "aol", here without its preconditioning; DeepSeek-V4 (2026); for "cubic5", NVIDIA's
-    Emerging-Optimizers, whose digits all but the polar_express sets have; dion for "polar_express_dion".
+    Emerging-Optimizers, whose digits all but the polar_express sets have, "cans" with safety=1; dion for
+    "polar_express_dion".
 
     Example:
         >>> import torch
