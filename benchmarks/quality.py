@@ -3,7 +3,7 @@
     python benchmarks/quality.py errors [--steps 100]      # of AdamW's update, on states of a training in float32
     python benchmarks/quality.py codes                     # of normal numbers, and of second moments after 600 steps
     python benchmarks/quality.py train [--only int8 int4]  # three seeds with each format; rows of others stay
-    python benchmarks/quality.py picture                   # docs/images/formats.png, of what `train` has written
+    python benchmarks/quality.py picture                   # docs/images/formats.png and memory.png, of what is written
 
 They write to `--out` (benchmarks/results): quality.json, quality-codes.json, quality-training.json.
 
@@ -261,6 +261,58 @@ def picture(results: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+MEMORY = {
+    "float32": ("float32", {"weights": 4.0, "gradients": 4.0, "states": 8.0}),
+    "int8 states, int8 masters": ("int8 states, int8 masters", {"weights": 2.0, "gradients": 2.0}),
+    "the same, gradients freed in backward": ("", {"weights": 2.0}),
+    "bfloat16 without masters": ("bfloat16 weights, to nearest", {"weights": 2.0, "gradients": 2.0, "states": 4.0}),
+}
+"""Rows of the picture of memory: whose curve it has, and bytes a parameter; what is missing is in formats' results."""
+
+
+def memory_picture(results: dict[str, Any], formats: dict[str, Any], path: Path) -> None:
+    """Draw bytes a parameter of a training beside its validation losses."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    (kept,) = [row for row in formats["rows"] if row["format"] == "int8 states, int8 masters" and row["tensors"] == 219]
+    figure, (bars, lines) = pyplot.subplots(1, 2, figsize=(10, 3.2), layout="constrained")
+    shades = {"weights": "#adb5bd", "gradients": "#dee2e6", "masters": "#f59f00", "states": "#d9480f"}
+    curves = {"float32": ("black", "-"), "int8 states, int8 masters": ("#d9480f", "-")}
+    curves["bfloat16 without masters"] = ("#868e96", "--")
+    for place, (name, (trained, own)) in enumerate(MEMORY.items()):
+        parts = own if "states" in own else {**own, "masters": 1.0, "states": kept["state, bytes an element"] - 1}
+        left = 0.0
+        for part, size in parts.items():
+            label = None if part in bars.get_legend_handles_labels()[1] else part
+            bars.barh(place, size, left=left, color=shades[part], height=0.62, label=label)
+            left += size
+        bars.annotate(f" {left:.3g}", (left, place), va="center", fontsize=11, fontweight="bold")
+        if trained:
+            runs = results["curves"][trained]
+            steps = [int(step) for step in runs[0]]
+            by_step = list(zip(*(run.values() for run in runs)))
+            color, style = curves[name]
+            end = statistics.fmean(map(final, runs))
+            means = [statistics.fmean(values) for values in by_step]
+            lines.plot(steps, means, style, color=color, linewidth=1.6, label=f"{name}: {end:.3f}")
+            lines.fill_between(steps, [*map(min, by_step)], [*map(max, by_step)], color=color, alpha=0.15)
+    bars.set_yticks(range(len(MEMORY)), list(MEMORY), fontsize=9)
+    bars.invert_yaxis()
+    bars.margins(x=0.1)
+    bars.set_title("bytes a parameter, AdamW", fontsize=10, loc="left")
+    bars.legend(fontsize=8, frameon=False, loc="lower right")
+    lines.set_title("validation loss of a small GPT, three seeds", fontsize=10, loc="left")
+    lines.set_xlabel("step", fontsize=9)
+    lines.legend(fontsize=8, frameon=False)
+    for panel in (bars, lines):
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(axis="x", labelsize=8)
+    figure.savefig(path, dpi=140)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("errors", "codes", "train", "picture"))
@@ -273,7 +325,10 @@ def main() -> None:
     files = {"errors": "quality.json", "codes": "quality-codes.json"}
     path = given.out / files.get(given.what, "quality-training.json")
     if given.what == "picture":
-        picture(json.loads(path.read_text()), Path("docs/images/formats.png"))
+        results = json.loads(path.read_text())
+        picture(results, Path("docs/images/formats.png"))
+        formats = json.loads((given.out / "formats_h100_1.json").read_text())
+        memory_picture(results, formats, Path("docs/images/memory.png"))
         return
     if given.what == "errors":
         results = errors(given.steps or 100, device)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +78,30 @@ def test_the_code_of_the_guide_runs(page: str, one_rank: None, tmp_path: Path, m
         if "--8<--" not in block:  # an example's own text, which tests/test_examples.py runs
             exec(compile(block, page, "exec"), names)
     assert "optimizer" in names or "```python\n" not in text
+
+
+def test_the_table_of_8_bit_optimizers_is_that_of_the_results() -> None:
+    results = ROOT / "benchmarks" / "results"
+    curves = json.loads((results / "quality-training.json").read_text())["curves"]
+    rows = json.loads((results / "formats_h100_1.json").read_text())["rows"]
+    formats = {row["format"]: row for row in rows if row["tensors"] == 219 and not {"rule", "parameters"} & set(row)}
+    page = (ROOT / "docs" / "guide" / "8-bit.md").read_text()
+    lines = re.findall(r"^\|(.* = .*)\|$", page, re.MULTILINE)
+    table = [[cell.strip() for cell in line.replace(" = ", "|").split("|")] for line in lines]
+    runs = ("float32", "int8 states", "", "int8 states, int8 masters")
+    runs += ("int8 states, int8 masters, stochastic", "bfloat16 weights, to nearest")
+    kinds = ("", "int8 states", "int8 states, float32 masters", "int8 states, int8 masters")
+    kinds += ("stochastic int8 states, int8 masters", "bfloat16 states")
+    assert len(table) == len(runs) == len(kinds)
+    for (_, parts, total, loss, milliseconds), run, kind in zip(table, runs, kinds):
+        *wide, state = map(float, parts.split(" + "))
+        assert f"{sum(wide) + state:g}" == total
+        if kind:  # codes and scales, or two states of 16 bits, and the master
+            assert math.isclose(state + wide[2], formats[kind]["state, bytes an element"], abs_tol=0.005)
+        ends = [statistics.fmean(list(curve.values())[-2:]) for curve in curves[run]] if run else []
+        assert loss == (f"{statistics.fmean(ends):.3f}" if run else "")
+        assert max(ends, default=0) - min(ends, default=0) < 0.008
+        assert milliseconds == (f"{formats[kind]['ms']:.2f}" if wide[0] == 2 else "")
 
 
 def test_every_page_is_in_the_site_s_navigation() -> None:
