@@ -104,6 +104,16 @@ def test_the_table_of_8_bit_optimizers_is_that_of_the_results() -> None:
         assert milliseconds == (f"{formats[kind]['ms']:.2f}" if wide[0] == 2 else "")
 
 
+def test_the_page_of_what_works_where_has_every_pair_that_is_refused() -> None:
+    from tilestep.combinations import REFUSED
+
+    page = (ROOT / "docs" / "frameworks" / "matrix.md").read_text()
+    rows = re.findall(
+        r"^\| (.+?) \| (.+?) \| (.+) \|$", page[page.index("## What does not go together") :], re.MULTILINE
+    )
+    assert {(added, there): text for added, there, text in rows[1:]} == REFUSED
+
+
 def test_every_page_is_in_the_site_s_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text().partition("nav:")[2]
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").glob("**/*.md")}

@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import tilestep
+from tilestep.combinations import REFUSED
 
 PAGE = Path(__file__).parents[2] / "docs/frameworks/matrix.md"
 FRAMEWORKS = ("transformers", "lightning", "accelerate", "torchtitan")
@@ -456,14 +457,29 @@ def page(cells: dict[str, dict[str, str]]) -> str:
 
     parts = [HEAD]
     for title, mode in (("With `tilestep.integrations`", "integrated"), ("The framework as it is", "alone")):
-        parts += [f"\n## {title}\n", "| | | " + " | ".join(FEATURES) + " |", "|---" * (len(FEATURES) + 2) + "|"]
-        for framework in cells:
-            for place, way in enumerate(MAKES):
-                name = f"[{framework}]({framework}.md)" if place == 0 else ""
-                row = [cell(framework, way, feature, mode) for feature in FEATURES]
-                parts.append(f"| {name} | {way} | " + " | ".join(row) + " |")
+        rows = {
+            f"| [{framework}]({framework}.md) | {way} | ": [cell(framework, way, feature, mode) for feature in FEATURES]
+            for framework in cells
+            for way in MAKES
+        }
+        refused = {name: row for name, row in rows.items() if set(row) != {"works"}}
+        count = sum(word != "works" for row in rows.values() for word in row)
+        parts += [f"\n## {title}\n", f"{count} of {len(rows) * len(FEATURES)} cells are refused.\n", *table(refused)]
+        parts += [
+            "\n<details markdown>",
+            f"<summary>{len(rows) - len(refused)} rows where every cell works</summary>\n",
+        ]
+        parts += [*table({name: row for name, row in rows.items() if name not in refused}), "\n</details>"]
     parts += ["\n## What refusals say\n", *(f"{place}. {text}" for place, text in enumerate(notes, 1))]
+    parts += [PAIRS, "| not added | to an optimizer or model with | why not, and what to do |", "|---|---|---|"]
+    parts += [f"| {added} | {there} | {text} |" for (added, there), text in REFUSED.items()]
     return "\n".join(parts) + "\n"
+
+
+def table(rows: dict[str, list[str]]) -> list[str]:
+    """Lines of a table of cells."""
+    lines = ["| | | " + " | ".join(FEATURES) + " |", "|---" * (len(FEATURES) + 2) + "|"]
+    return [*lines, *(name + " | ".join(row) + " |" for name, row in rows.items())]
 
 
 HEAD = """# What works where
@@ -473,7 +489,16 @@ page, `python tests/frameworks/cells.py` writes the page. "works" means the loss
 framework, to a relative 1e-4 (5e-3 for float32 masters of a bfloat16 model and for bfloat16 states, 2e-2 for int8
 states). "resume" means losses that are bitwise those of the uninterrupted training. "clip" clips at a norm of 0.05,
 which every gradient exceeds. "accumulation" runs two backwards per step. "two ranks" also clips, and uses
-DistributedDataParallel or, in torchtitan, FSDP2; `shard` needs no wrapper."""
+DistributedDataParallel or, in torchtitan, FSDP2; `shard` needs no wrapper.
+
+Nothing is silent: what is not right raises an error that says what to do, before anything changes."""
+
+PAIRS = """
+## What does not go together
+
+In any framework and without, an optimizer that has the second is refused the first. All else goes together
+(`tests/combinations`).
+"""
 
 
 def all_cells() -> dict[str, dict[str, str]]:
