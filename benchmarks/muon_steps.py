@@ -2,7 +2,8 @@
 
 The sets: the matrices of a language model of 24 layers 2,048 wide, 24 of 1,024 x 4,096, 126 convolutions of twelve
 shapes, 74 thin ones, stacks of experts, and query, key and value projections cut into splits. Contenders take turns in
-one process; torch's Muon gets each matrix as a parameter of its own.
+one process; torch's Muon gets each matrix as a parameter of its own. "launched" is tilestep without recordings of the
+matrix work in CUDA graphs; `--only tilestep` compares the two alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 import torch
 import typer
@@ -19,6 +21,7 @@ import typer
 import tilestep
 from tilestep.bench.measure import Contender, measure
 from tilestep.bench.results import environment
+from tilestep.linalg import batches
 
 __all__ = ["SETS", "main"]
 
@@ -45,6 +48,9 @@ SETS: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
     "experts": ([(32, 768, 2048), (32, 2048, 768)] * 4, {}),
     "splits": ([(3072, 2048)] * 24, {"splits": (2048, 512, 512)}),
 }
+
+
+LAUNCHED = "tilestep, launched"
 
 
 def pieces(param: torch.Tensor, given: dict[str, Any]) -> list[torch.Tensor]:
@@ -81,11 +87,13 @@ def contenders(name: str, device: torch.device, share: int, only: str) -> list[t
                 own[-1].grad = gradient.clone()
         return torch.optim.Muon(own, lr=0.02)
 
+    jordan = tilestep.registry["Muon"].hyperparameters["ns_coefficients"]
     made: list[tuple[str, Callable[[], Any]]] = [
-        ("tilestep", ours(tilestep.registry["Muon"].hyperparameters["ns_coefficients"]))
+        ("tilestep", ours(jordan)),
+        (LAUNCHED, ours(jordan)),
+        ("tilestep, polar_express", ours("polar_express")),
+        ("torch", theirs),
     ]
-    made.append(("tilestep, polar_express", ours("polar_express")))
-    made.append(("torch", theirs))
     return [one for one in made if only in one[0]]
 
 
@@ -104,8 +112,10 @@ def main(
         made = []
         for contender, make in contenders(name, device, share, only):
             optimizer = make()
+            least = 10**9 if contender == LAUNCHED else batches.LEAST_MATRICES
             begin = time.perf_counter()
-            optimizer.step()
+            with mock.patch.object(batches, "LEAST_MATRICES", least):
+                optimizer.step()
             if device.type == "cuda":
                 torch.cuda.synchronize()
             figures[contender] = {"first step": round(1e3 * (time.perf_counter() - begin), 1)}
