@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from overview import ROWS
 
 from tilestep.bench.measure import Contender, Row, Spread, measure, spread, trace
 
@@ -91,6 +92,14 @@ def test_trace_counts_outermost_calls_and_the_highest_point_of_memory() -> None:
     assert traced.calls == 4
     assert 8_000 <= traced.peak_bytes < 12_000
     assert traced.launches == 0
+
+
+def test_the_overview_finds_its_results() -> None:
+    times = {name: make() for name, make in ROWS.items()}
+    assert all(theirs > 0 and ours > 0 for row in times.values() for theirs, ours in row.values())
+    page = (Path(__file__).parents[2] / "docs" / "measurements.md").read_text()
+    for theirs, ours in (times["iteration, sharded (DDP)"]["4 H200s"], times["Muon and AdamW, 1.19 B"]["H200"]):
+        assert f"{theirs:.0f}" in page and f"{ours:.0f} ms" in page
 
 
 def test_every_script_has_a_row_and_every_result_is_there() -> None:
