@@ -87,15 +87,25 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return text
 
 
+EVERYONE = ("max_grad_norm", "state_dtype", "master_weights")
+"""Arguments of every optimizer that signatures show, beside torch's or the paper's own."""
+
+
 def optimizers() -> str:
     """A section for every named optimizer: its signature, and its docstring with a block for each indented part."""
     import tilestep
 
+    shared = set(inspect.signature(tilestep.Optimizer).parameters) - {"params", *EVERYONE}
     sections = []
     for name in tilestep.registry:
         made = getattr(tilestep, name)
-        given = [p.replace(annotation=p.empty) for p in inspect.signature(made).parameters.values()]
-        lines = textwrap.fill(", ".join(str(p) for p in given), 96, break_on_hyphens=False)
+        parameters = [p for p in inspect.signature(made).parameters.values() if p.name not in shared]
+        parameters.sort(key=lambda p: EVERYONE.index(p.name) if p.name in EVERYONE else -1)
+        given = [str(p.replace(annotation=p.empty)) for p in parameters]
+        first = next((place for place, p in enumerate(parameters) if p.kind is p.KEYWORD_ONLY), None)
+        if first is not None:
+            given.insert(first, "*")
+        lines = textwrap.fill(", ".join(given), 96, break_on_hyphens=False)
         signature = f"{name}(\n{textwrap.indent(lines, '    ')}\n)" if len(lines) > 90 else f"{name}({lines})"
         text = (made.__doc__ or "").partition("Args:")[0]
         text = re.sub(r"((?:^ {4}.*\n)+)", r"\n```text\n\1```\n", textwrap.dedent(text) + "\n", flags=re.MULTILINE)
