@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import chain
 from typing import Any, Protocol
@@ -90,7 +90,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 class Bucket(Protocol):
     """Tensors whose matrices travel to their owners together, and back, by their numbers in an exchange."""
 
-    own: list[int]  # those whose matrices this rank works on
+    own: Sequence[Any]  # runs of those whose matrices this rank works on: `places`, and `layout.shape` of each
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for this rank's parts."""
@@ -99,7 +99,7 @@ class Bucket(Protocol):
         """This rank's parts in it."""
 
     def gather(self, memory: torch.Tensor) -> Callable[[Mapping[int, torch.Tensor]], None]:
-        """Begin to send parts to owners; gives what waits for this rank's own and assembles them."""
+        """Begin to send parts to owners; gives what waits for this rank's own and assembles them, a run in a tensor."""
 
     def scatter(self, wholes: Mapping[int, torch.Tensor], memory: torch.Tensor) -> Callable[[], object]:
         """Begin to send parts of whole tensors back; gives what waits for those of this rank."""
@@ -112,8 +112,8 @@ class Exchange(Protocol):
     def layouts(self) -> Sequence[Any]:
         """Of each tensor the `shape` of all its matrices that the ranks share."""
 
-    def buckets(self, places: Sequence[int]) -> Iterator[Bucket]:
-        """Tensors whose matrices travel together; owners work on theirs in this order."""
+    def buckets(self, kinds: Mapping[int, Hashable]) -> Iterator[Bucket]:
+        """Tensors whose matrices travel together; owners work on theirs in this order, those of a kind in a batch."""
 
 
 class SharedMatrices:
@@ -123,30 +123,31 @@ class SharedMatrices:
         self,
         segment: MatrixSegment,
         members: Mapping[Exchange, Mapping[int, int]],
+        keys: Sequence[tuple[Any, ...]],
         batches: Callable[[Sequence[int]], list[Batch]],
     ) -> None:
-        # `members` are places of tensors in the segment by their numbers in an exchange, those of one shape side by
-        # side; `batches` makes the batches of such places.
+        # `members` are places of tensors in the segment by their numbers in an exchange, those of one key side by side;
+        # `batches` makes the batches of such places.
         self._scratch = {
             name: dtype or segment.spec.compute for name, dtype in segment.spec.program.matrices.scratch.items()
         }
-        self._stages: list[tuple[Bucket, dict[int, torch.Size], list[Batch], dict[str, torch.Tensor]]] = []
-        """What travels together: the bucket, shapes of this rank's members in it, their batches, scratch memory."""
-        self._numbers: dict[int, int] = {}
+        self._stages: list[tuple[Bucket, list[tuple[Batch, dict[int, list[int]]]], dict[str, torch.Tensor]]] = []
+        """What travels together: a bucket, the batches of its matrices here with the shapes of runs, scratch memory."""
         for exchange, numbered in members.items():
-            self._numbers.update({member: number for number, member in numbered.items()})
-            for bucket in exchange.buckets(list(numbered)):
+            for bucket in exchange.buckets({number: keys[member][:2] for number, member in numbered.items()}):
                 memory = {name: bucket.allocate(dtype, segment.device) for name, dtype in self._scratch.items()}
-                for name, parts in {name: bucket.parts(own) for name, own in memory.items()}.items():
-                    for number, part in parts.items():
+                for name, own in memory.items():
+                    for number, part in bucket.parts(own).items():
                         segment.entries[numbered[number]].arrays[name] = part
-                shapes = {numbered[number]: exchange.layouts[number].shape for number in bucket.own}
-                self._stages.append((bucket, shapes, batches(list(shapes)), memory))
+                runs = {run.places[0]: [len(run.places), *run.layout.shape] for run in bucket.own}
+                made = batches([numbered[number] for run in bucket.own for number in run.places])
+                shapes = [{at: runs[at] for at in runs if numbered[at] in set(batch.members)} for batch in made]
+                self._stages.append((bucket, list(zip(made, shapes)), memory))
 
     @property
     def batches(self) -> list[Batch]:
         """The batches that this rank works on."""
-        return [batch for _, _, batches, _ in self._stages for batch in batches]
+        return [batch for _, batches, _ in self._stages for batch, _ in batches]
 
     def run(
         self,
@@ -164,18 +165,19 @@ class SharedMatrices:
         inputs, outputs = (list(dict.fromkeys(names.values())) for names in (matrix_pass.inputs, matrix_pass.outputs))
 
         def begin(place: int) -> list[Callable[[Mapping[int, torch.Tensor]], None]]:
-            stages = self._stages[place : place + 1]
-            return [bucket.gather(memory[name]) for bucket, _, _, memory in stages for name in inputs]
+            return [
+                bucket.gather(memory[name]) for bucket, _, memory in self._stages[place : place + 1] for name in inputs
+            ]
 
         arriving, returning = begin(0), list[Callable[[], object]]()
         meanwhile()
-        for place, (bucket, shapes, batches, memory) in enumerate(self._stages):
+        for place, (bucket, batches, memory) in enumerate(self._stages):
             arrived, arriving = arriving, begin(place + 1)
             for name, finish in zip(inputs, arrived):
-                finish(self._wholes(name, batches, shapes, torch.empty))
-            made = {name: self._wholes(name, batches, shapes, torch.zeros) for name in outputs}
-            compute(batches)
-            for batch in batches:
+                finish(self._wholes(name, batches, torch.empty))
+            made = {name: self._wholes(name, batches, torch.zeros) for name in outputs}
+            compute([batch for batch, _ in batches])
+            for batch, _ in batches:
                 batch.arrays = {}
             for wait in returning:
                 wait()
@@ -184,19 +186,15 @@ class SharedMatrices:
             wait()
 
     def _wholes(
-        self,
-        name: str,
-        batches: Sequence[Batch],
-        shapes: Mapping[int, torch.Size],
-        make: Callable[..., torch.Tensor],
+        self, name: str, batches: Sequence[tuple[Batch, Mapping[int, list[int]]]], make: Callable[..., torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """New arrays of batches, seen as the whole tensors that this rank works on, by their numbers."""
+        """New arrays of batches, seen as whole tensors, those of a run in one, by the number of its first."""
         wholes = {}
-        for batch in batches:
+        for batch, shapes in batches:
             array = make(sum(batch.counts), *batch.shape, dtype=self._scratch[name], device=batch.device)
             batch.arrays[name] = array
-            for member, part in zip(batch.members, batch.parts(array)):
-                wholes[self._numbers[member]] = part.view(shapes[member])
+            parts = array.view(-1).split([math.prod(shape) for shape in shapes.values()])
+            wholes.update({at: part.view(shape) for (at, shape), part in zip(shapes.items(), parts)})
         return wholes
 
 
@@ -457,7 +455,7 @@ class MatrixBatches:
         for member in chain.from_iterable(self._sorted(apart).values()):
             exchange, number = self.entries[member].exchange
             shared.setdefault(exchange, {})[number] = member
-        self.shared = SharedMatrices(segment, shared, self._batches) if shared else None
+        self.shared = SharedMatrices(segment, shared, self.keys, self._batches) if shared else None
         work = self.passes.values()
         self.waits = any(_waits(value) for matrix_pass in work for value in matrix_pass.values)
         """Whether the host waits for the device in steps that need all values."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,6 +58,10 @@ class Layout(NamedTuple):
     shape: torch.Size  # of all matrices that the ranks share
     bounds: list[Bounds]
     copies: list[tuple[int, ...]]  # ranks with equal numbers have all parts together
+
+    def goes(self, rank: int, owner: int) -> bool:
+        """Whether a rank sends its part to an owner."""
+        return self.copies[rank] == self.copies[owner]
 
 
 class MatrixExchange:
@@ -119,19 +123,18 @@ class MatrixExchange:
                 load[self._owners[one]] += self._work[one]
         return self._owners[place]
 
-    def sends(self, place: int, rank: int, owner: int) -> bool:
-        """Whether a rank sends its part to an owner: of ranks with the same part one does."""
-        copies = self.layouts[place].copies
-        return copies[rank] == copies[owner]
+    def buckets(self, kinds: Mapping[int, Hashable]) -> Iterator[Bucket]:
+        """The buckets of these DTensors: in each every owner has some of its own, in this order.
 
-    def buckets(self, places: Sequence[int]) -> Iterator[Bucket]:
-        """The buckets of these DTensors: in each every owner has some of its own, in this order."""
+        Args:
+            kinds: of each DTensor by its number what it has in common with those that are worked on together.
+        """
         if self.everywhere:
-            yield Bucket(self, places)
+            yield Bucket(self, kinds, list(kinds))
             return
-        divided = [self._divided([place for place in places if self.owner(place) == rank]) for rank in range(self.size)]
+        divided = [self._divided([place for place in kinds if self.owner(place) == rank]) for rank in range(self.size)]
         for parts in itertools.zip_longest(*divided, fillvalue=()):
-            yield Bucket(self, [place for part in parts for place in part])
+            yield Bucket(self, kinds, [place for part in parts for place in part])
 
     def _divided(self, places: Sequence[int]) -> list[list[int]]:
         parts: list[list[int]] = []
@@ -146,54 +149,67 @@ class MatrixExchange:
         return parts
 
 
+class Run(NamedTuple):
+    """DTensors of one layout and one kind, which are copied together."""
+
+    places: list[int]  # their numbers
+    layout: Layout
+
+
 class _Message:
     """Parts of DTensors one behind the other, in a section for each rank."""
 
-    def __init__(self, exchange: MatrixExchange, sections: Sequence[Sequence[tuple[int, int]]], least: int = 0) -> None:
-        # A section lists DTensors, each with the rank whose part it is, and has at least so many elements.
+    def __init__(self, sections: Sequence[Sequence[tuple[Run, int]]], least: int = 0) -> None:
+        # A section lists runs, each with the rank whose parts these are, and has at least so many elements.
         self.sizes: list[int] = []
-        self._parts: list[tuple[int, Bounds, int, list[int]]] = []
+        self._parts: list[tuple[Run, Bounds, list[int], list[int], int]] = []
         for section in sections:
             begin = end = sum(self.sizes)
-            for place, rank in section:
-                bounds = exchange.layouts[place].bounds[rank]
+            for run, rank in section:
+                bounds = run.layout.bounds[rank]
                 shape = [span.stop - span.start for span in bounds]
-                self._parts.append((place, bounds, end, shape))
-                end += -(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT
+                space = -(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT
+                strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+                self._parts.append((run, bounds, [len(run.places), *shape], [space, *strides], end))
+                end += len(run.places) * space
             self.sizes.append(max(end - begin, least))
 
     def __len__(self) -> int:
         return sum(self.sizes)
 
-    def parts(self, memory: torch.Tensor) -> Iterator[tuple[int, Bounds, torch.Tensor]]:
-        """Each DTensor, what of it is in the message, and that part's memory."""
-        for place, bounds, begin, shape in self._parts:
-            yield place, bounds, memory.narrow(0, begin, math.prod(shape)).view(shape)
+    def parts(self, memory: torch.Tensor) -> Iterator[tuple[Run, Bounds, torch.Tensor]]:
+        """Each run, what of its DTensors is in the message, and the memory of these parts."""
+        for run, bounds, shape, strides, begin in self._parts:
+            yield run, bounds, memory.as_strided(shape, strides, begin)
 
 
 class Bucket:
     """DTensors whose matrices travel to their owners in one message to each, and back in one from each."""
 
-    def __init__(self, exchange: MatrixExchange, places: Sequence[int]) -> None:
+    def __init__(self, exchange: MatrixExchange, kinds: Mapping[int, Hashable], places: Sequence[int]) -> None:
         ranks, rank, everywhere = range(exchange.size), exchange.rank, exchange.everywhere
-        owners = [] if everywhere else [(place, exchange.owner(place)) for place in places]
-        self.own = list(places) if everywhere else [place for place, owner in owners if owner == rank]
+        layouts = exchange.layouts
+
+        def runs_of(owner: int) -> list[Run]:
+            own = [place for place in places if everywhere or exchange.owner(place) == owner]
+            grouped = itertools.groupby(own, lambda place: (id(layouts[place]), kinds[place]))
+            return [Run(run, layouts[run[0]]) for run in (list(group) for _, group in grouped)]
+
+        self.own = runs_of(rank)
         """The DTensors whose matrices this rank works on."""
         self._group, self._everywhere = exchange.group, everywhere
-        listed = [[(place, other) for place in places] for other in ranks] if everywhere else []
-        least = max((len(_Message(exchange, [section])) for section in listed), default=0)  # messages of one length
-        here = [[(place, rank) for place, owner in owners if owner == other] for other in ranks]
-        self._here = _Message(exchange, [listed[rank]] if everywhere else here, least)
+        listed = [[(run, other) for run in self.own] for other in ranks]
+        least = max(len(_Message([section])) for section in listed) if everywhere else 0  # messages of one length
+        here = [listed[rank]] if everywhere else [[(run, rank) for run in runs_of(other)] for other in ranks]
+        self._here = _Message(here, least)
         # Of ranks that have the same part one sends it.
         self._leaving = _Message(
-            exchange, [[one for one in here[other] if exchange.sends(one[0], rank, other)] for other in ranks]
+            [[one for one in section if one[0].layout.goes(rank, other)] for other, section in enumerate(here)]
         )
         self._arriving = _Message(
-            exchange,
-            [[(place, other) for place in self.own if exchange.sends(place, other, rank)] for other in ranks],
-            least,
+            [[one for one in section if one[0].layout.goes(other, rank)] for other, section in enumerate(listed)], least
         )
-        self._returning = _Message(exchange, [[(place, other) for place in self.own] for other in ranks])
+        self._returning = _Message(listed)
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Zeros for this rank's parts, which lie as they travel: neither way needs a copy."""
@@ -201,48 +217,53 @@ class Bucket:
 
     def parts(self, memory: torch.Tensor) -> dict[int, torch.Tensor]:
         """This rank's part of each DTensor in such memory."""
-        return {place: part for place, _, part in self._here.parts(memory)}
+        return {place: part for run, _, parts in self._here.parts(memory) for place, part in zip(run.places, parts)}
 
     def gather(self, memory: torch.Tensor) -> Callable[[Mapping[int, torch.Tensor]], None]:
         """Begin to send this rank's parts to owners.
 
         Returns:
-            A function that waits for the parts of this rank's own DTensors and puts them into whole tensors.
+            A function that waits for the parts of this rank's own DTensors and puts them into whole tensors, those of a
+            run in one, by the number of its first.
         """
         received = memory.new_empty(len(self._arriving))
         if self._everywhere:
             work = dist.all_gather_into_tensor(_bytes(received), _bytes(memory), group=self._group, async_op=True)
         else:
             if self._leaving.sizes != self._here.sizes:
-                here = self.parts(memory)
+                here = {run.places[0]: parts for run, _, parts in self._here.parts(memory)}
                 copies = memory.new_empty(len(self._leaving))
-                leaving = [(part, here[place]) for place, _, part in self._leaving.parts(copies)]
-                copy_all([part for part, _ in leaving], [part for _, part in leaving])
+                leaving = [(parts, here[run.places[0]]) for run, _, parts in self._leaving.parts(copies)]
+                copy_all([own for own, _ in leaving], [own for _, own in leaving])
                 memory = copies
             work = self._exchanged(received, self._arriving, memory, self._leaving)
 
         def finish(wholes: Mapping[int, torch.Tensor]) -> None:
             work.wait()
-            parts = list(self._arriving.parts(received))
-            copy_all([wholes[place][bounds] for place, bounds, _ in parts], [part for _, _, part in parts])
+            copy_all(*_pairs(wholes, self._arriving, received))
 
         return finish
 
     def scatter(self, wholes: Mapping[int, torch.Tensor], memory: torch.Tensor) -> Callable[[], object]:
         """Begin to send parts of whole tensors back into the memory of `allocate`; returns what waits for them."""
-        leaving, message = self._returning, memory
         if self._everywhere:
-            leaving = self._here
-        else:
-            message = memory.new_empty(len(leaving))
-        parts = list(leaving.parts(message))
-        copy_all([part for _, _, part in parts], [wholes[place][bounds] for place, bounds, _ in parts])
-        return (lambda: None) if self._everywhere else self._exchanged(memory, self._here, message, leaving).wait
+            copy_all(*reversed(_pairs(wholes, self._here, memory)))
+            return lambda: None
+        message = memory.new_empty(len(self._returning))
+        copy_all(*reversed(_pairs(wholes, self._returning, message)))
+        return self._exchanged(memory, self._here, message, self._returning).wait
 
     def _exchanged(self, received: torch.Tensor, arriving: _Message, sent: torch.Tensor, leaving: _Message) -> Any:
         width = sent.dtype.itemsize
         come, go = ([size * width for size in message.sizes] for message in (arriving, leaving))
         return dist.all_to_all_single(_bytes(received), _bytes(sent), come, go, group=self._group, async_op=True)
+
+
+def _pairs(wholes: Mapping[int, torch.Tensor], message: _Message, memory: torch.Tensor) -> list[list[torch.Tensor]]:
+    """Parts in whole tensors, and the same parts in a message."""
+    parts = list(message.parts(memory))
+    inside = [wholes[run.places[0]][(slice(None), *bounds)] for run, bounds, _ in parts]
+    return [inside, [own for _, _, own in parts]]
 
 
 def _bytes(memory: torch.Tensor) -> torch.Tensor:
