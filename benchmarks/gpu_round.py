@@ -85,7 +85,7 @@ PARTS = [
     _tests("offload", 1, 140, "tests/gpu/test_offload_gpu.py"),
     _tests("scaler", 1, 130, "tests/gpu/test_scaler_gpu.py"),
     _tests("torch", 1, 145, "tests/gpu/test_torch_gpu.py"),
-    _tests("taps", 1, 90, "tests/gpu/test_taps_gpu.py"),
+    _tests("stats", 1, 90, "tests/gpu/test_stats_gpu.py"),
     _tests("blocks", 1, 90, "tests/gpu/test_blocks_gpu.py"),
     _tests("random", 1, 90, "tests/gpu/test_random_gpu.py tests/gpu/test_fuzz_gpu.py"),
     _tests(

@@ -13,10 +13,10 @@ LONGEST = (
     "runtime/test_rules_on_cpu.py",
     "backends/test_rows.py",
     "combinations/test_conformance.py",
-    "taps/test_stats.py",
+    "stats/test_stats.py",
     "combinations/test_events.py",
     "storage/test_formats.py",
-    "taps/test_taps_placements.py",
+    "stats/test_stats_placements.py",
     "schedules/capture/test_capture.py",
     "storage/test_blocks.py",
     "cli/test_cli_check.py",
@@ -41,7 +41,7 @@ LONGEST = (
 UNOPTIMIZED = (
     "cli/test_cli_check.py",
     "combinations/test_conformance.py::test_parted_cases",
-    "taps/test_taps_placements.py",
+    "stats/test_stats_placements.py",
 )
 """Tests of what happens around C++ kernels, with many kernels of their own: these are built without optimization, in a
 third of the time. All others test kernels as users build them; with `make test OPTIMIZED=1` all do."""

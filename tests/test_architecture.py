@@ -36,7 +36,7 @@ LAYERS = (
         "backends.triton.run",
         "backends.triton.slices",
     ),
-    ("taps",),
+    ("stats",),
     ("optimizer", "memory.memory"),
     ("amp", "schedules", "memory"),
     ("describe", "planning", "tracing", "checking"),
@@ -235,7 +235,7 @@ def derived(kind: type) -> Iterator[type]:
 
 GONE = (
     *("DeviceClock", "OverlapReport", "EarlyNorms", "RankMonitor", "PieceSchedule", "_make_inner", "_anchor_group"),
-    *("UpdateInParts", "measure_bandwidths", "FixedTensors", "TensorFingerprint"),
+    *("UpdateInParts", "measure_bandwidths", "FixedTensors", "TensorFingerprint", "TapText", "SegmentTaps"),
 )
 """Mechanisms that others have taken in."""
 

@@ -179,12 +179,12 @@ def of_runtime() -> None:
     >>> tiles.tile_tensor.tolist(), tiles.parts.tolist(), tiles.part_counts
     ([0, 0, 0, 0, 1], [[0, 0], [6, 10]], (8, 12))
 
-    >>> from tilestep.runtime.taps import extent_of
+    >>> from tilestep.runtime.outputs import extent_of
     >>> extent_of(torch.zeros(3, 4)[:, :2])
     10
 
     >>> import numpy as np
-    >>> from tilestep.runtime.taps import chunks_of
+    >>> from tilestep.runtime.outputs import chunks_of
     >>> runs, tensors = chunks_of(np.asarray([5, 0, 2]), 4)
     >>> runs.tolist(), tensors.tolist()
     ([[0, 4, 5], [4, 5, 7]], [[0, 2, 2], [2, 2, 3]])
@@ -748,11 +748,11 @@ def of_schedules() -> None:
     """
 
 
-def of_taps() -> None:
-    """The package `taps`.
+def of_stats() -> None:
+    """The package `stats`.
 
     >>> import torch
-    >>> from tilestep.taps import names_of
+    >>> from tilestep.stats import names_of
     >>> names_of([{"params": [torch.zeros(1), torch.zeros(1)]}])[0]
     ['0.0', '0.1']
     """

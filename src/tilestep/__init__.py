@@ -49,7 +49,7 @@ from .rules.scalars import machine_epsilon, max_over_tensors, sum_over_tensors
 from .schedules.capture import CapturedStep, capture
 from .schedules.overlap import OverlappedOptimizer, overlap
 from .schedules.zero import ShardedOptimizer, load_checkpoint, save_checkpoint, shard
-from .taps import Stats, StatsPlot, StepStats
+from .stats import Stats, StatsPlot, StepStats
 from .tracing import Profile, profile
 
 if TYPE_CHECKING:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from .backends.spec import KernelSpec, Taps, Traffic, tile_traffic
-from .backends.taps import tap_columns, taps_fit
+from .backends.outputs import traced
+from .backends.spec import KernelSpec, Traffic, tile_traffic
 from .graph import Guard, TilePass, Value
 from .graph.partition import slice_word
 from .optimizer.groups import check_flags, check_group
@@ -18,6 +18,8 @@ from .optimizer.masters import MasterWeights, check_master, master_kind
 from .optimizer.states import compute_dtype, storages
 from .rules import Rule
 from .runtime import graph_for, kernel_spec
+from .stats.changes import CHANGED
+from .stats.measures import measured_by
 from .storage import dtype_name
 
 BACKENDS = {"triton": "cuda", "cpp": "cpu"}  # type of device by name of backend
@@ -43,7 +45,7 @@ class RuleDescription:
     hyperparameters: Mapping[str, Any]  # what it was traced with
     states: Mapping[str, str]  # name, dtype and shape of each buffer kept for a parameter, in words
     specialized: tuple[str, ...]  # conditions on hyperparameters that hold for this code; others get code of their own
-    taps: tuple[str, ...]  # what kernels put out beside the update, in words
+    outputs: tuple[str, ...]  # what a step leaves besides the update, in words
     passes: tuple[PassDescription, ...]  # in the order they run
     source: str = field(repr=False)  # the generated code
 
@@ -73,7 +75,8 @@ def spec_for(
     rounding: str = "nearest",
     dims: int = 2,
     device_type: str = "cpu",
-    taps: Taps | None = None,
+    stats: bool = False,
+    changes: bool = False,
 ) -> KernelSpec:
     """What an optimizer for parameters of this kind builds its kernels from."""
     values = {**rule.hyperparameters, **(hyperparameters or {})}
@@ -87,7 +90,8 @@ def spec_for(
     check_master("a parameter", dtype, group)
     formats = storages(param, group, graph, rule)
     spec = kernel_spec(graph, formats, compute_dtype(param), device_type)
-    return replace(spec, taps=taps) if taps is not None and taps_fit(spec) else spec
+    asked = (*((CHANGED,) if changes else ()), *(measured_by(spec) if stats else ()))
+    return spec.with_outputs(asked)
 
 
 def generated_code(spec: KernelSpec, backend: str) -> str:
@@ -113,7 +117,8 @@ def describe(
     state_dtype: Any = None,
     rounding: str = "nearest",
     dims: int = 2,
-    taps: Taps | None = None,
+    stats: bool = False,
+    changes: bool = False,
 ) -> RuleDescription:
     """Trace a rule and say what a step with it does."""
     spec = spec_for(
@@ -125,7 +130,8 @@ def describe(
         rounding=rounding,
         dims=dims,
         device_type=BACKENDS.get(backend, "cpu"),
-        taps=taps,
+        stats=stats,
+        changes=changes,
     )
     source = generated_code(spec, backend)
     guards = spec.program.graph.guards
@@ -136,7 +142,7 @@ def describe(
         hyperparameters={**rule.hyperparameters, **(hyperparameters or {})},
         states=_states(rule, spec, dtype, master_weights),
         specialized=tuple(map(_as_it_holds, guards)),
-        taps=_taps(spec, taps),
+        outputs=_outputs(spec),
         passes=tuple(_passes(spec, backend)),
         source=source,
     )
@@ -192,18 +198,14 @@ def _passes(spec: KernelSpec, backend: str) -> list[PassDescription]:
     return passes
 
 
-def _taps(spec: KernelSpec, asked: Taps | None) -> tuple[str, ...]:
-    """What kernels put out beside the update, a line for each kind."""
-    if asked is None:
-        return ()
-    if not taps_fit(spec):
-        return ("not by these kernels: the parameters are compared with a copy made for the step",)
-    lines = []
-    if asked.stats:
-        lines.append(f"stats: for each tensor {', '.join(tap_columns(spec).names)}")
-    if asked.changes:
-        lines.append("changes: for each element of param a bit, set where its bits in memory have changed")
-    return tuple(lines)
+def _outputs(spec: KernelSpec) -> tuple[str, ...]:
+    """What a step leaves besides the update, a line for each kind."""
+    kinds: dict[str, list[str]] = {}
+    for entry in traced(spec):
+        kind = "a bit of each element" if entry.output.reduce == "or" else "a number of each tensor"
+        where = "" if entry.tile is not None else ", by torch from a copy made for the step"
+        kinds.setdefault(kind + where, []).append(entry.output.name)
+    return tuple(f"{kind}: {', '.join(names)}" for kind, names in kinds.items())
 
 
 def _tile_pass(spec: KernelSpec, tile: TilePass, prefix: str, backend: str) -> PassDescription:

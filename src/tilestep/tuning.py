@@ -116,8 +116,7 @@ def default_shape(spec: KernelSpec | None, device_type: str) -> TileShape:
         if not wide and (has_pairs or (spec.draws and not many)):
             return TileShape(512, 1, 16, 3)
         return TileShape(512, 2, 16, 3) if wide or many else TileShape(1024, 4, 8, 3)
-    # Statistics take registers: two warps' tiles of 512 took 1.6 times as long with them.
-    if sums_nothing and spec is not None and spec.grad.dtype.itemsize == 2 and not (spec.draws or spec.taps.stats):
+    if sums_nothing and spec is not None and spec.grad.dtype.itemsize == 2 and not spec.draws:
         # Exact divisions are what a remainder's step waits for.
         if not wide and len(spec.arrays) > 3 and not is_coarse(spec.storages["param"]):
             return TileShape(512, 2, 6)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from triton_assembler import require_assembler
 
-from tilestep.backends.spec import KernelSpec, Taps
+from tilestep.backends.spec import KernelSpec
 from tilestep.backends.triton import source as triton_backend
 from tilestep.backends.triton.launch import load_module
 from tilestep.backends.triton.slices import block_of, build_options, held_rows
@@ -21,14 +20,16 @@ from tilestep.backends.triton.source import FINISH_POINTERS, SLICE_POINTERS, STR
 from tilestep.backends.triton.text import POINTERS, tile_pointers
 from tilestep.rules import registry, rule
 from tilestep.runtime import graph_for, kernel_spec
+from tilestep.stats.changes import CHANGED
+from tilestep.stats.measures import measured_by
 from tilestep.storage import Plain, Stochastic, state_format
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 TYPES = {
     "tile_tensor": "*i32",
-    "tap_words": "*i32",
-    "tap_partials": "*fp32",
+    "words": "*i32",
+    "report_partials": "*fp32",
     "control": "*fp64",
     "partials": "*fp64",
     "sums": "*fp64",
@@ -121,9 +122,10 @@ def test_states_that_become_one_number_compile_in_blocks_and_with_statistics(run
     graph = graph_for(emptied, emptied.hyperparameters, 2)
     storages: dict[str, Any] = {"param": Plain(torch.float32), "grad": Plain(torch.float32)}
     storages |= {"zeros": state_format("int8"), "rates": Plain(torch.float32)}
-    spec = replace(kernel_spec(graph, storages, torch.float32, "cuda"), taps=Taps(stats=True, changes=True))
+    spec = kernel_spec(graph, storages, torch.float32, "cuda")
+    spec = spec.with_outputs((CHANGED, *measured_by(spec)))
     module = load_module(spec.name, triton_backend.source(spec))
-    pointers = tile_pointers(spec, [*POINTERS["stats"], *POINTERS["changes"]])
+    pointers = tile_pointers(spec, [*POINTERS["reports"], *POINTERS["marks"]])
     constants = {"TILE": 512, "SPAN": 1024, "UNSCALE": False, "STAGES": 1, "RUNS": runs}
     compiled(module.emptied_tile_pass_0, pointers, spec.compute, constants)
 

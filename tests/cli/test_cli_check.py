@@ -54,7 +54,7 @@ def test_without_a_compiler_it_says_what_is_tested(monkeypatch: pytest.MonkeyPat
 def test_a_function_without_a_decorator_is_a_rule() -> None:
     translation, float32 = itertools.islice(check_rule(load_rule("authored:undecorated"), interpret=False), 2)
     assert translation.passed and float32.passed
-    for item in ("int8 states", "moving numbers", "taps"):
+    for item in ("int8 states", "moving numbers", "outputs"):
         assert checked("authored:undecorated", item).passed, item
 
 

@@ -74,13 +74,14 @@ def test_passes_over_rows_and_columns_are_shown(run: Run) -> None:
 
 
 @pytest.mark.parametrize("backend", ["triton", "cpp"])
-def test_taps_are_named(run: Run, backend: str) -> None:
+def test_outputs_are_named(run: Run, backend: str) -> None:
     code, output, _ = run("show", "AdamW", "--stats", "--changes", "--backend", backend)
-    assert code == 0 and "Put out beside the update" in output
-    assert "grad_squares, grad_max" in output and "exp_avg_sq_near" in output and "changes: for each element" in output
-    assert "taps: stats and changes" in output and "tap_update" in output and "tap_words" in output
-    assert "compared with a copy" in run("show", "Adafactor", "--stats", "--backend", backend)[1]
-    assert "tap_" not in run("show", "AdamW", "--backend", "triton")[1]
+    assert code == 0 and "Left besides the update" in output
+    assert "grad_squares, grad_max" in output and "exp_avg_sq_near" in output
+    assert "a bit of each element: changed" in output
+    assert "outputs: changed, grad_squares" in output and "seen_update" in output and "first_word" in output
+    assert "by torch from a copy" in run("show", "Adafactor", "--stats", "--backend", backend)[1]
+    assert "seen_" not in run("show", "AdamW", "--backend", "triton")[1]
 
 
 def test_code_only_is_the_source_itself(run: Run) -> None:

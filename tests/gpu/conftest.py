@@ -24,7 +24,7 @@ FOLDERS = (
     "schedules/overlap",
     "schedules/zero",
     "storage",
-    "taps",
+    "stats",
 )
 sys.path.extend(str(TESTS / folder) for folder in FOLDERS)
 

@@ -6,13 +6,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import torch
 
 from .._version import __version__
 from ..graph import Program, TilePass, Value, size_from_end
-from ..storage import Array, Storage, codec_of, dtype_name, read_arrays
+from ..storage import Array, Storage, Stored, Term, codec_of, dtype_name, read_arrays
 
 MAX_DIMS = 32
 """Dimensions a strided tensor may have after adjacent ones are merged."""
@@ -30,14 +31,38 @@ which is its root, as torch's."""
 
 
 @dataclass(frozen=True)
-class Taps:
-    """What kernels put out: statistics of each tensor, bits of changed weights, both or neither."""
+class Output:
+    """What a step leaves besides the update, made of what memory holds before and after it.
 
-    stats: bool = False
-    changes: bool = False
+    After a skipped step memory holds what it held before; there are outputs even so.
 
-    def __str__(self) -> str:
-        return " and ".join(name for name in ("stats", "changes") if getattr(self, name)) or "none"
+    Args:
+        name: of the column.
+        of: the formula for one element, which takes a `Stored`.
+        reduce: `"sum"` or `"max"`, a float64 number of each tensor; `"or"`, a bit of each element.
+
+    Raises:
+        ValueError: for another `reduce`.
+
+    Example:
+        >>> import torch, tilestep
+        >>> from tilestep.stats import Output
+        >>> amax = Output("amax", lambda stored: stored.new("param").function("abs"), "max")
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = tilestep.SGD([("weight", weight)], lr=0.5, stats=tilestep.Stats(outputs=(amax,)))
+        >>> weight.grad = torch.tensor([6.0, 4.0])
+        >>> optimizer.step()
+        >>> optimizer.stats.read()["weight"]["amax"]
+        2.0
+    """
+
+    name: str
+    of: Callable[[Stored], Term]
+    reduce: Literal["sum", "max", "or"]
+
+    def __post_init__(self) -> None:
+        if self.reduce not in ("sum", "max", "or"):
+            raise ValueError(f"Invalid reduce: {self.reduce!r}; it is 'sum', 'max' or 'or'")
 
 
 @dataclass
@@ -48,12 +73,14 @@ class KernelSpec:
     storages: dict[str, Storage]  # storage format of each element buffer, by name, gradient included
     compute: torch.dtype  # float32, or float64 for float64 parameters
     hypers: tuple[str, ...]  # names of the columns of the hyperparameter table
-    taps: Taps = field(default_factory=Taps)  # what kernels put out beside the update
+    outputs: tuple[Output, ...] = ()  # what kernels leave besides the update
+    variants: dict[tuple[Output, ...], KernelSpec] = field(default_factory=dict, repr=False)
 
-    @cached_property
-    def measuring(self) -> KernelSpec:
-        """The same with statistics: another set of tile passes over the same tables."""
-        return replace(self, taps=replace(self.taps, stats=True))
+    def with_outputs(self, outputs: tuple[Output, ...]) -> KernelSpec:
+        """The same with these outputs: another set of tile passes over the same tables."""
+        if outputs == self.outputs:
+            return self
+        return self.variants.setdefault(outputs, replace(self, outputs=outputs, variants={}))
 
     @cached_property
     def arrays(self) -> list[Array]:
@@ -127,8 +154,8 @@ class KernelSpec:
                 lines.append(f"{slice_pass.title}: {_described(slice_pass)}")
             if tile is not None:
                 lines.append(f"pass {index}: {_described(tile)}")
-        if self.taps != Taps():
-            lines.append(f"taps: {self.taps}")
+        if self.outputs:
+            lines.append(f"outputs: {', '.join(output.name for output in self.outputs)}")
         return "\n".join(f"{mark} {line}" for line in lines)
 
 

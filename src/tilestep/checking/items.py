@@ -23,6 +23,7 @@ from ..rules import Rule
 from ..rules.protocol import at_step
 from ..rules.scalars import precision_of
 from ..runtime import graph_for
+from ..stats import Stats
 from ..storage import (
     MASTER_FORMATS,
     STATE_FORMATS,
@@ -34,7 +35,6 @@ from ..storage import (
     stored_in,
     values_of,
 )
-from ..taps import Stats
 from .branches import Branches, late_counts
 
 _STRAY = 2000
@@ -666,7 +666,7 @@ def clipping(subject: Subject) -> str:
     return "max_grad_norm gives what clipping before the step gives"
 
 
-def taps(subject: Subject) -> str:
+def outputs(subject: Subject) -> str:
     """Steps that measure and mark changed weights give the same bits, and report what they did."""
     runs = []
     for options in ({}, {"stats": Stats(), "track_changes": True}):
@@ -722,7 +722,7 @@ ITEMS: dict[str, Item] = {
     "checkpoint": checkpoint,
     "skipped steps": skipping,
     "clipping": clipping,
-    "taps": taps,
+    "outputs": outputs,
 }
 """Every item by its name, in the order they are checked."""
 

@@ -342,7 +342,6 @@ def show(
     from rich.console import Console
     from rich.syntax import Syntax
 
-    from ..backends.spec import Taps
     from ..describe import describe
 
     loaded = load_rule(rule)
@@ -352,7 +351,8 @@ def show(
         backend=backend,
         dtype=torch_dtype(dtype),
         dims=dims,
-        taps=Taps(stats, changes) if stats or changes else None,
+        stats=stats,
+        changes=changes,
         **parse_formats(state_dtype, masters, rounding, master_weights, remainder),
     )
     console = Console()
@@ -387,9 +387,9 @@ def _print_description(console: Console, description: RuleDescription) -> None:
             line(f"      writes {traffic.bytes_written:>3} B  {_listed(traffic.writes, traffic.small_writes)}")
     line(f"  in all: {description.bytes_read} B read, {description.bytes_written} B written")
     line()
-    if description.taps:
-        line("Put out beside the update", "bold")
-        for words in description.taps:
+    if description.outputs:
+        line("Left besides the update", "bold")
+        for words in description.outputs:
             line(f"  {words}")
         line()
     line("Called in a step, however many tensors there are", "bold")

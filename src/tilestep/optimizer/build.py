@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from ..backends.spec import KernelSpec
+from ..backends.spec import KernelSpec, Output
 from ..combinations import FSDP1, refuse, split_kind
 from ..compat import fake_mode_is_active, has_memory, is_fake, resolved
 from ..errors import GradientError, MatrixError, StateError
@@ -240,16 +240,15 @@ def _kind_of(optimizer: Optimizer, kinds: _Kinds, share: Share, part: torch.Tens
             check_complex_states(label, formats)
         if is_distributed(param):
             check_cut_blocks(label, param, formats)
-        make = functools.partial(kernel_spec, graph, formats, compute_dtype(part), part.device.type)
-        spec = make()
-        specs = [kernel_spec(one.graph, formats, compute_dtype(part), part.device.type) for one in seen]
-        if optimizer.taps is not None:
+        outputs: tuple[Output, ...] = ()
+        if optimizer.reports is not None:
             if param.is_complex():
                 raise GradientError(
                     f"{label} is complex: stats and track_changes are of real parameters; give it to an optimizer "
                     "of its own without them"
                 )
-            specs = [optimizer.taps.spec(spec, make, part.device)]
+            outputs = optimizer.reports.outputs(graph)
+        specs = [kernel_spec(one.graph, formats, compute_dtype(part), part.device.type, outputs) for one in seen]
         kind = kinds[key] = _Kind(seen, specs, part, group, rule, leading_dims(seen[0].matrices, shape))
     return kind
 

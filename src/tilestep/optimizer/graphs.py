@@ -15,7 +15,7 @@ from ..errors import CaptureError
 from ..linalg import MATRIX_OPERATIONS
 from ..runtime import Stale, passes_class
 from ..runtime.capturing import PREPARE, require
-from ..taps import Taps
+from ..stats import Reports
 from .build import graphs_of
 from .parameters import LISTED_TWICE, Optimizer
 from .plan import StepPlan
@@ -131,7 +131,7 @@ def prepare_by_hand(optimizer: Optimizer) -> None:
     optimizer.graphs = replace(optimizer.graphs, kept=kept)
 
 
-def step_in_capture(optimizer: Optimizer, taps: Taps | None) -> None:
+def step_in_capture(optimizer: Optimizer, reports: Reports | None) -> None:
     """Launch a step into the CUDA graph that is being captured; everything it needs must exist."""
     plan = optimizer.plan
     if plan is None or not plan.fit(optimizer) or plan.leaves_out_training:
@@ -149,12 +149,12 @@ def step_in_capture(optimizer: Optimizer, taps: Taps | None) -> None:
     )
     with engine.into_graph(seen):
         optimizer.control.update_control(optimizer, plan)
-        if taps is not None:
-            taps.begin(plan.engines, captured=True)
+        if reports is not None:
+            reports.begin(plan.engines, captured=True)
         engine.refresh_device_hypers()
         plan.update(gradients, (0,), counts_versions=True)
-        if taps is not None:
-            taps.finish()
+        if reports is not None:
+            reports.finish()
     plan.record_versions()
     if optimizer.graphs.kept is not None:
         optimizer.graphs.kept.read(gradients[0])

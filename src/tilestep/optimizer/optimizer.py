@@ -32,8 +32,8 @@ from ..rules import Rule, registry
 from ..rules.adaptive_clip import AdaGC
 from ..rules.limits import Limit
 from ..runtime import Stale, grad_dtype
+from ..stats import Change, Reports, Stats, StepStats, require_no_options
 from ..storage import entries_of, kept_in_blocks, values_of
-from ..taps import Change, Stats, StepStats, Taps, require_no_options
 from ..tensor_watch import taken_gradients
 from ..timeline.takers import refuse_taken_by_another
 from .build import (
@@ -144,7 +144,7 @@ class Optimizer(torch.optim.Optimizer):
     placement: Placement = LOCAL  # where parameters are that do not say it themselves, as DTensors do
     memory: StateMemory  # where state is; `offload` attaches others
     attached: tuple[str, ...] = ()  # the names in `combinations.REFUSED` of what is attached
-    taps: Taps | None = None  # outputs besides updates
+    reports: Reports | None = None  # outputs besides updates
     _unclipped: Rule | None = None  # the rule of groups that have another clip than the optimizer's `AdaGC`, or none
     workspace_limit: int | None = None
     """The memory limit of matrix operations at the time the optimizer was made; None for the limit at the step."""
@@ -188,9 +188,9 @@ class Optimizer(torch.optim.Optimizer):
         defaults = {**self._rule.hyperparameters, **self._rule.options, **arguments}
         without_defaults(defaults)
         self.control = StepControl(SkipPolicy(skip_nonfinite, skip_above, track_grad_norm))
-        if self.taps is None and (stats is not None or track_changes is not False):
-            self.taps = Taps(stats, track_changes)
-        self.attached = () if self.taps is None else self.taps.attached
+        if self.reports is None and (stats is not None or track_changes is not False):
+            self.reports = Reports(stats, track_changes)
+        self.attached = () if self.reports is None else self.reports.attached
         self._plan: StepPlan | None = None
         self._masters: Masters | None = None
         self.graphs, self.memory = Graphs(), StateMemory()
@@ -322,8 +322,8 @@ class Optimizer(torch.optim.Optimizer):
         unchecked = {key: group[key] for key in param_group} if rule is self._rule else group
         about_group(len(self.param_groups), lambda: check_group(rule, unchecked))
         super().add_param_group(group)
-        if self.taps is not None:
-            self.taps.watch(group["params"])
+        if self.reports is not None:
+            self.reports.watch(group["params"])
         if rule is not self._rule:
             for key in {*self._rule.hyperparameters, *self._rule.options}.difference(own, param_group):
                 del group[key]
@@ -393,8 +393,8 @@ class Optimizer(torch.optim.Optimizer):
                 self._plan = plan = build_plan(self, ahead=ahead)
             self.placement.take_part(plan)
             plan.masters.carry(self._masters)
-            if self.taps is not None:
-                self.taps.attach(plan, self, spec_of)
+            if self.reports is not None:
+                self.reports.attach(plan, self, spec_of)
             self._masters = plan.masters
             self.control.carry_to(plan.engines)
             return plan
@@ -555,9 +555,9 @@ class Optimizer(torch.optim.Optimizer):
             >>> float(optimizer.stats["weight"]["grad_norm"])
             5.0
         """
-        if self.taps is None:
+        if self.reports is None:
             raise RuntimeError("stats: make the optimizer with stats=tilestep.Stats(every=...)")
-        return self.taps.stats
+        return self.reports.stats
 
     def first_nonfinite(self) -> str | None:
         """The name of the first parameter whose gradient is not finite, or None. Waits for the device.
@@ -576,11 +576,11 @@ class Optimizer(torch.optim.Optimizer):
             >>> optimizer.first_nonfinite()
             'weight'
         """
-        if self.taps is None:
+        if self.reports is None:
             raise RuntimeError("first_nonfinite: make the optimizer with stats=tilestep.Stats(every=...)")
         params = [param for group in self.param_groups for param in group["params"]]
         sharers = self.placement.sharers(params) if self._plan is None else self._plan.sharers
-        return self.taps.first_nonfinite(self.param_groups, self._present_gradients, sharers)
+        return self.reports.first_nonfinite(self.param_groups, self._present_gradients, sharers)
 
     @torch.no_grad()
     def _present_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -621,12 +621,12 @@ class Optimizer(torch.optim.Optimizer):
             >>> optimizer.changes()
             []
         """
-        if self.taps is None or self.taps.changes is None:
+        if self.reports is None or self.reports.changes is None:
             raise RuntimeError("changes: make the optimizer with track_changes=True")
         if not self.memory.is_beside:
             self._current_plan()  # what follows writes to parameters of which there are copies; loading has dropped it
         self.schedule.sync_masters(self)
-        return self.taps.changes.read(clear=clear, gather=gather)
+        return self.reports.changes.read(clear=clear, gather=gather)
 
     def unscale_with(self, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a scaler's function on an object with the gradients in its param groups; returns its overflow flags."""
@@ -692,16 +692,16 @@ class Optimizer(torch.optim.Optimizer):
 
         `unmoved` says that no tensor has moved or been written to since the last step; versions are not counted then.
         """
-        plan = self._plan
-        if unmoved and plan is not None and not (self.taps and self.taps.begin(plan.engines)) and plan.repeats(self):
+        plan, reports = self._plan, self.reports
+        if unmoved and plan is not None and not (reports and reports.begin(plan.engines)) and plan.repeats(self):
             marked = not step_is_ordinary()
             inputs, nothing = self.control.inputs(self), plan.no_gradients
-            plan.run(self, inputs, nothing, marked=marked, counts_versions=False, taps=self.taps)
+            plan.run(self, inputs, nothing, marked=marked, counts_versions=False, reports=reports)
             return
         if self.is_evaluating:
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before step()")
         if is_capturing():
-            step_in_capture(self, self.taps)
+            step_in_capture(self, reports)
             return
         ordinary = step_is_ordinary()
         if not ordinary and fake_mode_is_active():
@@ -720,7 +720,7 @@ class Optimizer(torch.optim.Optimizer):
             plan.are_others = False
         if plan.ahead:
             plan.begin_states(self, all_of_them=begins_together(self))
-        plan.run(self, inputs, gradients, marked=not ordinary, taps=self.taps)
+        plan.run(self, inputs, gradients, marked=not ordinary, reports=reports)
 
     def prepared(self) -> tuple[StepPlan, list[list[torch.Tensor | None]]]:
         """A plan that is up to date, and the gradients of each engine's entries unless C++ has looked at them."""
@@ -940,16 +940,16 @@ class Optimizer(torch.optim.Optimizer):
             "_unclipped": self._unclipped,
             "control": self.control,
             "workspace_limit": self.workspace_limit,
-            **({} if self.taps is None else {"taps": Taps(self.taps.asked, self.taps.tracks)}),
+            **({} if self.reports is None else {"reports": Reports(self.reports.asked, self.reports.tracks)}),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.graphs = Graphs()
-        self.attached = () if self.taps is None else self.taps.attached
-        if self.taps is not None:
+        self.attached = () if self.reports is None else self.reports.attached
+        if self.reports is not None:
             for group in self.param_groups:
-                self.taps.watch(group["params"])
+                self.reports.watch(group["params"])
         if "_rule" in state:
             self._ready = True
             self._plan = self._masters = None

@@ -84,7 +84,7 @@ class Optimizer(Protocol):
     schedule: Any
     _optimizer_load_state_dict_post_hooks: Any
     _optimizer_load_state_dict_pre_hooks: Any
-    taps: Any
+    reports: Any
 
     @property
     def plan(self) -> Any: ...

@@ -24,7 +24,7 @@ from ..placement.local import ViewedMembers
 from ..runtime import DeviceEngine, JointNorm, Stale, StepInputs, pass_calls, run_marked
 from ..runtime.engine import CALL, STATES_MOVED, Calls
 from ..runtime.gradients import copy_to
-from ..taps import Taps
+from ..stats import Reports
 from ..tensor_watch import CHANGED, MOVED, SAME
 from .masters import Masters
 from .parameters import LISTED_TWICE, Optimizer
@@ -288,7 +288,7 @@ class StepPlan:
         *,
         marked: bool,
         counts_versions: bool = True,
-        taps: Taps | None = None,
+        reports: Reports | None = None,
     ) -> None:
         """Take a step of all engines: decide it, then run its passes."""
         if self.further_rounds and inputs is not None and inputs.grad_scale is not None:
@@ -299,7 +299,7 @@ class StepPlan:
                 self.sync_masters()
             if inputs is not None or not self.decided_plainly:
                 optimizer.control.update_control(optimizer, self, inputs)
-            measures = taps is not None and taps.begin(self.engines)
+            measures = reports is not None and reports.begin(self.engines)
             self.update(gradients, self._every, marked=marked, counts_versions=counts_versions, measures=measures)
             # Parameters that a group lists several times are updated as often, as by torch.
             for again in self.further_rounds:
@@ -311,8 +311,8 @@ class StepPlan:
                 self.update(own, self._every, counts_versions=True)
             if self.follows and counts_versions:
                 self.record_versions()
-            if taps is not None:
-                taps.finish()
+            if reports is not None:
+                reports.finish()
         except BaseException:
             self.release()
             if self.follows and len(self.progress) == _WHOLE:

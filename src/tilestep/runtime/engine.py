@@ -421,8 +421,8 @@ class DeviceEngine:
         for passes, members in zip(self.passes, self._ranges):
             if passes.reads_gradients:
                 passes.segment.gradients = self.gradients.usable(gradients)[members.start : members.stop]
-            if passes.taps is not None:
-                passes.taps.begin()
+            if passes.outputs is not None:
+                passes.outputs.begin()
 
     def finish(self, *, counts_versions: bool = True) -> None:
         """After the passes: leave gradients that were scaled unscaled (but not clipped), and count versions."""
@@ -430,7 +430,7 @@ class DeviceEngine:
             self.gradients.copy_back()
         self.gradients.release()
         for passes in self.passes:
-            passes.finish_taps()
+            passes.finish_outputs()
             passes.segment.gradients = ()
         # Autograd does not see what kernels write; a backward through the old weights must fail as in torch.
         if counts_versions:

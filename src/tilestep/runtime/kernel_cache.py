@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..backends.spec import KernelSpec, Taps
+from ..backends.spec import KernelSpec, Output
 from ..devices import is_host
 from ..errors import MatrixError
 from ..graph import Graph, known_numbers, outcome, partition, size_from_end, sizes_of, trace
@@ -151,10 +151,10 @@ def kernel_spec(
     storages: Mapping[str, Storage],
     compute: torch.dtype,
     device_type: str,
-    taps: Taps = Taps(),  # noqa: B008
+    outputs: tuple[Output, ...] = (),
 ) -> KernelSpec:
     """The spec of this graph with these storages on this kind of device, made once."""
-    signature = (id(graph), tuple(storages.items()), compute, device_type, taps)
+    signature = (id(graph), tuple(storages.items()), compute, device_type, outputs)
     with _lock:
         spec = _specs.get(signature)
         if spec is None:
@@ -162,6 +162,6 @@ def kernel_spec(
             names = [name for name in graph.hypers() if name not in KNOWN_NUMBERS and not size_from_end(name)]
             cut = partition(graph, exact)
             scratch = {name: Plain(dtype or compute) for name, dtype in cut.matrices.scratch.items()}
-            spec = KernelSpec(cut, {**storages, **scratch}, compute, (*names, "max_grad_norm"), taps)
+            spec = KernelSpec(cut, {**storages, **scratch}, compute, (*names, "max_grad_norm"), outputs)
             _specs[signature] = graph.specs[signature] = spec
         return spec

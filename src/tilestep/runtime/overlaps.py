@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from .outputs import extent_of
 from .segment import Entry, is_dense
-from .taps import extent_of
 
 
 def nbytes_spanned(tensor: torch.Tensor) -> int:

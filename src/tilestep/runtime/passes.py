@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from ..backends.spec import KernelSpec, Output
 from ..backends.triton.launch import Launch
 from ..linalg.batches import MatrixBatches
+from .outputs import OutputTables
 from .segment import Segment, TileRange
-from .taps import SegmentTaps
 
 
 class Passes:
@@ -27,10 +28,14 @@ class Passes:
         self.matrices = MatrixBatches(segment) if batches else None  # has the entries' scratch arrays
         # The host may decide which matrix work a step needs, by which tensors have gradients.
         decides = self.matrices is not None and self.matrices.conditions is not None
-        self.reads_gradients = decides or not self.has_kernels
-        """Whether a step's gradients are read as tensors and not by address."""
-        self.taps: SegmentTaps | None = None  # outputs besides updates
+        self._reads_gradients = decides or not self.has_kernels
+        self.outputs: OutputTables | None = None  # what steps leave besides updates
         segment.describe_arrays()
+
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether a step's gradients are read as tensors and not by address."""
+        return self._reads_gradients or (self.outputs is not None and self.outputs.reads_gradients)
 
     def upload(self) -> None:
         """Bring changed tables to where kernels read them."""
@@ -76,23 +81,26 @@ class Passes:
         """
         return []
 
-    def tap(self, *, stats: bool, changes: bool) -> None:
-        """Make room for outputs besides updates."""
-        self.taps = SegmentTaps(self.segment, stats=stats, changes=changes, by_kernels=self.has_kernels)
-        self.reads_gradients |= stats and not self.taps.by_kernels
+    def leave(self, measured: tuple[Output, ...]) -> None:
+        """Make room for the outputs of the spec, and for these of steps that measure."""
+        self.outputs = OutputTables(self.segment, measured, has_kernels=self.has_kernels)
 
     @property
     def measures(self) -> bool:
-        """Whether this step's kernels compute statistics."""
-        return self.taps is not None and self.taps.measures and self.taps.by_kernels
+        """Whether this step's kernels compute reports."""
+        return self.outputs is not None and self.outputs.measures and self.outputs.by_kernels
 
-    def sum_up_taps(self) -> None:
-        """After passes that measured: reduce the statistics of tiles to numbers of tensors."""
+    @property
+    def kernels(self) -> KernelSpec:
+        """What this step's kernels are made of."""
+        return self.outputs.measuring if self.outputs is not None and self.measures else self.segment.spec
 
-    def finish_taps(self) -> None:
-        """After the passes of a step: complete the outputs besides updates."""
-        if self.taps is not None:
-            self.taps.end()
+    def sum_up_reports(self) -> None:
+        """After passes that measured: reduce the reports on tiles to those on tensors."""
+
+    def finish_outputs(self) -> None:
+        """After the passes of a step: complete its outputs."""
+        if self.outputs is not None:
             if self.measures:
-                self.sum_up_taps()
-                self.taps.put_kept_states(self.segment.grads)
+                self.sum_up_reports()
+            self.outputs.end()

@@ -9,7 +9,19 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from .blocks import BLOCK, entries_before, lie_in_rows, rows_of, shape_of_entries
-from .format import Array, Codec, Storage, Term, codec_of, dtype_name, is_coarse, read_arrays, stored_in, values_of
+from .format import (
+    Array,
+    Codec,
+    Storage,
+    Term,
+    codec_of,
+    dtype_name,
+    evaluated,
+    is_coarse,
+    read_arrays,
+    stored_in,
+    values_of,
+)
 from .master import Master
 from .masters import MASTER_FORMATS, MasterFormat
 from .plain import Plain
@@ -24,6 +36,7 @@ from .states import (
     with_code_names,
 )
 from .stochastic import Stochastic, bits_graph, keys_graph, random_tensor, stream_of
+from .stored import Leaf, Stored
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")

@@ -370,7 +370,7 @@ def stored_in(
             tensors[array.name].copy_(element)
 
 
-def evaluated(roots: tuple[Value, ...], loads: Mapping[str, torch.Tensor], compute: torch.dtype) -> list[torch.Tensor]:
+def evaluated(roots: tuple[Value, ...], loads: Mapping[Any, torch.Tensor], compute: torch.dtype) -> list[torch.Tensor]:
     """Values of a graph of terms on tensors."""
     results: dict[int, Any] = {}
     for value in ancestors(roots):
@@ -379,7 +379,7 @@ def evaluated(roots: tuple[Value, ...], loads: Mapping[str, torch.Tensor], compu
     return [results[id(root)] for root in roots]
 
 
-def _apply(value: Value, args: list[Any], loads: Mapping[str, torch.Tensor], compute: torch.dtype) -> Any:
+def _apply(value: Value, args: list[Any], loads: Mapping[Any, torch.Tensor], compute: torch.dtype) -> Any:
     operation = value.operation
     if operation == "load":
         return loads[value.attribute]
@@ -429,6 +429,7 @@ _ON_TENSORS: Mapping[str, Any] = {
     "float8_element": lambda element, number: element,
     "and": torch.logical_and,
     "or": torch.logical_or,
+    "not": torch.logical_not,
 }
 
 _SIGN = -(2**31)

@@ -18,7 +18,7 @@ from ...runtime.gradients import Stale
 from ...runtime.passes import Passes
 from ...runtime.segment import Block, Entry, Segment, SliceTables, TileRange
 from ...tuning import tile_shape
-from ..spec import KernelSpec
+from ..spec import KernelSpec, Output
 from . import source
 from .compile import load_library, user_flags, warn_of_failure, wide_vectors
 from .support import Launch, SliceLaunch, ViewTables
@@ -101,9 +101,9 @@ _OF_SEGMENT = (
 
 _OF_TENSORS = (
     *("first_tile", "numel", "columns", "grads", "layout_index", "step", "rows", "sums"),
-    *("tap_totals", "first_word", "streams"),
+    *("report_sums", "first_word", "streams"),
 )
-_OF_TILES = ("tile_tensor", "partials", "tap_partials")
+_OF_TILES = ("tile_tensor", "partials", "report_partials")
 """Tables with a row for each tensor or tile, of which a range of tiles has a part."""
 
 
@@ -137,23 +137,23 @@ class CppPasses(Passes):
         self._measuring: list[list[tuple[Any, tuple[Any, ...]]]] = []
         self._of_ranges: dict[TileRange, tuple[Launch, dict[str, Table]]] = {}
         """Launch records of ranges, with the tables that they point at."""
-        self._tap_partials = segment.zeros(1, 1)
+        self._report_partials = segment.zeros(1, 1)
         self.upload()
 
-    def tap(self, *, stats: bool, changes: bool) -> None:
-        super().tap(stats=stats, changes=changes)
-        segment, taps = self.segment, self.taps
-        assert taps is not None
-        if taps.by_kernels and stats:
+    def leave(self, measured: tuple[Output, ...]) -> None:
+        super().leave(measured)
+        segment, outputs = self.segment, self.outputs
+        assert outputs is not None
+        if outputs.by_kernels:
             try:
-                library = load(segment.spec.measuring, gaps=self._gaps)
+                library = load(outputs.measuring, gaps=self._gaps)
             except BuildError as error:
                 # The plain kernels may be from the cache, of a machine with a compiler.
                 warn_of_failure(error)
-                taps.by_kernels, self.reads_gradients = False, True
+                outputs.use_torch()
             else:
                 self._measuring = self._all_functions(library)
-                self._tap_partials = segment.zeros(segment.tiles.count, len(taps.columns))
+                self._report_partials = segment.zeros(segment.tiles.count, len(outputs.names))
         self.upload()
 
     @property
@@ -170,8 +170,8 @@ class CppPasses(Passes):
             return
         try:
             self._tile = self._all_functions(load(self.segment.spec, gaps=True))
-            if self._measuring:
-                self._measuring = self._all_functions(load(self.segment.spec.measuring, gaps=True))
+            if self._measuring and self.outputs is not None:
+                self._measuring = self._all_functions(load(self.outputs.measuring, gaps=True))
         except BuildError as error:
             # The others may be from the cache, of a machine with a compiler: the next segment is eager.
             _without_gaps.add(id(self.segment.spec))
@@ -208,9 +208,9 @@ class CppPasses(Passes):
             "partials": self._partials,
             **{name: getattr(segment, name) for name in _OF_SEGMENT},
         }
-        if (taps := self.taps) is not None:
-            outputs = {"tap_totals": taps.totals, "tap_words": taps.words, "first_word": taps.first_word}
-            self._tables.update(outputs, tap_partials=self._tap_partials)
+        if (outputs := self.outputs) is not None:
+            own = {"report_sums": outputs.totals, "words": outputs.words, "first_word": outputs.first_word}
+            self._tables.update(own, report_partials=self._report_partials)
         _point(launch, self._tables)
         self._of_ranges.clear()
 
@@ -250,7 +250,7 @@ class CppPasses(Passes):
         if tile_range is not None:
             launch = self._launch_of(tile_range)
             return [partial(function, ctypes.byref(launch)) for function, _ in self._passes[index]]
-        return [partial(self._tile_pass, index)] if self.taps is not None else self._calls[index]
+        return [partial(self._tile_pass, index)] if self.outputs is not None else self._calls[index]
 
     def _tile_pass(self, index: int) -> None:
         """Run the kernels of this step, which measure or do not."""

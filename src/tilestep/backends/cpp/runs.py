@@ -1,15 +1,15 @@
-"""The code for runs of consecutive elements, in place or copied, and for the statistics of taps."""
+"""The code for runs of consecutive elements, in place or copied, and for what a pass leaves besides the update."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
 from ...graph import TilePass
-from ...storage import BLOCK, Array, codec_of, dtype_name, read_arrays
+from ...storage import BLOCK, Array, Leaf, codec_of, dtype_name, read_arrays
 from ..emit import Writer
+from ..outputs import PassOutputs
 from ..spec import KernelSpec
-from ..taps import FAR, NEAR, SPLIT, PassTaps
-from .text import C_TYPES, TILES_OF_TENSORS, accumulate, arrays_of, neutral, scalar_type
+from .text import C_TYPES, CppWriter, Reduced, accumulate, arrays_of, clause_of, neutral, scalar_type
 
 
 def touches_blocks(spec: KernelSpec, tile: TilePass) -> bool:
@@ -39,7 +39,7 @@ class RunBody:
     another; short blocks are copied too.
 
     writer: has spelled what a pass takes from others. gaps: whether tensors may lie with gaps. clause: its loop's
-    reductions, for OpenMP. rest: writes what else it does with an element `i`. taps: what it puts out beside.
+    reductions, for OpenMP. rest: writes what else it does with an element `i`. outputs: what it leaves besides.
     """
 
     def __init__(
@@ -53,19 +53,19 @@ class RunBody:
         unscales: bool = False,
         clause: str = "",
         rest: Callable[[Writer, str], None] | None = None,
-        taps: TapText | None = None,
+        outputs: OutputText | None = None,
     ) -> None:
         self.spec, self.tile, self.writer, self.unscales, self.clause = spec, tile, writer, unscales, clause
-        self.rest, self.taps, self.gaps = rest, taps, gaps
+        self.rest, self.outputs, self.gaps = rest, outputs, gaps
         self.in_blocks = touches_blocks(spec, tile) if tile.view else spec.has_blocks
         self.in_place = not (self.in_blocks or gaps)
-        self.asks = not (self.in_blocks or rest or clause or (taps is not None and taps.clause))
+        self.asks = not (self.in_blocks or rest or clause)
         self.size = BLOCK if self.in_blocks else _ASKED if self.asks and self.in_place else size
         self.storages = {name: spec.storages[name] for name in dict.fromkeys([*tile.reads(), *tile.stores])}
         if unscales:
             self.storages.setdefault("grad", spec.storages["grad"])
         self.kept = [name for name in tile.stores if codec_of(self.storages[name]).has_blocks]
-        self.reads = list(dict.fromkeys([*tile.reads(), *(taps.reads if taps is not None else ())]))
+        self.reads = list(dict.fromkeys([*tile.reads(), *(outputs.reads if outputs is not None else ())]))
         self.written = [a for name in tile.stores for a in self.storages[name].arrays(name) if a.elements < BLOCK]
 
     def lines(self) -> list[str]:
@@ -82,7 +82,7 @@ class RunBody:
             unscaled += self._back([self.spec.grad])
             lines += ["if (unscale) {", *(line if line[0] == "#" else f"  {line}" for line in unscaled), "}"]
         lines += [line for name in self.kept for line in self._keep(name)]
-        lines += self.taps.apart(self) if self.taps is not None and self.in_blocks else []
+        lines += self.outputs.last(self) if self.outputs is not None else []
         return [*lines, *self._back(self.written)]
 
     def numbers(self, names: Iterable[str]) -> list[str]:
@@ -212,8 +212,8 @@ class RunBody:
         return [*lines, *self._each(f"{name}_values[j] = {function}({', '.join(elements)});")]
 
     def _math(self) -> list[str]:
-        scalar, inner, taps = scalar_type(self.spec), self.writer, self.taps
-        inner.lines += taps.before(self) if taps is not None else []
+        scalar, inner, outputs = scalar_type(self.spec), self.writer, self.outputs
+        inner.lines += outputs.before(self) if outputs is not None else []
         write_math(self.tile, inner, self.load)
         for slot, reduction in self.tile.reductions:
             term = inner[reduction.args[0]]
@@ -231,15 +231,13 @@ class RunBody:
                 ]
         if self.rest is not None:
             self.rest(inner, "  ")
-        inner.lines += taps.after(self, inner) if taps is not None else []
+        if outputs is not None:
+            outputs.after(self, inner)
         largest = "".join(f" reduction(max : {name}_largest)" for name in self.kept)
-        measures = taps is not None and not self.in_blocks
-        clauses = f"{self.clause}{taps.clause if taps is not None and measures else ''}{largest}"
         return [
             *(f"uint32_t {name}_largest = 0;" for name in self.kept),
-            *(taps.run_lines(self, scalar) if taps is not None else ()),
-            *self.loop(clauses, inner.lines, exact=self.in_blocks and self.rest is None),
-            *(taps.after_run(self) if taps is not None and measures else ()),
+            *(outputs.run_lines(self) if outputs is not None else ()),
+            *self.loop(self.clause + largest, inner.lines, exact=self.in_blocks and self.rest is None),
         ]
 
     def _store(self, name: str, value: str) -> str:
@@ -268,197 +266,118 @@ class RunBody:
         ]
 
 
-class TapText:
-    """Writes the statements of a pass's taps, from the innermost loop to the tensor's totals."""
+class OutputText:
+    """Writes what a run does for a pass's outputs: before elements are written, and when they are."""
 
-    def __init__(self, taps: PassTaps) -> None:
-        self._taps, self.stats, self.grad, self.tile = taps, taps.stats, taps.grad, taps.tile
-        self._spec, self._columns = taps.spec, taps.columns
-        self._arrays: list[Array] = []
-        if taps.compared:
-            listed = self._spec.storages["param"].arrays("param")
-            self._arrays = [listed[place] for place in taps.compared]
-
-    @property
-    def _slots(self) -> list[int]:
-        return self._taps.slots if self.stats else []
+    def __init__(self, outputs: PassOutputs) -> None:
+        self._outputs, self.reported = (
+            outputs,
+            [Reduced(entry.reduction, slot, outputs.width, "report_") for slot, entry in outputs.reports],
+        )
+        self._scalar, self._storages = scalar_type(outputs.spec), outputs.spec.storages
+        self._old = outputs.of("old", "update")
+        self.reads = outputs.of("old", "update", *(["new"] if self.reported else []))
+        """The buffers of which the numbers before the step are needed, or after a skipped one."""
+        self._given = outputs.of("new", "update")
+        arrays = self._storages["param"].arrays("param")
+        self._arrays = [(place, arrays[place]) for place in outputs.compared]
+        in_blocks = outputs.spec.has_blocks
+        self.is_apart = in_blocks or bool(outputs.tile.reductions)
+        """Whether outputs have a loop of their own: types in a loop change how it cuts a sum of the rule into lanes."""
+        kept = [name for name in self._given if not (in_blocks or codec_of(self._storages[name]).is_element)]
+        self._remembered = [*dict.fromkeys([*(["param"] if "param" in self._given else []), *kept])]
+        """The buffers of which loops apart remember the numbers that the rule gives."""
 
     def tile_lines(self) -> list[str]:
         """The first statements of a tile."""
-        lines = [f"    double tap_part_{slot} = 0;" for slot in self._slots]
-        if self._taps.changes:
-            lines.append("    uint32_t* tap_words = launch->tap_words + launch->first_word[t];")
+        return ["    uint32_t* seen_words = launch->words + launch->first_word[t];"] if self._outputs.marks else []
+
+    def run_lines(self, body: RunBody) -> list[str]:
+        """The first statements of a run: what is remembered of its elements until all are stored, and flags."""
+        lines: list[str] = []
+        if self.is_apart:
+            kinds = [(f"old_{name}", self._scalar) for name in self._old]
+            kinds += [(f"given_{name}", self._scalar) for name in self._remembered]
+            kinds += [(f"bits_{place}", f"decltype(bits_of({body.array(array)}[0]))") for place, array in self._arrays]
+            kinds += [("moves", self._scalar)] if self._outputs.moves is not None else []
+            lines += [f"{kind} seen_{name}s[{body.size}];" for name, kind in kinds]
+        if self._outputs.marks:
+            lines += [f"uint8_t seen_flags[{body.size}];", f"std::memset(seen_flags, 0, {body.longest});"]
         return lines
-
-    def run_lines(self, body: RunBody, scalar: str, *, skipped: bool = False) -> list[str]:
-        """The first statements of a run."""
-        lines = [f"{scalar} tap_{slot} = 0;" for slot in self._slots]
-        if skipped:
-            return lines
-        if body.in_blocks:  # what is remembered of elements until all are stored
-            lines += [f"{scalar} tap_{name}s[{BLOCK}];" for name in self._remembered]
-            lines += [
-                f"decltype(bits_of({body.array(array)}[0])) tap_bits_{place}[{BLOCK}];"
-                for place, array in enumerate(self._arrays)
-            ]
-            lines += [f"uint8_t tap_moved[{BLOCK}];"] if self._taps.moves is not None else []
-        flags = [f"uint8_t tap_flags[{body.size}];", f"std::memset(tap_flags, 0, {body.longest});"]
-        return lines + (flags if self._taps.changes else [])
-
-    @property
-    def clause(self) -> str:
-        """The reductions of a chunk's loop, for OpenMP."""
-        names: dict[str, list[str]] = {"maximum_of_all": [], "+": []}
-        for slot in self._slots:
-            names["maximum_of_all" if self._columns.is_extreme(slot) else "+"].append(f"tap_{slot}")
-        return "".join(f" reduction({how} : {', '.join(variables)})" for how, variables in names.items() if variables)
-
-    @property
-    def reads(self) -> list[str]:
-        """The buffers of which statistics need the numbers before the step."""
-        return [*(["grad"] if self.grad else []), *self._taps.buffers] if self.stats else []
-
-    @property
-    def _remembered(self) -> list[str]:
-        names = [f"old_{name}" for name in self.reads if name in ("grad", "param")]
-        return [*names, "new_param"] if self.stats and "param" in self._taps.buffers else names
-
-    def _loads(self, body: RunBody) -> list[str]:
-        scalar = scalar_type(self._spec)
-        return [f"  const {scalar} tap_old_{name} = {body.load(name)};" for name in self.reads]
 
     def before(self, body: RunBody) -> list[str]:
         """The statements that remember an element before it is written."""
-        bits = [f"bits_of({body.element(array)})" for array in self._arrays]
-        if body.in_blocks:
-            old = [name for name in self.reads if name in ("grad", "param")]
-            kept = [f"  tap_bits_{place}[j] = {was};" for place, was in enumerate(bits)]
-            return [*(f"  tap_old_{name}s[j] = {body.load(name)};" for name in old), *kept]
-        return [*self._loads(body), *(f"  const auto tap_was_{place} = {was};" for place, was in enumerate(bits))]
+        seen = [(self._scalar, f"old_{name}", body.load(name)) for name in self._old]
+        seen += [("auto", f"bits_{place}", f"bits_of({body.element(array)})") for place, array in self._arrays]
+        if self.is_apart:
+            return [f"  seen_{name}s[{body.place}] = {value};" for _, name, value in seen]
+        return [f"  const {kind} seen_{name} = {value};" for kind, name, value in seen]
 
-    def after(self, body: RunBody, inner: Writer) -> list[str]:
-        """The statements that measure an element once it is written, or in blocks remember it until all are."""
+    def after(self, body: RunBody, writer: Writer) -> None:
+        """Write what is done with an element once it is written; or remember it until all of a run are."""
+        writer.write(self._outputs.move_values)
+        moves = None if self._outputs.moves is None else writer[self._outputs.moves]
+        given = {name: writer[self._outputs.tile.stores[name]] for name in self._given}
+        if not self.is_apart:
+            self._accumulate(body, writer, given, moves)
+            return
+        writer.lines += [f"  seen_given_{name}s[{body.place}] = {given[name]};" for name in self._remembered]
+        writer.lines += [f"  seen_movess[{body.place}] = {moves};"] if moves is not None else []
+
+    def last(self, body: RunBody) -> list[str]:
+        """The last statements of a run: where outputs have a loop of their own, this loop."""
         lines: list[str] = []
-        moves = None
-        if self.stats:
-            start = len(inner.lines)
-            inner.write(self._taps.move_values)
-            lines = inner.lines[start:]
-            del inner.lines[start:]
-            moves = None if self._taps.moves is None else inner[self._taps.moves]
-        new = inner[self.tile.stores["param"]] if "param" in self._taps.buffers else ""
-        if not body.in_blocks:
-            values = {name: inner[self.tile.stores[name]] for name in self._taps.buffers}
-            return [*lines, *self._measured(body, values, moves)]
-        lines += [f"  tap_new_params[j] = {new};"] if self.stats and new else []
-        return [*lines, *([f"  tap_moved[j] = {moves};"] if moves is not None else [])]
-
-    def apart(self, body: RunBody) -> list[str]:
-        """A loop of its own over a block's elements when all are stored."""
-        in_blocks = [name for name in self._taps.states if name in body.kept] if self.stats else []
-        remembered = [f"  const auto tap_{name} = tap_{name}s[j];" for name in self._remembered if name != "new_param"]
-        remembered += [f"  const auto tap_was_{place} = tap_bits_{place}[j];" for place in range(len(self._arrays))]
-        values = {"param": "tap_new_params[j]", **{name: f"{name}_values[j]" for name in self._taps.states}}
-        moves = "bool(tap_moved[j])" if self._taps.moves is not None else None
-        return [
-            *(line for name in in_blocks for line in body.kept_numbers(name)),
-            *body.loop(self.clause, [*remembered, *self._measured(body, values, moves)]),
-            *self.after_run(body),
-        ]
-
-    def _measured(self, body: RunBody, values: Mapping[str, str], moves: str | None) -> list[str]:
-        """The statements that measure an element that was written."""
-        lines = [
-            f"  const bool tap_other_{place} = bits_of({body.element(array)}) != tap_was_{place};"
-            for place, array in enumerate(self._arrays)
-        ]
-        if self._taps.changes:
-            lines.append(f"  tap_flags[{body.place}] = tap_other_0;")
-        if not self.stats:
-            return lines
-        for name in self._taps.buffers:
-            storage = self._spec.storages[name]
-            is_element = codec_of(storage).is_element
-            kept = f"read({body.element(storage.arrays(name)[0])})" if is_element else values[name]
-            lines.append(f"  const {scalar_type(self._spec)} tap_now_{name} = {kept};")
-        if "param" in self._taps.buffers:
-            lines.append(f"  const auto tap_update = {values['param']} - tap_old_param;")
-            moved = "" if moves is None else f" | {moves}"
-            same = " & ".join(f"!tap_other_{place}" for place in range(len(self._arrays)))
-            lines.append(f"  const bool tap_lost = ((tap_update != 0){moved}) & {same};")
-        return lines + self._sums("now")
-
-    def _sums(self, which: str | None) -> list[str]:
-        """The statements that accumulate an element, after the step ("now") or in a skipped step (None)."""
-        lines: list[str] = []
-        if not self.stats:
-            return lines
-        kept = which or "old"
-
-        def add(column: str, term: str) -> None:
-            lines.append(f"tap_{self._columns.slot(column)} += {term};")
-
-        def extreme(column: str, term: str) -> None:
-            name = f"tap_{self._columns.slot(column)}"
-            lines.append(f"{name} = maximum({name}, std::fabs({term}));")
-
-        if self.grad:
-            add("grad_squares", "tap_old_grad * tap_old_grad")
-            extreme("grad_max", "tap_old_grad")
-            add("grad_zeros", "tap_old_grad == 0")
-        if "param" in self._taps.buffers:
-            add("param_squares", f"tap_{kept}_param * tap_{kept}_param")
-            extreme("param_max", f"tap_{kept}_param")
-            if which:
-                add("update_squares", "tap_update * tap_update")
-                extreme("update_max", "tap_update")
-                add("lost", "tap_lost")
-        for name in self._taps.states:
-            number = f"tap_{kept}_{name}"
-            lines.append(f"const bool tap_large_{name} = std::fabs({number}) >= {SPLIT!r}f;")
-            scale = f"(tap_large_{name} ? {FAR!r}f : {NEAR!r}f)"
-            lines.append(f"const auto tap_scaled_{name} = {number} * {scale};")
-            square = f"tap_scaled_{name} * tap_scaled_{name}"
-            add(f"{name}_near", f"tap_large_{name} ? 0 : {square}")
-            add(f"{name}_far", f"tap_large_{name} ? {square} : 0")
-            extreme(f"{name}_max", number)
-        return [f"  {line}" for line in lines]
-
-    def after_run(self, body: RunBody, *, skipped: bool = False) -> list[str]:
-        """The last statements of a run."""
-        lines = []
-        for slot in self._slots:
-            part = f"tap_part_{slot}"
-            largest = f"{part} = maximum({part}, double(tap_{slot}));"
-            lines.append(largest if self._columns.is_extreme(slot) else f"{part} += tap_{slot};")
-        if self._taps.changes and not skipped:
-            lines.append(f"mark(tap_words, tap_flags, layout, first, count, {body.position(self._arrays[0])});")
+        if self.is_apart:
+            writer, place = CppWriter(self._scalar, "  ", body.writer.names.within()), body.place
+            names = [*(f"old_{name}" for name in self._old), *(f"bits_{array}" for array, _ in self._arrays)]
+            writer.lines += [f"  const auto seen_{name} = seen_{name}s[{place}];" for name in names]
+            given = {name: f"{name}_values[j]" for name in self._given}
+            given.update({name: f"seen_given_{name}s[{place}]" for name in self._remembered})
+            moves = None if self._outputs.moves is None else f"(seen_movess[{place}] != 0)"
+            self._accumulate(body, writer, given, moves)
+            lines += [line for name in self._given if name in body.kept for line in body.kept_numbers(name)]
+            lines += body.loop(clause_of(self.reported), writer.lines)
+        if self._outputs.marks:
+            array = body.position(self._storages["param"].arrays("param")[0])
+            lines.append(f"mark(seen_words, seen_flags, layout, first, count, {array});")
         return lines
 
+    def _accumulate(self, body: RunBody, writer: Writer, given: Mapping[str, str], moves: str | None) -> None:
+        """Write the outputs of an element that was written; `given` are numbers before they are rounded."""
+
+        def spelled(kind: str, buffer: str, place: int) -> str:
+            arrays = self._storages[buffer].arrays(buffer)
+            if kind == "new":
+                is_element = codec_of(self._storages[buffer]).is_element
+                return f"read({body.element(arrays[0])})" if is_element else given[buffer]
+            if kind == "update":
+                return f"{given[buffer]} - seen_old_{buffer}"
+            return f"bits_of({body.element(arrays[place])}) != seen_bits_{place}"
+
+        names: dict[Leaf, str] = {}
+        for kind, buffer, place in self._outputs.leaves:
+            name = f"seen_{kind}_{place if kind == 'changed' else buffer}"
+            names[kind, buffer, place] = (moves or "false") if kind == "moves" else name
+            if kind not in ("old", "moves"):
+                own = "bool" if kind == "changed" else self._scalar
+                writer.lines.append(f"  const {own} {name} = {spelled(kind, buffer, place)};")
+        self._reduce(writer, names)
+        if self._outputs.marks:
+            self._outputs.write(writer, names, [self._outputs.marks])
+            writer.lines.append(f"  seen_flags[{body.place}] = {writer[self._outputs.marks]};")
+
+    def _reduce(self, writer: Writer, names: Mapping[Leaf, str]) -> None:
+        roots = [entry.root for _, entry in self._outputs.reports]
+        self._outputs.write(writer, names, roots)
+        for one, root in zip(self.reported, roots):
+            writer.lines.append(f"  {accumulate(one.reduction, one.chunk, writer[root])}")
+
     def skipped(self, body: RunBody) -> list[str]:
-        """The statements of a run in a skipped step: statistics of the gradient and of what stays."""
-        storages = {name: self._spec.storages[name] for name in self.reads}
-        return [
-            *body.begin([array for name, storage in storages.items() for array in read_arrays(storage, name)]),
-            *body.numbers(storages),
-            *self.run_lines(body, scalar_type(self._spec), skipped=True),
-            *body.loop(self.clause, [*self._loads(body), *self._sums(None)]),
-            *self.after_run(body, skipped=True),
-        ]
-
-    def partials(self) -> list[str]:
-        """The statements that write a tile's partial results."""
-        width = len(self._columns)
-        return [f"    launch->tap_partials[tile * {width} + {slot}] = tap_part_{slot};" for slot in self._slots]
-
-    def finish(self) -> list[str]:
-        """The loop that combines the tiles of each tensor in order."""
-        if not self._slots:
-            return []
-        width = len(self._columns)
-        lines = [*TILES_OF_TENSORS]
-        for slot in self._slots:
-            operation = "Larger" if self._columns.is_extreme(slot) else "Add"
-            total = f"total_of<{operation}>(launch->tap_partials + {slot}, {width}, first, stop, 0)"
-            lines.append(f"    launch->tap_totals[t * {width} + {slot}] = {total};")
-        return [*lines, "  }"]
+        """The statements of a run in a skipped step, of elements that stay as they are."""
+        storages = {name: self._storages[name] for name in self.reads}
+        arrays = [array for name, storage in storages.items() for array in read_arrays(storage, name)]
+        writer = CppWriter(self._scalar, "  ", body.writer.names.within())
+        writer.lines += [f"  const {self._scalar} seen_old_{name} = {body.load(name)};" for name in self.reads]
+        stays = {"old": "seen_old_{}", "new": "seen_old_{}", "update": f"{self._scalar}(0)"}
+        self._reduce(writer, {leaf: stays.get(leaf[0], "false").format(leaf[1]) for leaf in self._outputs.leaves})
+        return [*body.begin(arrays), *body.numbers(storages), *body.loop(clause_of(self.reported), writer.lines)]

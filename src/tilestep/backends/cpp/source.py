@@ -6,9 +6,9 @@ from ...graph import ScalarPass, TilePass, Value, scalar_needs
 from ...storage import BLOCK, dtype_name
 from ..decision import gradient_scale
 from ..emit import Writer, scalar_source
+from ..outputs import PassOutputs
 from ..spec import KernelSpec, describe
-from ..taps import taps_of
-from .runs import RunBody, TapText
+from .runs import OutputText, RunBody
 from .support import BLOCKS_PRELUDE, PRELUDE, SLICES_PRELUDE
 from .text import (
     C_TYPES,
@@ -20,6 +20,7 @@ from .text import (
     CppWriter,
     accumulate,
     array_lines,
+    clause_of,
     combine,
     format_functions,
     key_lines,
@@ -27,9 +28,9 @@ from .text import (
     neutral,
     number_function,
     random_functions,
+    reductions_of,
     scalar_type,
     scalars_of,
-    totals,
 )
 
 
@@ -133,6 +134,7 @@ class _SlicePass:
         self.unscales = spec.program.unscales(tile)
         self.scalars = scalars_of(spec, tile)
         self.read = tile.slices()
+        self.reduced = reductions_of(spec, tile)
         self.row_parts, self.column_parts = tile.parts_of("row"), tile.parts_of("column")
         self.hoisted: dict[str, list[str]] = {"row": [], "matrix": [], "column": []}
         self._bind_slices()
@@ -181,12 +183,11 @@ class _SlicePass:
             *array_lines(spec, self.tile, self.unscales),
             *key_lines(spec, self.tile),
             *self._slot_lines(),
-            *(f"    double part_{slot} = {neutral(reduction)};" for slot, reduction in self.tile.reductions),
+            *(f"    double {one.part} = {neutral(one.reduction)};" for one in self.reduced),
         ]
         lines.append(layout_line(spec, self.gaps))
         lines += self._matrix_loop()
-        for slot, _ in self.tile.reductions:
-            lines.append(f"    launch->partials[tile * {spec.reduction_count} + {slot}] = part_{slot};")
+        lines += [one.partial for one in self.reduced]
         return [*lines, "  }", *self._finish(index), "}"]
 
     def _slot_lines(self) -> list[str]:
@@ -225,13 +226,11 @@ class _SlicePass:
             "        const int64_t base = line * cut.columns;",
             *self.hoisted["row"],
         ]
-        for slot, reduction in self.tile.reductions:
-            lines.append(f"        {self.scalar} chunk_{slot} = {neutral(reduction)};")
+        lines += [f"        {self.scalar} {one.chunk} = {neutral(one.reduction)};" for one in self.reduced]
         for slot, reduction in self.row_parts:
             lines.append(f"        {self.scalar} row_{slot} = {neutral(reduction)};")
         lines += self._run_loop()
-        for slot, reduction in self.tile.reductions:
-            lines.append("        " + combine(reduction, f"part_{slot}", f"chunk_{slot}"))
+        lines += ["        " + combine(one.reduction, one.part, one.chunk) for one in self.reduced]
         for slot, _ in self.row_parts:
             place = "view.parts[t * 2] + line * cut.column_tiles + cut.column_tile"
             lines.append(f"        parts_{slot}[{place}] = row_{slot};")
@@ -239,9 +238,8 @@ class _SlicePass:
 
     @property
     def _clause(self) -> str:
-        reduced = [(f"chunk_{slot}", value) for slot, value in self.tile.reductions]
-        reduced += [(f"row_{slot}", value) for slot, value in self.row_parts]
-        return "".join(f" reduction({COMBINERS[value.operation]} : {name})" for name, value in reduced)
+        rows = (f" reduction({COMBINERS[value.operation]} : row_{slot})" for slot, value in self.row_parts)
+        return clause_of(self.reduced) + "".join(rows)
 
     def _run_loop(self) -> list[str]:
         """The loop over the runs of a tile's part of a row; only the last block of a row may be short."""
@@ -288,10 +286,10 @@ class _SlicePass:
             along_rows = "true" if self.tile.place(reduction) == "row" else "false"
             operation = f"{self.scalar}, {OPERATIONS[reduction.operation]}"
             lines.append(f"  combine_parts<{operation}>(launch, slices, {index}, {kind}, {slot}, {along_rows});")
-        if not self.tile.reductions:
+        if not self.reduced:
             return lines
         own = "    const int64_t first = view.first_tile[t], stop = first + view.tile_count[t];"
-        return [*lines, *TENSORS, own, *totals(self.spec, self.tile)]
+        return [*lines, *TENSORS, own, *(one.total for one in self.reduced), "  }"]
 
 
 MOST_COLUMNS = 2048
@@ -305,13 +303,13 @@ def _tile_function(spec: KernelSpec, index: int, tile: TilePass, gaps: bool) -> 
     scalar = scalar_type(spec)
     columns = max(len(spec.program.columns), 1)
     unscales = index == spec.program.unscaling_pass
-    tile_taps = taps_of(spec, tile)
-    taps = TapText(tile_taps) if tile_taps is not None else None
-    lines = [f'extern "C" void tile_pass_{index}(const Launch* launch) {{']
-    measures = taps is not None and taps.stats
+    outputs = PassOutputs(spec, tile)
+    text = OutputText(outputs) if outputs else None
+    reduced, reported = reductions_of(spec, tile), text.reported if text is not None else []
     skips = "launch->control[SKIP] != 0"
-    lines.append(f"  const bool skips = {skips};" if measures else f"  if ({skips}) return;")
-    lines += [
+    lines = [
+        f'extern "C" void tile_pass_{index}(const Launch* launch) {{',
+        f"  const bool skips = {skips};" if reported else f"  if ({skips}) return;",
         "#pragma omp parallel for schedule(static) num_threads(launch->threads)",
         "  for (int64_t tile = 0; tile < launch->tiles; ++tile) {",
         "    const int64_t t = launch->tile_tensor[tile];",
@@ -326,27 +324,24 @@ def _tile_function(spec: KernelSpec, index: int, tile: TilePass, gaps: bool) -> 
         lines.append(f"    const int64_t per_row = (columns + {BLOCK - 1}) / {BLOCK};")
     scalars = scalars_of(spec, tile)
     lines += [*scalars.lines, *array_lines(spec, tile, unscales), *key_lines(spec, tile)]
-    for slot, reduction in tile.reductions:
-        lines.append(f"    double part_{slot} = {neutral(reduction)};")
-    lines += taps.tile_lines() if taps is not None else []
+    every = [*reduced, *reported]
+    lines += [f"    double {one.part} = {neutral(one.reduction)};" for one in every]
+    lines += text.tile_lines() if text is not None else []
     lines.append(layout_line(spec, gaps))
-    clause = "".join(f" reduction({COMBINERS[value.operation]} : chunk_{slot})" for slot, value in tile.reductions)
-    parts = [f"{scalar} chunk_{slot} = {neutral(value)};" for slot, value in tile.reductions]
-    chunks = [combine(value, f"part_{slot}", f"chunk_{slot}") for slot, value in tile.reductions]
+    chunks = [f"{scalar} {one.chunk} = {neutral(one.reduction)};" for one in every]
+    parts = [combine(one.reduction, one.part, one.chunk) for one in every]
+    clause = clause_of(reduced if text is not None and text.is_apart else every)
 
     inner = CppWriter(scalar, "  ", scalars.names.within())
     inner.expressions.update(scalars.expressions)
-    body = RunBody(spec, tile, inner, _RUN, gaps=gaps, unscales=unscales, clause=clause, taps=taps)
-    loop = _run_loop(body, [*parts, *body.lines(), *chunks])
-    if taps is not None and measures:
-        loop = ["    if (skips) {", *_run_loop(body, taps.skipped(body)), "    } else {", *loop, "    }"]
-    lines += loop
-    lines += taps.partials() if taps is not None else []
-    for slot, _ in tile.reductions:
-        lines.append(f"    launch->partials[tile * {spec.reduction_count} + {slot}] = part_{slot};")
-    finish = [*TILES_OF_TENSORS, *totals(spec, tile)] if tile.reductions else []
-    lines += ["  }", *(taps.finish() if taps is not None else ()), *finish, "}"]
-    return "\n".join(lines)
+    body = RunBody(spec, tile, inner, _RUN, gaps=gaps, unscales=unscales, clause=clause, outputs=text)
+    loop = _run_loop(body, [*chunks, *body.lines(), *parts])
+    if text is not None and reported:
+        skipped = _run_loop(body, [*chunks, *text.skipped(body), *parts])
+        loop = ["    if (skips) {", *skipped, "    } else {", *loop, "    }"]
+    lines += [*loop, *(one.partial for one in every), "  }"]
+    finish = [*TILES_OF_TENSORS, *(one.total for one in every), "  }"] if every else []
+    return "\n".join([*lines, *finish, "}"])
 
 
 def _run_loop(body: RunBody, statements: list[str]) -> list[str]:

@@ -30,9 +30,9 @@ _TABLES = {
     "global_parts": "double*",
     "totals": "const double*",
     "scalar_states": "const int64_t*",
-    "tap_partials": "double*",
-    "tap_totals": "double*",
-    "tap_words": "uint32_t*",
+    "report_partials": "double*",
+    "report_sums": "double*",
+    "words": "uint32_t*",
     "first_word": "const int64_t*",
     "streams": "const int64_t*",
 }
@@ -71,8 +71,8 @@ class Launch(ctypes.Structure):
     hyper[groups][hyper_count]. step[tensors].
     rows[tensors][columns]. partials[tiles][reductions], sums[tensors][reductions]. global_parts[tensors][slots],
     totals[slots]. scalar_states[states]: address of one array [tensors] each.
-    tap_partials[tiles][columns], tap_totals[tensors][columns]: statistics. tap_words: a bit for each changed weight, of
-    which first_word[tensors] says where a tensor's begin.
+    report_partials[tiles][columns], report_sums[tensors][columns]: outputs that are numbers of tensors. words: a bit
+    for each element, of which first_word[tensors] says where a tensor's begin.
     """
 
     _fields_ = _fields(_COUNTS, _TABLES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ...graph import TilePass, Value, ancestors
@@ -37,7 +38,7 @@ ask_ahead random stream origin steps_taken stream_key_0 stream_key_1 key_0 key_1
 _RESERVED = frozenset((*_KEYWORDS.split(), *_AROUND.split()))
 
 _MACRO_OR_SLOT = re.compile(
-    r"[A-Z][A-Z0-9_].*|_[A-Z_].*|(join|keep|measure|split)_.*|(chunk|column|part|parts|random|row|slot|span|total)_[0-9]+|tap_.*"
+    r"[A-Z][A-Z0-9_].*|_[A-Z_].*|(join|keep|measure|split)_.*|(chunk|column|part|parts|random|row|slot|span|total)_[0-9]+|(report|seen)_.*"
 )
 """What begins with capitals may be a macro (INFINITY, M_PIf64) or a control number; join, split, keep and
 measure are functions of storage formats; numbered ones are reductions'."""
@@ -167,13 +168,48 @@ def combine(reduction: Value, total: str, part: str) -> str:
     return accumulate(reduction, total, part if reduction.operation == "reduce_sum" else f"double({part})")
 
 
-def totals(spec: KernelSpec, tile: TilePass) -> list[str]:
-    """The end of a function that has reduced tiles `first` to `stop` of tensor `t`: their parts combined in order."""
-    lines, count = [], spec.reduction_count
-    for slot, reduction in tile.reductions:
-        total = f"total_of<{OPERATIONS[reduction.operation]}>(launch->partials + {slot}, {count}, first, stop)"
-        lines.append(f"    launch->sums[t * {count} + {slot}] = {total};")
-    return [*lines, "  }"]
+@dataclass(frozen=True)
+class Reduced:
+    """A reduction over the elements of tensors: of a run in the type computed in, of a tile and a tensor in float64."""
+
+    reduction: Value
+    slot: int  # its column in the tables of partial results and totals
+    width: int  # of these tables
+    prefix: str = ""  # of their names
+
+    @property
+    def chunk(self) -> str:
+        """The variable of a run."""
+        return f"{self.prefix}chunk_{self.slot}"
+
+    @property
+    def part(self) -> str:
+        """The variable of a tile."""
+        return f"{self.prefix}part_{self.slot}"
+
+    @property
+    def partial(self) -> str:
+        """The statement that writes a tile's result."""
+        return f"    launch->{self.prefix}partials[tile * {self.width} + {self.slot}] = {self.part};"
+
+    @property
+    def total(self) -> str:
+        """The statement that combines the results of a tensor's tiles."""
+        tiles = f"launch->{self.prefix}partials + {self.slot}, {self.width}, first, stop"
+        total = f"total_of<{OPERATIONS[self.reduction.operation]}>({tiles})"
+        # An output of an empty tensor stays 0.
+        there = "if (first < stop) " if self.prefix else ""
+        return f"    {there}launch->{self.prefix}sums[t * {self.width} + {self.slot}] = {total};"
+
+
+def clause_of(reduced: Iterable[Reduced]) -> str:
+    """The reductions of a run's loop, for OpenMP."""
+    return "".join(f" reduction({COMBINERS[one.reduction.operation]} : {one.chunk})" for one in reduced)
+
+
+def reductions_of(spec: KernelSpec, tile: TilePass) -> list[Reduced]:
+    """The reductions that the update itself needs."""
+    return [Reduced(value, slot, spec.reduction_count) for slot, value in tile.reductions]
 
 
 def layout_line(spec: KernelSpec, gaps: bool) -> str:

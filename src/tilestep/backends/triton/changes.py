@@ -11,7 +11,7 @@ from .support import INTERPRETED, libdevice, loop_bound
 
 WORDS = 512  # words that a program reads: 16,384 weights
 
-POINTERS = ["tap_words", "blocks", "counts", "indices", "values"]
+POINTERS = ["words_table", "blocks", "counts", "indices", "values"]
 
 
 @triton.jit
@@ -27,29 +27,29 @@ def bits_in(words):
 
 
 @triton.jit
-def block_of(tap_words, blocks, WORDS: tl.constexpr):
+def block_of(words_table, blocks, WORDS: tl.constexpr):
     """The words of this program's block. blocks[n, 4]: first word, one past the last word of the tensor, index of the
     block's first weight in its tensor, address of the tensor's memory."""
     place = tl.load(blocks + tl.program_id(0) * 4) + tl.arange(0, WORDS)
     there = place < tl.load(blocks + tl.program_id(0) * 4 + 1)
-    return tl.load(tap_words + place, mask=there, other=0).to(tl.uint32, bitcast=True)
+    return tl.load(words_table + place, mask=there, other=0).to(tl.uint32, bitcast=True)
 
 
-@triton.jit(do_not_specialize_on_alignment=["tap_words", "blocks", "counts"])
-def count_changes(tap_words, blocks, counts, WORDS: tl.constexpr):
+@triton.jit(do_not_specialize_on_alignment=["words_table", "blocks", "counts"])
+def count_changes(words_table, blocks, counts, WORDS: tl.constexpr):
     """Set bits of each block of words: counts[blocks], int64."""
-    words = block_of(tap_words, blocks, WORDS)
+    words = block_of(words_table, blocks, WORDS)
     tl.store(counts + tl.program_id(0), tl.sum(bits_in(words), 0).to(tl.int64))
 
 
 @triton.jit(do_not_specialize_on_alignment=POINTERS)
-def list_changes(tap_words, blocks, counts, indices, values, WORDS: tl.constexpr, BYTES: tl.constexpr):
+def list_changes(words_table, blocks, counts, indices, values, WORDS: tl.constexpr, BYTES: tl.constexpr):
     """Indices and values of the weights whose bits are set, a set bit of each word at a time.
 
     counts[blocks]: set bits of all blocks up to this one, itself included. indices, values: of all, one after the
     other; values as integers of so many bytes.
     """
-    words = block_of(tap_words, blocks, WORDS)
+    words = block_of(words_table, blocks, WORDS)
     row = blocks + tl.program_id(0) * 4
     own = bits_in(words)
     target = tl.load(counts + tl.program_id(0)) - tl.sum(own, 0) + tl.cumsum(own, 0) - own

@@ -16,13 +16,13 @@ from ...compat import is_capturing
 from ...runtime.capturing import WARM_UP, require
 from ...runtime.decision import StepInputs
 from ...runtime.gradients import copy_to
+from ...runtime.outputs import chunks_of
 from ...runtime.passes import Passes
 from ...runtime.segment import Entry, Segment, TileRange
-from ...runtime.taps import chunks_of
 from ...tuning import tile_shape
 from ..decision import Decision, numbers_of
-from ..spec import KernelSpec, Tiles, cut_tiles
-from ..taps import taps_of
+from ..outputs import PassOutputs
+from ..spec import KernelSpec, Output, Tiles, cut_tiles
 from . import source as triton_backend
 from .decision import decision_source
 from .launch import EXACT, Launch, Launcher, build_together, load_module
@@ -30,7 +30,7 @@ from .slices import CudaSlices
 
 _SCALAR_BLOCK = 128
 _FINISH_BLOCK = 1024
-_TAP_RUN = 256  # tiles whose statistics one program combines
+_REPORT_RUN = 256  # tiles whose reports one program combines
 _MOST_SPANS, _ENOUGH_PROGRAMS = 8, 8192
 """Spans that a program walks which measures, and how many programs there are for each of them: what it has accumulated
 is reduced once."""
@@ -97,39 +97,39 @@ class TritonPasses(Passes):
             "global_parts": segment.global_parts,
             "totals": segment.totals,
             **{f"{name}_state": array for name, array in segment.scalar_states.items()},
-            **{name: numbers(1) for name in ("tap_words", "first_word", "tap_partials")},
+            **{name: numbers(1) for name in ("words", "first_word", "report_partials")},
         }
-        self._finish_taps: list[tuple[Launcher, list[torch.Tensor]]] = []
+        self._sum_reports: list[tuple[Launcher, list[torch.Tensor]]] = []
         self._cuts: dict[int, tuple[Tiles, dict[str, torch.Tensor], list[tuple[Launcher, list[torch.Tensor]]]]] = {}
         self._list_strided_tiles()
 
-    def tap(self, *, stats: bool, changes: bool) -> None:
-        super().tap(stats=stats, changes=changes)
-        taps = self.taps
-        assert taps is not None
-        self._tables["tap_words"] = taps.words
-        self._tables["first_word"] = torch.from_numpy(taps.first_word[:-1].copy()).to(self._device)
+    def leave(self, measured: tuple[Output, ...]) -> None:
+        super().leave(measured)
+        outputs = self.outputs
+        assert outputs is not None
+        self._tables["words"] = outputs.words
+        self._tables["first_word"] = torch.from_numpy(outputs.first_word[:-1].copy()).to(self._device)
         self._cuts.clear()
         self._launches()
 
     def _cut_measured(self) -> tuple[dict[str, torch.Tensor], Tiles, int]:
         """Tables, tiles and strided tiles of passes that measure; what combines their partials is made with them."""
-        segment, taps = self.segment, self.taps
-        assert taps is not None
+        segment, outputs = self.segment, self.outputs
+        assert outputs is not None
         spans = min(max(segment.tiles.count // _ENOUGH_PROGRAMS, 1), _MOST_SPANS)
         # Sums that the update itself needs, and ranges of tiles, keep the tiles of the other passes.
         spans = 1 if self._spec.reduction_count or segment.streamer is not None else spans
         if spans not in self._cuts:
             cut = cut_tiles(segment.tiles.numel.tolist(), segment.tiles.size * spans)
-            size = max(cut.count, 1) * len(taps.columns)
+            size = max(cut.count, 1) * len(outputs.names)
             tables = {
-                "tap_partials": torch.zeros(size, dtype=self._spec.compute, device=self._device),
+                "report_partials": torch.zeros(size, dtype=self._spec.compute, device=self._device),
                 "tile_tensor": self._table(cut.tile_tensor),
                 "first_tile": self._table(cut.first_tile),
             }
-            self._cuts[spans] = (cut, tables, self._tap_sums(cut, tables["tap_partials"]))
-        cut, tables, self._finish_taps = self._cuts[spans]
-        self._tables["tap_partials"] = tables["tap_partials"]
+            self._cuts[spans] = (cut, tables, self._report_sums(cut, tables["report_partials"]))
+        cut, tables, self._sum_reports = self._cuts[spans]
+        self._tables["report_partials"] = tables["report_partials"]
         listed = np.nonzero((segment.layout_index >= 0)[cut.tile_tensor])[0].astype(np.int32)
         return {**self._tables, **tables, "tile_list": self._table(listed)}, cut, len(listed)
 
@@ -137,24 +137,23 @@ class TritonPasses(Passes):
         tensor = torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
         return tensor if tensor.numel() else tensor.new_zeros(1)
 
-    def _tap_sums(self, cut: Tiles, partials: torch.Tensor) -> list[tuple[Launcher, list[torch.Tensor]]]:
-        """What combines the statistics of tiles: of neighbours first, as a tensor may have a million; then of those."""
-        from .support import sum_up_taps
+    def _report_sums(self, cut: Tiles, partials: torch.Tensor) -> list[tuple[Launcher, list[torch.Tensor]]]:
+        """What combines the reports of tiles: of neighbours first, as a tensor may have a million; then of those."""
+        from .support import sum_up_reports
 
-        taps = self.taps
-        assert taps is not None
-        width, table = len(taps.columns), self._table
-        runs, tensors = chunks_of(np.diff(np.append(cut.first_tile, cut.count)), _TAP_RUN)
-        columns = range(width)
-        extremes = torch.tensor([float(taps.columns.is_extreme(slot)) for slot in columns], device=self._device)
+        outputs, table = self.outputs, self._table
+        assert outputs is not None
+        width = len(outputs.names)
+        runs, tensors = chunks_of(np.diff(np.append(cut.first_tile, cut.count)), _REPORT_RUN)
+        extremes = torch.tensor([float(reduce == "max") for reduce in outputs.reduces], device=self._device)
         between = torch.zeros(max(runs.shape[1], 1) * width, dtype=torch.float64, device=self._device)
         constants = {"COLUMNS": width, "WIDTH": 1 << max(width - 1, 1).bit_length(), "BLOCK": 32}
         return [
             (
-                Launcher(sum_up_taps, bounds.shape[1], self._device, constants, num_warps=4, **EXACT),
+                Launcher(sum_up_reports, bounds.shape[1], self._device, constants, num_warps=4, **EXACT),
                 [source, table(bounds[0]), table(bounds[1]), extremes, results],
             )
-            for bounds, source, results in ((runs, partials, between), (tensors, between, taps.totals))
+            for bounds, source, results in ((runs, partials, between), (tensors, between, outputs.totals))
         ]
 
     def _launches(self) -> None:
@@ -169,9 +168,8 @@ class TritonPasses(Passes):
             for index in range(len(program.scalars))
         ]
         ways = {False: (self._spec, self._tables, self.segment.tiles, self._strided_tiles)}
-        taps = self.taps
-        if taps is not None and taps.stats and taps.by_kernels:
-            ways[True] = (self._spec.measuring, *self._cut_measured())
+        if self.outputs is not None and self.outputs.by_kernels:
+            ways[True] = (self.outputs.measuring, *self._cut_measured())
         self._tile = {
             (unscale, measures): [self._tile_launches(index, unscale, *way) for index in range(len(program.tiles))]
             for unscale in (False, True)
@@ -221,15 +219,14 @@ class TritonPasses(Passes):
             size["STAGES"] = self.shape.stages if spec is self._spec else 1
             size["RUNS"] = min(max(self.shape.tile // (self._run * self._warps(spec)), 1), _MOST_RUNS)
         tile = spec.program.tiles[index]
-        own = taps_of(spec, tile) if tile else None
-        kinds = [kind for kind, wanted in (("stats", own.stats), ("changes", own.changes)) if wanted] if own else []
-        taps = [name for kind in kinds for name in triton_backend.POINTERS[kind]]
-        pointers = triton_backend.tile_pointers(spec, taps)
+        assert tile is not None
+        own = triton_backend.output_pointers(PassOutputs(spec, tile))
+        pointers = triton_backend.tile_pointers(spec, own)
         plain = self._prepare(spec, f"tile_pass_{index}", tiles, size)
         launches = [(plain, [tables[name] for name in pointers])]
         if strided_tiles:
             strided = self._prepare(spec, f"tile_pass_{index}_strided", strided_tiles, size)
-            names = triton_backend.tile_pointers(spec, taps, strided=True)
+            names = triton_backend.tile_pointers(spec, own, strided=True)
             launches.append((strided, [tables[name] for name in names]))
         return launches
 
@@ -318,7 +315,7 @@ class TritonPasses(Passes):
         for (unscale, _), passes in self._tile.items():
             if unscale is unscales:
                 yield from itertools.chain.from_iterable(passes)
-        yield from self._finish_taps
+        yield from self._sum_reports
 
     def scalar_calls(self, index: int) -> list[partial[Any]]:
         return [partial(self._scalar_pass, index)]
@@ -337,10 +334,10 @@ class TritonPasses(Passes):
         for name in ("grads", "numel", "columns", "layout_index", "rows", "step", "streams"):
             own[name] = own[name][tensors]
         own["partials"] = own["partials"][begin * self._spec.reduction_count :]
-        if self.taps is not None:
+        if self.outputs is not None:
             own["first_word"] = own["first_word"][tensors]
-            if self.taps.stats and self.taps.by_kernels:
-                own["tap_partials"] = own["tap_partials"][begin * len(self.taps.columns) :]
+            if self.outputs.by_kernels:
+                own["report_partials"] = own["report_partials"][begin * len(self.outputs.names) :]
         own["tile_tensor"] = self._table(owner - np.int32(first))
         own["first_tile"] = self._table(segment.tiles.first_tile[tensors] - begin)
         own["addresses"] = self._table(segment.range_addresses(tile_range).T)
@@ -358,7 +355,7 @@ class TritonPasses(Passes):
             if tile_range not in self._range_tables:
                 self._range_tables[tile_range] = self._tables_of(tile_range)
             tables, strided = self._range_tables[tile_range]
-            spec, tile = self._spec.measuring if self.measures else self._spec, program.tiles[index]
+            spec, tile = self.kernels, program.tiles[index]
             tiles = len(tile_range.tiles)
             launches = self._element_launches(spec, index, segment.unscales, tables, tiles, strided, self.shape.span)
             if tile is not None and tile.reductions and tile_range.tiles.stop == segment.tiles.count:
@@ -370,8 +367,8 @@ class TritonPasses(Passes):
         for launcher, arguments in self._tile[self.segment.unscales, self.measures][index]:
             launcher(*arguments)
 
-    def sum_up_taps(self) -> None:
-        for launcher, arguments in self._finish_taps:
+    def sum_up_reports(self) -> None:
+        for launcher, arguments in self._sum_reports:
             launcher(*arguments)
 
 

@@ -7,11 +7,11 @@ import textwrap
 from collections.abc import Callable, Iterable
 
 from ...graph import SCALAR_LEVELS, ScalarPass, TilePass, Value, scalar_needs
-from ...storage import BLOCK, Array, codec_of, dtype_name, read_arrays
+from ...storage import BLOCK, Array, Leaf, codec_of, dtype_name, read_arrays
 from ..decision import gradient_scale
 from ..emit import scalar_source
+from ..outputs import PassOutputs, Traced
 from ..spec import CLIP, INVERSE_SCALE, MAX_DIMS, NORM, KernelSpec, describe
-from ..taps import FAR, NEAR, PassTaps, taps_of
 from .text import (
     BLOCKS_SHAPE,
     HELPERS,
@@ -91,64 +91,57 @@ _TOGETHER = 4
 """Neighbours that are combined before they are accumulated: a thread has at least as many, and keeps one number for
 all of them. With a number for each element, a kernel's registers would leave room for few programs."""
 
-_NEAR_HOLDS = 2.0**126  # up to which sum a program's squares of small magnitudes are those of all of its elements
 
+class OutputText:
+    """Writes what a kernel does for a pass's outputs, around its math, which also returns `seen_moves`."""
 
-class TapText:
-    """Writes the statements of a pass's taps around its math, which also returns `tap_moves`: the updates."""
+    def __init__(self, math: TileMath, outputs: PassOutputs) -> None:
+        self._math, self._outputs, self._in_blocks = math, outputs, outputs.spec.has_blocks
+        self.reports = bool(outputs.reports)
+        self._param = outputs.spec.storages["param"]
+        if outputs.moves is not None:
+            math.writer.write(outputs.move_values)
+            math.results["seen_moves"] = math.writer[outputs.moves]
 
-    def __init__(self, math: TileMath, taps: PassTaps) -> None:
-        self._math, self._taps, self.stats, self.changes = math, taps, taps.stats, taps.changes
-        self._spec, self._in_blocks = taps.spec, taps.spec.has_blocks
-        if taps.moves is not None:
-            math.writer.write(taps.move_values)
-            math.results["tap_moves"] = math.writer[taps.moves]
-
-    @property
-    def pointers(self) -> list[str]:
-        """Pointer parameters of the taps."""
-        return (POINTERS["stats"] if self.stats else []) + (POINTERS["changes"] if self._taps.changes else [])
+    def _totals(self) -> dict[str, str]:
+        """The variables of accumulators, and how many elements each is of; block passes have more for masked tiles."""
+        return {"report": "TILE", **({"report_rest": str(BLOCK)} if self._in_blocks else {})}
 
     def accumulators(self, indent: str) -> list[str]:
-        """Initial sums, counts and extremes, and whether the step is applied."""
-        if not self.stats:
+        """Initial accumulators, and whether the step is applied."""
+        if not self.reports:
             return []
-        counts = {self._taps.columns.slot(name) for name in ("grad_zeros", "lost") if name in self._taps.columns.names}
-        kinds = {slot: "int32" if slot in counts else self._math.type for slot in self._taps.slots}
-        sizes = {"tap": "TILE", "tap_rest": str(BLOCK)} if self._in_blocks else {"tap": "TILE"}
-        made = [
-            f"{indent}{name}_{slot} = tl.zeros(({size} // {_TOGETHER},), tl.{kind})"
-            for name, size in sizes.items()
-            for slot, kind in kinds.items()
-        ]
+        lines = []
+        for name, size in self._totals().items():
+            for slot, entry in self._outputs.reports:
+                kind = "int32" if entry.root.is_bool else self._math.type
+                first = "float('-inf')" if entry.output.reduce == "max" and entry.root.operation != "abs" else "0"
+                lines.append(f"{indent}{name}_{slot} = tl.full(({size} // {_TOGETHER},), {first}, tl.{kind})")
         shape = "one_block.shape" if self._in_blocks else "(TILE,)"
-        return [*made, f"{indent}tap_keep = (tl.zeros({shape}, tl.float64) + skip) == 0.0"]
+        return [*lines, f"{indent}seen_keep = (tl.zeros({shape}, tl.float64) + skip) == 0.0"]
 
     def before(self, body: TileBody, *, strided: bool) -> None:
-        """Load what the pass itself does not load, and keep the old values of the parameter's arrays."""
-        taps, lines, indent = self._taps, body.lines, body.indent
+        """Load what the pass itself does not load, and keep the old elements of the parameter's arrays."""
+        outputs, lines, indent = self._outputs, body.lines, body.indent
         body.in_pairs = True
-        if self.stats:
-            body.keeps = "tap_keep" if body.mask else ""
-            wanted = [*(["grad"] if taps.grad else []), *taps.buffers]
-            if not body.mask:
-                wanted = [name for name in wanted if name not in taps.states]
-            loaded = {buffer: name for name, buffer in reversed(self._math.inputs)}
-            lines += [f"{indent}tap_old_{name} = {loaded.get(name) or body.load(name)}" for name in wanted]
-        arrays = self._spec.storages["param"].arrays("param")
-        lines += [f"{indent}tap_was_{place} = {body.loaded(arrays[place])}" for place in taps.compared]
-        if taps.changes and not self._scatters(body, strided):
+        body.keeps = "seen_keep" if self.reports and body.mask else ""
+        loaded = {buffer: name for name, buffer in reversed(self._math.inputs)}
+        for name in outputs.of("old", "update", *(["new"] if body.keeps else [])):
+            lines.append(f"{indent}seen_old_{name} = {loaded.get(name) or body.load(name)}")
+        arrays = self._param.arrays("param")
+        lines += [f"{indent}seen_was_{place} = {body.loaded(arrays[place])}" for place in outputs.compared]
+        if outputs.marks and not self._scatters(body, strided):
             # With an address and a byte for each element, of which the first of eight counts: the layout of a tensor of
             # bytes is another, and its numbers would be moved between threads with two barriers.
-            bytes_ = "tap_words.to(tl.pointer_type(tl.uint8), bitcast=True) + tap_first * 4 + start // 8"
+            bytes_ = "words.to(tl.pointer_type(tl.uint8), bitcast=True) + seen_first * 4 + start // 8"
             byte, eight = "lane // 8", "8"
             masked = " & mask" if body.mask else ""
             if self._in_blocks:
                 byte, eight, masked = f"(block_lane * {BLOCK // 8} + lane // 8)", along_rows(8), " & (block_lane >= 0)"
             lines += [
-                f"{indent}tap_place = tl.multiple_of(tl.max_contiguous({bytes_} + {byte}, {eight}), {eight})",
-                f"{indent}tap_there = (lane % 8 == 0){masked}",
-                f"{indent}tap_had = tl.load(tap_place, mask=tap_there, other=0).to(tl.int32)",
+                f"{indent}seen_place = tl.multiple_of(tl.max_contiguous({bytes_} + {byte}, {eight}), {eight})",
+                f"{indent}seen_there = (lane % 8 == 0){masked}",
+                f"{indent}seen_had = tl.load(seen_place, mask=seen_there, other=0).to(tl.int32)",
             ]
 
     def _scatters(self, body: TileBody, strided: bool) -> bool:
@@ -156,109 +149,101 @@ class TapText:
         return strided or (self._in_blocks and bool(body.mask))
 
     def after(self, body: TileBody, *, strided: bool) -> None:
-        """Accumulate, and mark changed weights."""
-        taps, lines, indent = self._taps, body.lines, body.indent
-        inside = f"{body.keeps} & {body.mask}" if body.keeps else body.mask
-        storage = self._spec.storages["param"]
-        for place in taps.compared:
-            now = (
-                self._kept("param")
-                if codec_of(storage).is_element
-                else f"{storage.arrays('param')[place].name}_element"
-            )
-            lines.append(f"{indent}tap_other_{place} = differs({now}, tap_was_{place})")
-        if self.stats:
-            lines += [indent + line for line in self._sums(inside, body.mask)]
-        if taps.changes:
-            flag = f"tap_other_0 & {inside}" if inside else "tap_other_0"
+        """Write the outputs of elements that were written: accumulate them, and set bits."""
+        outputs, lines, indent = self._outputs, body.lines, body.indent
+        writer = writer_of(self._math.type, indent, self._math.names.within())
+        writer.lines, names, rest = lines, {}, body.mask and self._in_blocks
+
+        def written(root: Value, leaves: Iterable[Leaf]) -> str:
+            for kind, buffer, place in leaves:
+                if (kind, buffer, place) not in names:
+                    name = names[kind, buffer, place] = f"seen_{kind}_{place if kind == 'changed' else buffer}"
+                    if kind != "old":
+                        lines.append(f"{indent}{name} = {self._leaf(kind, buffer, place, body)}")
+            outputs.write(writer, names, [root])
+            return writer[root]
+
+        for slot, entry in outputs.reports:
+            how, root = _accumulated(entry)
+            term = written(root, entry.leaves)
+            if body.mask and not entry.ignores_zeros:
+                neutral = "float('-inf')" if entry.output.reduce == "max" else "0.0"
+                term = f"{body.mask} & ({term})" if root.is_bool else f"tl.where({body.mask}, {term}, {neutral})"
+            total = f"{'report_rest' if rest else 'report'}_{slot}"
+            lines.append(f"{indent}{total} = {how}({total}, {term})")
+        if outputs.marks:
             # 8 neighbours, which one or two threads have, are a byte; one whose bits are set is not written. Neighbours
             # that lie apart: bits count along the parameter's memory, as in the other kernel.
             shape = BLOCKS_SHAPE if self._in_blocks else "(TILE,)"
             packed = [
-                "tap_set = tl.reshape(tl.where(tap_flag, 1 << lane % 8, 0), (TILE // 8, 8))",
-                "tap_set = tl.broadcast_to(tl.sum(tap_set, 1, keep_dims=True), (TILE // 8, 8))",
-                f"tap_bits = tl.reshape(tap_set, {shape}) | tap_had",
-                "tl.store(tap_place, tap_bits.to(tl.uint8), mask=tap_there & (tap_bits != tap_had))",
+                "seen_set = tl.reshape(tl.where(seen_flag, 1 << lane % 8, 0), (TILE // 8, 8))",
+                "seen_set = tl.broadcast_to(tl.sum(seen_set, 1, keep_dims=True), (TILE // 8, 8))",
+                f"seen_bits = tl.reshape(seen_set, {shape}) | seen_had",
+                "tl.store(seen_place, seen_bits.to(tl.uint8), mask=seen_there & (seen_bits != seen_had))",
             ]
             at = "at_1" if strided else "index"
-            bit = f"tap_words + tap_first + ({at} >> 5), 1 << ({at} & 31).to(tl.int32)"
-            scattered = [f'tl.atomic_or({bit}, mask=tap_flag, sem="relaxed")']
+            bit = f"words + seen_first + ({at} >> 5), 1 << ({at} & 31).to(tl.int32)"
+            scattered = [f'tl.atomic_or({bit}, mask=seen_flag, sem="relaxed")']
             chosen = scattered if self._scatters(body, strided) else packed
-            lines += [indent + line for line in (f"tap_flag = {flag}", *chosen)]
+            flag = f"seen_flag = {written(outputs.marks, outputs.leaves)}"
+            lines += [indent + line for line in (flag, *chosen)]
+
+    def _leaf(self, kind: str, buffer: str, place: int, body: TileBody) -> str:
+        """The expression of what an output reads; 0 or false where elements are masked, the old where skipped."""
+        inside, mask = " & ".join(filter(None, (body.keeps, body.mask))), body.mask
+        storage = self._outputs.spec.storages[buffer]
+        codec = codec_of(storage)
+        if kind == "update":
+            update = f"new_{buffer} - seen_old_{buffer}"
+            return f"tl.where({inside}, {update}, 0.0)" if inside else update
+        if kind == "moves" and self._outputs.moves is None:
+            return "tl.full((1,), 0, tl.int1)"
+        if kind in ("changed", "moves"):
+            element = f"{storage.arrays(buffer)[place].name}_element"
+            now = self._kept(buffer) if codec.is_element else element
+            flag = "seen_moves" if kind == "moves" else f"differs({now}, seen_was_{place})"
+            return f"{inside} & {flag}" if inside else flag
+        kept = f"{self._kept(buffer)}.to(tl.{self._math.type})" if codec.is_element else f"new_{buffer}"
+        if codec.has_blocks:
+            elements = ", ".join(f"{array.name}_element" for array in read_arrays(storage, buffer))
+            kept = f"join_{storage.title}({elements}).to(tl.{self._math.type})"
+        old = f"seen_old_{buffer}" if body.keeps else "0.0"
+        kept = f"tl.where({inside}, {kept}, {old})" if inside else kept
+        # Codes behind a short block are not those of 0.
+        return f"tl.where({mask}, {kept}, 0.0)" if codec.has_blocks and mask else kept
 
     def _kept(self, name: str) -> str:
         """The expression that is stored to a buffer of one array."""
-        if name in self._spec.draws:
+        spec = self._outputs.spec
+        if name in spec.draws:
             return f"{name}_element"
-        return narrowed(f"new_{name}", self._spec.storages[name].arrays(name)[0], self._math.type, in_pairs=True)
-
-    def _sums(self, inside: str, mask: str) -> list[str]:
-        taps, kind = self._taps, f"tl.{self._math.type}"
-        lines: list[str] = []
-
-        def accumulate(how: str, column: str, term: str) -> None:
-            total = f"{'tap_rest' if mask and self._in_blocks else 'tap'}_{taps.columns.slot(column)}"
-            lines.append(f"{total} = {how}({total}, {term})")
-
-        def where_kept(value: str, otherwise: str) -> str:
-            return f"tl.where({inside}, {value}, {otherwise})" if inside else value
-
-        def after(name: str) -> None:
-            storage = self._spec.storages[name]
-            codec = codec_of(storage)
-            kept = f"{self._kept(name)}.to({kind})" if codec.is_element else f"new_{name}"
-            if codec.has_blocks:
-                elements = ", ".join(f"{array.name}_element" for array in read_arrays(storage, name))
-                kept = f"join_{storage.title}({elements}).to({kind})"
-            kept = where_kept(kept, f"tap_old_{name}")
-            # Codes behind a short block are not those of 0.
-            kept = f"tl.where({mask}, {kept}, 0.0)" if codec.has_blocks and mask else kept
-            lines.append(f"tap_now_{name} = {kept}")
-
-        if taps.grad:
-            accumulate("add_squares", "grad_squares", "tap_old_grad")
-            accumulate("add_largest", "grad_max", "tap_old_grad")
-            zero = "tap_old_grad == 0.0"
-            accumulate("add_count", "grad_zeros", f"{mask} & ({zero})" if mask else zero)
-        if "param" in taps.buffers:
-            after("param")
-            accumulate("add_squares", "param_squares", "tap_now_param")
-            accumulate("add_largest", "param_max", "tap_now_param")
-            lines.append(f"tap_update = {where_kept('new_param - tap_old_param', '0.0')}")
-            accumulate("add_squares", "update_squares", "tap_update")
-            accumulate("add_largest", "update_max", "tap_update")
-            moved = "tap_update != 0.0" if taps.moves is None else "tap_moves | (tap_update != 0.0)"
-            same = [f"(tap_other_{place} == 0)" for place in taps.compared]
-            accumulate("add_count", "lost", " & ".join([*([f"({inside})"] if inside else []), f"({moved})", *same]))
-        for name in taps.states:
-            after(name)
-            for column, scale in (("near", NEAR), ("far", FAR)):
-                accumulate("add_squares", f"{name}_{column}", f"tap_now_{name} * {scale!r}")
-            accumulate("add_largest", f"{name}_max", f"tap_now_{name}")
-        return lines
+        return narrowed(f"new_{name}", spec.storages[name].arrays(name)[0], self._math.type, in_pairs=True)
 
     def partials(self, indent: str) -> list[str]:
         """Store the program's accumulators."""
-        if not self.stats:
-            return []
-        columns, totals = self._taps.columns, {}
-        for slot in self._taps.slots:
-            combine = "maximum" if columns.is_extreme(slot) else "add"
-            total = f"tl.reduce(tap_{slot}, 0, {combine})"
-            if self._in_blocks:
-                total = f"{combine}({total}, tl.reduce(tap_rest_{slot}, 0, {combine}))"
-            totals[slot] = f"{total}.to(tl.{self._math.type})"
-        lines = [f"tap_row = tap_partials + tile.to(tl.int64) * {len(columns)}"]
-        for name in self._taps.states:
-            # Squares of large magnitudes stand for all where those of small ones are too large for the type.
-            near, far = columns.slot(f"{name}_near"), columns.slot(f"{name}_far")
-            lines += [f"tap_{slot} = {totals[slot]}" for slot in (near, far)]
-            lines.append(f"tap_holds_{near} = (tap_{near} < {_NEAR_HOLDS!r}) | (tap_{near} != tap_{near})")
-            totals[near], totals[far] = (
-                f"tl.where(tap_holds_{near}, {operands})" for operands in (f"tap_{near}, 0.0", f"0.0, tap_{far}")
-            )
-        lines += [f"tl.store(tap_row + {slot}, {total})" for slot, total in totals.items()]
-        return [indent + line for line in lines]
+        lines = [f"{indent}report_row = report_partials + tile.to(tl.int64) * {self._outputs.width}"]
+        for slot, entry in self._outputs.reports:
+            combine = "maximum" if entry.output.reduce == "max" else "add"
+            total, *rest = (f"tl.reduce({name}_{slot}, 0, {combine})" for name in self._totals())
+            total = f"{combine}({total}, {rest[0]})" if rest else total
+            lines.append(f"{indent}tl.store(report_row + {slot}, {total}.to(tl.{self._math.type}))")
+        return lines if self.reports else []
+
+
+def output_pointers(outputs: PassOutputs) -> list[str]:
+    """Pointer parameters for the outputs of a pass."""
+    kinds = (("reports", outputs.reports), ("marks", outputs.marks))
+    return [name for kind, wanted in kinds if wanted for name in POINTERS[kind]]
+
+
+def _accumulated(entry: Traced) -> tuple[str, Value]:
+    """The function that accumulates an output of elements, and what it takes."""
+    root = entry.root
+    if entry.output.reduce == "max":
+        return "add_largest", root
+    if root.operation == "mul" and root.args[0] is root.args[1]:
+        return "add_squares", root.args[0]
+    return "add_count" if root.is_bool else "add_values", root
 
 
 _AROUND_ARRAYS = ("array", "address", "element")
@@ -799,9 +784,10 @@ class _Kernel(TileMath):
     def __init__(self, spec: KernelSpec, index: int, tile: TilePass) -> None:
         super().__init__(spec, tile, f"math_{index}")
         self.index = index
-        taps = taps_of(spec, tile)
-        self.taps = TapText(self, taps) if taps is not None else None
-        self.tap_pointers = self.taps.pointers if self.taps is not None else []
+        outputs = PassOutputs(spec, tile)
+        self.outputs = OutputText(self, outputs) if outputs else None
+        self.measures = bool(outputs.reports)
+        self.output_pointers = output_pointers(outputs)
 
     @property
     def title(self) -> str:
@@ -904,8 +890,8 @@ class _Kernel(TileMath):
         lines: list[str] = []
         body = TileBody(self.spec, lines, indent, offset, mask)
         self.load_inputs(body)
-        if self.taps is not None:
-            self.taps.before(body, strided=strided)
+        if self.outputs is not None:
+            self.outputs.before(body, strided=strided)
         lines.append(self.call(indent))
         # What all elements of a buffer become is a number for each lane then. Not by a broadcast: Triton would move it
         # behind instructions that take four elements at a time.
@@ -913,8 +899,8 @@ class _Kernel(TileMath):
         alike = [f"new_{name}" for name, value in self.tile.stores.items() if value.level in SCALAR_LEVELS]
         lines += [f"{indent}{name} = tl.where({lanes} >= 0, {name}, float('nan'))" for name in alike]
         self.store_results(body)
-        if self.taps is not None:
-            self.taps.after(body, strided=strided)
+        if self.outputs is not None:
+            self.outputs.after(body, strided=strided)
         for slot, reduction in self.tile.reductions:
             neutral, combine = REDUCTIONS[reduction.operation]
             term = f"tl.where({mask}, term_{slot}, {neutral})" if mask else f"term_{slot}"
@@ -932,10 +918,10 @@ class _Kernel(TileMath):
             for slot, reduction in self.tile.reductions
             for name, shape in shapes.items()
         ]
-        return [*(self.taps.accumulators(indent) if self.taps is not None else ()), *parts]
+        return [*(self.outputs.accumulators(indent) if self.outputs is not None else ()), *parts]
 
     def _partials(self, indent: str) -> list[str]:
-        lines = self.taps.partials(indent) if self.taps is not None else []
+        lines = self.outputs.partials(indent) if self.outputs is not None else []
         for slot, reduction in self.tile.reductions:
             combine = REDUCTIONS[reduction.operation][1]
             total = f"tl.reduce(part_{slot}, 0, {combine})"
@@ -948,9 +934,8 @@ class _Kernel(TileMath):
 
     @property
     def _runs(self) -> str:
-        """Whether a program has work: with taps, in a skipped step too."""
-        measures = self.taps is not None and self.taps.stats
-        return "(grad_address != 0)" if measures else "(skip == 0.0) & (grad_address != 0)"
+        """Whether a program has work: where it reports, in a skipped step too."""
+        return "(grad_address != 0)" if self.measures else "(skip == 0.0) & (grad_address != 0)"
 
     def _prologue(self, tile: str) -> list[str]:
         """All table loads before the first branch: they overlap; a return between them would serialize them."""
@@ -964,7 +949,7 @@ class _Kernel(TileMath):
             "    stop = tl.minimum(begin + SPAN, tl.load(numel + t))",
             *(["    columns_of_row = tl.load(columns + t)"] if self.spec.has_blocks else []),
             *self.table_loads(),
-            *(["    tap_first = tl.load(first_word + t)"] if self.taps is not None and self.taps.changes else ()),
+            *(["    seen_first = tl.load(first_word + t)"] if "first_word" in self.output_pointers else ()),
         ]
 
     def _rows(self) -> list[str]:
@@ -978,7 +963,7 @@ class _Kernel(TileMath):
         A program walks SPAN elements of one tensor in tiles: the chain of table loads is paid once a span, and the loop
         keeps registers, and with them the number of programs in flight, as for one tile.
         """
-        pointers = tile_pointers(self.spec, self.tap_pointers)
+        pointers = tile_pointers(self.spec, self.output_pointers)
         lines = [*head(self.title, pointers, self._constants), *self._prologue("tl.program_id(0)")]
         alike = [array for _, array in self.used() if array.elements != BLOCK]
         together = " | ".join(f"{array.name}_address" for array in alike) or "grad_address"
@@ -989,7 +974,7 @@ class _Kernel(TileMath):
             f"    if {self._runs} & (layout_row < 0):",
             f"        aligned = (({together}) & 15) == 0",
             *is_even,
-            *(["        aligned = aligned & (skip == 0.0)"] if self.taps is not None and self.taps.stats else []),
+            *(["        aligned = aligned & (skip == 0.0)"] if self.measures else []),
             *self._rows(),
             *self._accumulators("        "),
             *self._whole_loop("        "),
@@ -1018,7 +1003,7 @@ class _Kernel(TileMath):
 
     def strided_kernel(self) -> list[str]:
         """The kernel over the tiles of tensors that must be walked by coordinates."""
-        pointers = tile_pointers(self.spec, self.tap_pointers, strided=True)
+        pointers = tile_pointers(self.spec, self.output_pointers, strided=True)
         lines = [
             *head(f"{self.title}_strided", pointers, self._constants),
             *self._prologue("tl.load(tile_list + tl.program_id(0))"),

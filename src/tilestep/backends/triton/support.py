@@ -389,9 +389,16 @@ def add_squares(totals, values):
 
 
 @triton.jit
+def add_values(totals, values):
+    """totals[n // 4] plus the four neighbours in values[n]."""
+    first, second, third, fourth = neighbours(values)
+    return totals + ((first + second) + (third + fourth))
+
+
+@triton.jit
 def add_largest(totals, values):
-    """The larger of totals[n // 4] and the magnitudes of the four neighbours in values[n]."""
-    first, second, third, fourth = neighbours(tl.abs(values))
+    """The largest of totals[n // 4] and the four neighbours in values[n]."""
+    first, second, third, fourth = neighbours(values)
     return maximum(maximum(maximum(first, second), maximum(third, fourth)), totals)
 
 
@@ -401,14 +408,13 @@ def add_count(totals, flags):
     return totals + tl.sum(tl.reshape(flags.to(tl.int32), (flags.numel // 4, 4)), 1)
 
 
-@triton.jit(do_not_specialize_on_alignment=["tap_partials", "starts", "stops", "extremes", "results"])
-def sum_up_taps(
-    tap_partials, starts, stops, extremes, results, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+@triton.jit(do_not_specialize_on_alignment=["partials", "starts", "stops", "extremes", "results"])
+def sum_up_reports(
+    partials, starts, stops, extremes, results, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Combine runs of a table's rows in a fixed order: sums, or the largest in columns of extremes.
+    """Combine runs of a table's rows in a fixed order: sums, or the largest in columns of extremes; 0 of no rows.
 
-    tap_partials[rows][COLUMNS]; starts, stops [runs]; extremes[COLUMNS], 1 for those; results[runs][COLUMNS] in
-    float64.
+    partials[rows][COLUMNS]; starts, stops [runs]; extremes[COLUMNS], 1 for those; results[runs][COLUMNS] in float64.
     """
     run = tl.program_id(0).to(tl.int64)
     start = tl.load(starts + run)
@@ -417,16 +423,16 @@ def sum_up_taps(
     inside = column < COLUMNS
     line = tl.arange(0, BLOCK)[:, None]
     added = tl.zeros((BLOCK, WIDTH), tl.float64)
-    largest = tl.zeros((BLOCK, WIDTH), tl.float64)
+    largest = tl.full((BLOCK, WIDTH), float("-inf"), tl.float64)
     row = start
     while row < stop:
-        part = tl.load(tap_partials + (row + line) * COLUMNS + column, mask=(row + line < stop) & inside, other=0.0)
-        part = part.to(tl.float64)
+        there = (row + line < stop) & inside
+        part = tl.load(partials + (row + line) * COLUMNS + column, mask=there, other=0.0).to(tl.float64)
         added += part
-        largest = larger(largest, part)
+        largest = larger(largest, tl.where(there, part, float("-inf")))
         row += BLOCK
     is_extreme = tl.load(extremes + tl.arange(0, WIDTH), mask=tl.arange(0, WIDTH) < COLUMNS, other=0.0) != 0.0
-    result = tl.where(is_extreme, tl.reduce(largest, 0, larger), tl.sum(added, 0))
+    result = tl.where(is_extreme & (stop > start), tl.reduce(largest, 0, larger), tl.sum(added, 0))
     tl.store(results + run * COLUMNS + tl.arange(0, WIDTH), result, mask=tl.arange(0, WIDTH) < COLUMNS)
 
 

@@ -79,8 +79,8 @@ POINTERS = {
     "strided": ["layouts", "tile_list"],
     "blocks": ["columns"],
     "random": ["streams", "step"],
-    "stats": ["tap_partials"],
-    "changes": ["tap_words", "first_word"],
+    "reports": ["report_partials"],
+    "marks": ["words", "first_word"],
     "finish": ["partials", "sums", "grads", "first_tile", "numel"],
     "scalar": [
         "counts",
@@ -259,10 +259,10 @@ def head(name: str, pointers: Sequence[str], constants: str) -> list[str]:
     ]
 
 
-def tile_pointers(spec: KernelSpec, taps: list[str], *, strided: bool = False) -> list[str]:
-    """Pointer parameters of a kernel over tiles of elements, in order; `taps` are those of its taps."""
+def tile_pointers(spec: KernelSpec, outputs: list[str], *, strided: bool = False) -> list[str]:
+    """Pointer parameters of a kernel over tiles of elements, in order; `outputs` are those for its outputs."""
     blocks = POINTERS["blocks"] if spec.has_blocks else []
-    return POINTERS["tile"] + taps + blocks + random_pointers(spec) + (POINTERS["strided"] if strided else [])
+    return POINTERS["tile"] + outputs + blocks + random_pointers(spec) + (POINTERS["strided"] if strided else [])
 
 
 def random_pointers(spec: KernelSpec) -> list[str]:
@@ -299,7 +299,7 @@ class TileBody:
     ) -> None:
         self.spec, self.lines, self.indent, self.pointer, self.mask = spec, lines, indent, pointer, mask
         self.keeps = ""
-        """What is true where a step is not skipped, if it measures even so."""
+        """What is true where a step is not skipped, if the kernel reports even so."""
 
         self.in_pairs = False
         self.compute = dtype_name(spec.compute)
@@ -391,7 +391,7 @@ block_matrix block_across block_column block_line block_inside code_place code_m
 """
 
 _ELSEWHERE = """
-absolute add add_count add_largest add_squares bytes_plus differs larger
+absolute add add_count add_largest add_squares add_values bytes_plus differs larger
 loop_bound nibbles_plus quick_float8_element quick_quotient smaller sum_of_partials to_bfloat16_pairs
 """
 """Helpers that are in no operation's spelling."""
@@ -402,7 +402,7 @@ HELPERS = sorted({"libdevice", *_ELSEWHERE.split(), *re.findall(r"(?<![.\w])(\w+
 _RESERVED = frozenset((*_AROUND.split(), *HELPERS, *(name for names in POINTERS.values() for name in names)))
 
 _CONSTANT_OR_SLOT = re.compile(
-    r"[A-Z][A-Z0-9_]*|(join|split)_.*|(all_share|all_term|at|inner|kept|part|parts|random|share|slot|span|start|term|total)_[0-9]+|tap_.*"
+    r"[A-Z][A-Z0-9_]*|(join|split)_.*|(all_share|all_term|at|inner|kept|part|parts|random|share|slot|span|start|term|total)_[0-9]+|(report|seen)_.*"
 )
 """What is in capitals may be a constant of a kernel; join and split are functions of storage formats; numbered ones are
 its slots, reductions and arrays."""

@@ -209,7 +209,8 @@ class OverlapSchedule(Schedule):
             plan.begin_states(optimizer, all_of_them=True)
             plan.sync_masters()
             optimizer.control.update_control(optimizer, plan)
-            measures = optimizer.taps is not None and optimizer.taps.begin(plan.engines) and optimizer.taps.measures
+            reports = optimizer.reports
+            measures = reports is not None and reports.begin(plan.engines) and reports.measures
             self._count_versions(plan)
             groups = self._order()
             held = {group: taken_gradients(group.params) for group in groups}
@@ -230,8 +231,8 @@ class OverlapSchedule(Schedule):
                 for ticket in tickets.values() if self.lane.stream is not None or measures else ():
                     ticket.finish()
                     ticket.mark = self.lane.next_mark()
-            if optimizer.taps is not None:
-                optimizer.taps.finish()
+            if reports is not None:
+                reports.finish()
         current = self.lane.current()
         if current is not None and decided is not None:
             current.wait_event(decided)
@@ -276,7 +277,7 @@ class OverlapSchedule(Schedule):
     def _work(
         self, plan: StepPlan, gradients: list[list[torch.Tensor | None]], group: Group, held: list[torch.Tensor]
     ) -> Callable[[], None]:
-        places, is_measured = plan.places.get(group.index, ()), self._optimizer().taps is not None
+        places, is_measured = plan.places.get(group.index, ()), self._optimizer().reports is not None
         runs_later = self.lane.stream is None
 
         @opaque

@@ -206,8 +206,8 @@ class BackwardTracker(TakesGradients):
             return moved
         if plan.ahead:
             plan.begin_states(optimizer, all_of_them=True)
-        if optimizer.taps is not None:
-            optimizer.taps.begin(plan.engines)
+        if optimizer.reports is not None:
+            optimizer.reports.begin(plan.engines)
         if not plan.decided_plainly or plan.follows:
             with self._lane.after():
                 if not plan.decided_plainly:
@@ -310,7 +310,7 @@ class BackwardTracker(TakesGradients):
             places = plan.places.get(group.index, ())
             gradients = plan.refresh_places(places, *find)
         with plan.masters.own_writes(group.params) if plan.has_masters else _NOTHING:
-            is_marked, measures = not step_is_ordinary(), optimizer.taps is not None
+            is_marked, measures = not step_is_ordinary(), optimizer.reports is not None
             plan.update(gradients, places, counts_versions=True, marked=is_marked, measures=measures)
 
     def _on_two_streams(self, group: Group, streams: Sequence[torch.cuda.Stream]) -> bool:
@@ -361,9 +361,9 @@ class BackwardTracker(TakesGradients):
             elif not is_applied:
                 for place in plan.places.get(group.index, ()):
                     plan.engines[place].gradients.have_none()
-        if optimizer.taps is not None:
+        if optimizer.reports is not None:
             with self._lane.after():
-                optimizer.taps.finish()
+                optimizer.reports.finish()
         self._lane.join()
         self.forget()
         if changed:

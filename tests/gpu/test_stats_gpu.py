@@ -7,7 +7,7 @@ from typing import Any
 
 import measured_blocks
 import pytest
-import test_taps_placements as placements
+import test_stats_placements as placements
 import torch
 import torch.distributed as dist
 from rank_processes import each_passes

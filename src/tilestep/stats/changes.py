@@ -13,14 +13,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..backends.spec import Output
 from ..devices import is_host
 from ..placement import Share
 from ..placement.local import is_distributed, local_part, logical_coordinates
 from ..runtime import passes_class
-from ..runtime.taps import WORD, extent_of
+from ..runtime.outputs import WORD, extent_of
 from ..tensor_watch import sum_of_versions
 
 Change = tuple[str, torch.Tensor, torch.Tensor]  # a parameter's name, flat indices of weights, and their values
+
+
+CHANGED = Output("changed", lambda stored: stored.changed(), "or")
 
 
 class Names(NamedTuple):
@@ -123,18 +127,18 @@ class Changes:
         self._see_writes()
         tracked: dict[int, _Tracked] = {}
         every = [passes for engine in tables.engines for passes in engine.passes]
-        self._writes, self._words = [], [passes.taps.words for passes in every]
+        self._writes, self._words = [], [passes.outputs.words for passes in every]
         before, self._names = self._names, names.names
         self._sharers, self._handles = tables.sharers, list(handles)
         for passes in every:
-            taps = passes.taps
-            self._writes.append(taps.writes)
+            outputs = passes.outputs
+            self._writes.append(outputs.writes)
             for position, entry in enumerate(passes.segment.entries):
-                share, writes = rows[id(entry)], taps.writes[position : position + 1]
-                one = self._track(names, share.param, share.holder, entry.param, taps.bits(position), writes)
+                share, writes = rows[id(entry)], outputs.writes[position : position + 1]
+                one = self._track(names, share.param, share.holder, entry.param, outputs.bits(position), writes)
                 if share.start is not None:
                     one.logical = share.logical
-                taps.watched[position] = one.watched
+                outputs.watched[position] = one.watched
                 tracked[id(share.param)] = one
         for param in dormant:
             # Steps do not write to it; other code may.

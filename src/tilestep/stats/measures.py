@@ -1,23 +1,23 @@
-"""Statistics of every parameter, summed up by the update kernels while the numbers are in registers."""
+"""Statistics of every parameter, outputs of the update kernels while the numbers are in registers."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..backends.spec import INVERSE_SCALE, KernelSpec
-from ..backends.taps import FAR, NEAR, TapColumns, tap_columns
+from ..backends.spec import INVERSE_SCALE, KernelSpec, Output
 from ..compat import is_capturing
 from ..devices import moved
 from ..placement.local import is_distributed
 from ..runtime import DeviceEngine
 from ..runtime.passes import Passes
+from ..storage import Term
 
 _COLUMNS = (
     "grad_norm",
@@ -31,6 +31,56 @@ _COLUMNS = (
     "lost_fraction",
 )
 
+_NEAR, _FAR = 2.0**40, 2.0**-11
+"""What states are multiplied by before they are squared. float32 holds the sums of squares of second moments too: the
+first from 1e-31 to 1e+6, and where it overflows the second, up to 1e+22."""
+
+
+def _squared(number: Term) -> Term:
+    return number * number
+
+
+_BASE = (
+    Output("grad_squares", lambda stored: _squared(stored.old("grad")), "sum"),
+    Output("grad_max", lambda stored: stored.old("grad").function("abs"), "max"),
+    Output("grad_zeros", lambda stored: stored.old("grad").same(0), "sum"),
+    Output("param_squares", lambda stored: _squared(stored.new("param")), "sum"),
+    Output("param_max", lambda stored: stored.new("param").function("abs"), "max"),
+    Output("update_squares", lambda stored: _squared(stored.update()), "sum"),
+    Output("update_max", lambda stored: stored.update().function("abs"), "max"),
+    Output(
+        "lost",
+        lambda stored: (stored.moves() | stored.update().same(0).function("not")) & stored.is_other().function("not"),
+        "sum",
+    ),
+)
+
+
+@functools.cache
+def _of_state(name: str) -> tuple[Output, ...]:
+    return (
+        Output(f"{name}_near", lambda stored: _squared(stored.new(name) * _NEAR), "sum"),
+        Output(f"{name}_far", lambda stored: _squared(stored.new(name) * _FAR), "sum"),
+        Output(f"{name}_max", lambda stored: stored.new(name).function("abs"), "max"),
+    )
+
+
+def measured_by(spec: KernelSpec, stats: Stats | None = None) -> tuple[Output, ...]:
+    """The outputs of a step that measures; only states of the parameter's shape have some."""
+    graph = spec.program.graph
+    apart = {*graph.scalar_states, *graph.slice_states, *graph.matrix_states}
+    states = [name for name in graph.states if name not in apart and name in spec.storages]
+    further = () if stats is None else stats.outputs
+    return (*_BASE, *(output for name in states for output in _of_state(name)), *further)
+
+
+def taken_names(states: Iterable[str], stats: Stats) -> str:
+    """The name of an output of `stats` that a column has; empty for none."""
+    kinds = ("near", "far", "squares", "norm", "max", "number_max")
+    taken = {*_COLUMNS, *(base.name for base in _BASE), *(f"{name}_{what}" for name in states for what in kinds)}
+    return next((output.name for output in stats.outputs if output.name in taken), "")
+
+
 _ONE_MESSAGE = 64  # ranks up to which extremes travel with the sums, in places of their own; else apart
 
 
@@ -43,9 +93,11 @@ class Stats:
 
     Args:
         every: measure every so many calls of `step()`, first in call number `every`.
+        outputs: further columns, sums or maxima over the elements of each parameter.
 
     Raises:
-        ValueError: unless it is an integer of 1 or more.
+        ValueError: unless `every` is an integer of 1 or more; for outputs that are no numbers of parameters, or two of
+            one name.
 
     Example:
         >>> import torch, tilestep
@@ -59,8 +111,12 @@ class Stats:
     """
 
     every: int = 1
+    outputs: tuple[Output, ...] = ()
 
     def __post_init__(self) -> None:
+        names = [output.name for output in self.outputs if output.reduce in ("sum", "max")]
+        if len(set(names)) < len(self.outputs):
+            raise ValueError(f"Invalid outputs: {self.outputs!r}; each is a sum or a max, with a name of its own")
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise ValueError(f"Invalid every: {self.every!r}; steps are measured each 1, 2, 3, ... of them")
 
@@ -74,7 +130,7 @@ class StepStats(Mapping[str, Mapping[str, torch.Tensor]]):
     parameter's; `zero_fraction`, the fraction of gradient elements that are 0; `lost_fraction`, the fraction of updates
     lost to rounding; and `<state>_norm` and `<state>_max` of each state after the step. Norms are 2-norms, maxima are
     of magnitudes. A skipped step has an update of 0 and the unchanged parameter and states. Columns that do not apply
-    are NaN: all of them, without a gradient.
+    are NaN: all of them, without a gradient. Last come those of `Stats.outputs`.
 
     Attributes:
         names: the names of named parameters, otherwise `"group.index"`.
@@ -168,15 +224,15 @@ class _Part:
         self, passes: Passes, places: Mapping[int, int], raw: Sequence[str], sharers: Any, device: Any
     ) -> None:
         self.segment = segment = passes.segment
-        own = passes.taps
+        own = passes.outputs
         assert own is not None
-        self.taps = own
+        self._outputs = own
         chosen = [place for place, entry in enumerate(segment.entries) if id(entry) in places]
         self._entries = [segment.entries[place] for place in chosen]
         self.rows = torch.tensor([places[id(entry)] for entry in self._entries], dtype=torch.int64, device=device)
         is_all = len(self._entries) == len(segment.entries)
         self._picks = slice(None) if is_all else torch.tensor(chosen, dtype=torch.int64, device=segment.device)
-        self.columns = torch.tensor([raw.index(name) for name in own.columns.names], device=device)
+        self.columns = torch.tensor([raw.index(name) for name in own.names], device=device)
         self._raw, self._device = list(raw), device
         graph = segment.spec.program.graph
         self._numbers = list(graph.scalar_states)
@@ -197,9 +253,9 @@ class _Part:
 
     def put_into(self, table: torch.Tensor) -> None:
         """Write its columns into the table of all parameters."""
-        if not self.taps.has_run or not self._entries:
+        if not self._outputs.has_run or not self._entries:
             return
-        totals = self.taps.totals[self._picks]
+        totals = self._outputs.totals[self._picks]
         table[self.rows[:, None], self.columns] = moved(totals, self._device)
         others = []
         for name in self._numbers:
@@ -228,18 +284,19 @@ class Measurer:
         numels: Sequence[int],
         specs: Sequence[KernelSpec],
         sharers: Any,
+        stats: Stats,
     ) -> None:
         self._engines, self.names, self._sharers = list(engines), list(names), sharers
         self.device = engines[0].device
-        raw = dict.fromkeys(TapColumns(()).names)
+        raw: dict[str, str] = {output.name: output.reduce for output in (*_BASE, *stats.outputs)}
         states: dict[str, None] = {}
         for spec in {id(spec): spec for spec in specs}.values():
             graph = spec.program.graph
             states.update(dict.fromkeys(graph.states))
-            raw.update(dict.fromkeys(tap_columns(spec).names))
-            raw.update(dict.fromkeys(f"{name}_number_max" for name in graph.scalar_states))
-            small = (*graph.slice_states, *graph.matrix_states)
-            raw.update(dict.fromkeys(f"{name}_{what}" for name in small for what in ("squares", "max")))
+            raw.update({output.name: output.reduce for output in measured_by(spec)})
+            raw.update(dict.fromkeys((f"{name}_number_max" for name in graph.scalar_states), "max"))
+            for name in (*graph.slice_states, *graph.matrix_states):
+                raw.update({f"{name}_squares": "sum", f"{name}_max": "max"})
         self._raw = list(raw)
         segments = [segment for engine in engines for segment in engine.segments]
         share = torch.ones(len(names), dtype=torch.float64, device="cpu")
@@ -253,8 +310,10 @@ class Measurer:
             _Part(passes, places, self._raw, sharers, self.device) for engine in engines for passes in engine.passes
         ]
         self._states = [state for state in states if f"{state}_max" in raw or f"{state}_number_max" in raw]
-        self.columns = [*_COLUMNS, *(f"{state}_{what}" for state in self._states for what in ("norm", "max"))]
-        is_sum = [not name.endswith("_max") for name in raw]
+        self._further = [output.name for output in stats.outputs]
+        of_states = (f"{state}_{what}" for state in self._states for what in ("norm", "max"))
+        self.columns = [*_COLUMNS, *of_states, *self._further]
+        is_sum = [reduce == "sum" for reduce in raw.values()]
         self._sums = torch.tensor([place for place, adds in enumerate(is_sum) if adds], device=self.device)
         self._extremes = torch.tensor([place for place, adds in enumerate(is_sum) if not adds], device=self.device)
         self._nothing = torch.full((), math.nan, dtype=torch.float64, device=self.device)
@@ -286,7 +345,7 @@ class Measurer:
         ]
         for state in self._states:
             made += self._of_state(state, column)
-        return torch.stack(made, 1)
+        return torch.stack([*made, *(column[name] for name in self._further)], 1)
 
     def _together(self, raw: torch.Tensor) -> torch.Tensor:
         """The sums and extremes of all ranks' parts."""
@@ -317,7 +376,8 @@ class Measurer:
         """Norm and largest magnitude of a state for each parameter, whatever its rule keeps it as."""
         norms, extremes = [], []
         if f"{state}_near" in column:
-            norms.append((column[f"{state}_near"] / NEAR**2 + column[f"{state}_far"] / FAR**2).sqrt())
+            near, far = column[f"{state}_near"], column[f"{state}_far"]
+            norms.append(torch.where(near < math.inf, near / _NEAR**2, far / _FAR**2).sqrt())
         if f"{state}_squares" in column:
             norms.append(column[f"{state}_squares"].sqrt())
         if f"{state}_max" in column:

@@ -1,4 +1,4 @@
-"""What optimizers report beside updates: statistics of every parameter, and which weights have changed."""
+"""What optimizers report besides updates: statistics of every parameter, and which weights have changed."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from ..backends.spec import KernelSpec
-from ..backends.spec import Taps as KernelTaps
-from ..backends.taps import taps_fit
+from ..backends.spec import KernelSpec, Output
 from ..compat import is_fake
 from ..devices import is_host
 from ..errors import RuleError
+from ..graph import Graph
 from ..placement import Share
-from ..runtime import DeviceEngine, passes_class
+from ..runtime import DeviceEngine
+from ..runtime.outputs import OutputTables
 from ..runtime.passes import Passes
-from ..runtime.taps import SegmentTaps
-from .changes import Change, Changes, Names
-from .stats import Measurer, Stats, StatsPlot, StepStats
+from .changes import CHANGED, Change, Changes, Names
+from .measures import Measurer, Stats, StatsPlot, StepStats, measured_by, taken_names
 
 _NO_STATS = "{}: make the optimizer with stats=tilestep.Stats(every=...)"
 
@@ -55,8 +54,8 @@ def _counts_versions(param: torch.Tensor) -> bool:
     return not (is_lazy(param) or param.is_meta or is_fake(param) or param.is_inference())
 
 
-class Taps:
-    """What an optimizer reports beside its updates."""
+class Reports:
+    """What an optimizer reports besides its updates."""
 
     def __init__(self, stats: Stats | None, track_changes: bool) -> None:
         if stats is not None and not isinstance(stats, Stats):
@@ -70,7 +69,7 @@ class Taps:
         self.measures = False  # whether the step that is being taken measures
         self._measurer: Measurer | None = None
         self._first: tuple[list[str], torch.Tensor] | None = None
-        self._room: dict[int, tuple[SegmentTaps, int]] = {}  # where a parameter is measured, by its `id`
+        self._room: dict[int, tuple[OutputTables, int]] = {}  # where a parameter is measured, by its `id`
 
     @property
     def attached(self) -> tuple[str, ...]:
@@ -82,17 +81,16 @@ class Taps:
         if self.changes is not None:
             self.changes.watch(filter(_counts_versions, params))
 
-    def spec(self, spec: KernelSpec, make: Callable[[KernelTaps], KernelSpec], device: torch.device) -> KernelSpec:
-        """The spec of kernels that mark changed weights, where they can; raises RuleError for names that clash."""
-        graph = spec.program.graph
+    def outputs(self, graph: Graph) -> tuple[Output, ...]:
+        """The outputs of every step; raises RuleError for names that clash."""
         if self.asked is not None and "update" in graph.states:
             raise RuleError(
                 f"rule {graph.title}: stats have update_norm and update_max of what a step adds, and could not tell "
                 "those of its state 'update' from them; call the state by another name"
             )
-        if self.tracks and passes_class(device).has_kernels and taps_fit(spec):
-            return make(KernelTaps(changes=True))
-        return spec
+        if self.asked is not None and (taken := taken_names(graph.states, self.asked)):
+            raise RuleError(f"rule {graph.title}: stats have {taken} already; call the output by another name")
+        return (CHANGED,) if self.tracks else ()
 
     def attach(self, tables: Any, optimizer: Any, spec_of: Callable[..., KernelSpec]) -> None:
         """Make room in new tables."""
@@ -107,15 +105,16 @@ class Taps:
         before, self._room = self._room, {}
         specs: dict[int, KernelSpec] = {}
         for passes in _passes(engines):
-            passes.tap(stats=self.asked is not None, changes=self.tracks)
-            segment, taps = passes.segment, passes.taps
-            assert taps is not None
-            taps.measures = self.measures
+            segment = passes.segment
+            passes.leave(() if self.asked is None else measured_by(segment.spec, self.asked))
+            outputs = passes.outputs
+            assert outputs is not None
+            outputs.measures = self.measures
             for position, entry in enumerate(segment.entries):
                 key = id(rows[id(entry)].param)
-                self._room[key], specs[names.places[key]] = (taps, position), segment.spec
+                self._room[key], specs[names.places[key]] = (outputs, position), segment.spec
                 if self.measures and key in before:
-                    taps.carry(position, *before[key])
+                    outputs.carry(position, *before[key])
         self._measurer = None
         if self.asked is not None and engines:
             if covers_all:
@@ -127,7 +126,7 @@ class Taps:
             ordered = [specs[place] for place in sorted(specs)]
             numels = [param.numel() for param in handles.values()]
             places = {key: names.places[id(share.param)] for key, share in rows.items()}
-            self._measurer = Measurer(engines, places, names.names, numels, ordered, tables.sharers)
+            self._measurer = Measurer(engines, places, names.names, numels, ordered, tables.sharers, self.asked)
             if self._first is not None and self._first[0] == names.names:
                 self._measurer.first.copy_(self._first[1])
             self._first = names.names, self._measurer.first
@@ -142,9 +141,9 @@ class Taps:
         self.measures = is_due or (captured and self.asked is not None)
         looks = self.measures
         for passes in _passes(engines):
-            assert passes.taps is not None
-            passes.taps.measures, passes.taps.has_run = self.measures, False
-            looks |= passes.taps.goes_round
+            assert passes.outputs is not None
+            passes.outputs.measures, passes.outputs.has_run = self.measures, False
+            looks |= passes.outputs.is_by_torch
         return looks
 
     def finish(self) -> None:

@@ -1,0 +1,148 @@
+"""What tile passes leave besides the update: numbers of each tensor and bits of elements, from what memory holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+
+from ..graph import OPERATIONS, Builder, Level, TilePass, Value, ancestors
+from ..storage import Leaf, Stored
+from .emit import Writer
+from .spec import KernelSpec, Output
+
+
+class Traced:
+    """An output as a graph, and the pass that computes it."""
+
+    def __init__(self, spec: KernelSpec, output: Output) -> None:
+        self.output, self.root = output, output.of(Stored(spec.storages)).value
+        self.root.name = output.name
+        self._values = ancestors([self.root])
+        self.leaves: list[Leaf] = [value.attribute for value in self._values if value.operation == "load"]
+        tiles = {id(tile): tile for tile in (_storing(spec, leaf[1]) for leaf in self.leaves)}
+        only = next(iter(tiles.values())) if len(tiles) == 1 else None
+        self.tile = only if only is not None and only.view is None else None
+        """The pass that has all that it reads, unless it works on rows; None: torch computes it, around the step."""
+
+    @property
+    def reduction(self) -> Value:
+        """The reduction over a tensor's elements."""
+        return Value({"sum": "reduce_sum", "max": "reduce_amax"}[self.output.reduce], (self.root,), level=Level.TENSOR)
+
+    @cached_property
+    def ignores_zeros(self) -> bool:
+        """Whether elements of which all that is read is 0 or false add nothing."""
+        results: dict[int, object] = {}
+        for value in self._values:
+            evaluate = OPERATIONS[value.operation].evaluate if value.operation in OPERATIONS else None
+            if value.operation == "load":
+                results[id(value)] = False if value.is_bool else 0.0
+            elif value.operation == "constant":
+                results[id(value)] = value.attribute
+            elif evaluate is None:
+                return False
+            else:
+                results[id(value)] = evaluate(*(results[id(arg)] for arg in value.args))
+        return not results[id(self.root)] and (self.output.reduce != "max" or self.root.operation == "abs")
+
+
+def _storing(spec: KernelSpec, buffer: str) -> TilePass | None:
+    """The pass that stores a buffer; for the gradient, the pass that unscales it."""
+    program = spec.program
+    tiles = (t for t in program.tile_passes() if (program.unscales(t) if buffer == "grad" else buffer in t.stores))
+    return next(tiles, None)
+
+
+def traced(spec: KernelSpec) -> list[Traced]:
+    """The outputs of a spec's kernels."""
+    return [Traced(spec, output) for output in spec.outputs]
+
+
+class PassOutputs:
+    """The outputs of one tile pass."""
+
+    def __init__(self, spec: KernelSpec, tile: TilePass) -> None:
+        every = traced(spec)
+        own = [entry for entry in every if entry.tile is tile]
+        self.spec, self.tile, self.width = spec, tile, len(reports(spec.outputs))
+        slots = {name: slot for slot, name in enumerate(reports(spec.outputs))}
+        self.reports = [(slots[entry.output.name], entry) for entry in own if entry.output.reduce != "or"]
+        self.marks = next((entry.root for entry in own if entry.output.reduce == "or"), None)
+        """Whether an element's bit is set."""
+        self.roots = [entry.root for entry in own]
+        self.leaves = list(dict.fromkeys(leaf for entry in own for leaf in entry.leaves))
+        self.moves = moves_of(spec) if ("moves", "param", 0) in self.leaves else None
+
+    def __bool__(self) -> bool:
+        return bool(self.roots)
+
+    def of(self, *kinds: str) -> list[str]:
+        """The buffers of which leaves of these kinds are read."""
+        return list(dict.fromkeys(buffer for kind, buffer, _ in self.leaves if kind in kinds))
+
+    @property
+    def compared(self) -> list[int]:
+        """The places of the parameter's arrays whose elements are compared with those before the step."""
+        return [array for kind, _, array in self.leaves if kind == "changed"]
+
+    def write(self, writer: Writer, names: Mapping[Leaf, str], roots: Iterable[Value]) -> None:
+        """Write values of an element that outputs are made of, from the expressions of what they read."""
+        values = ancestors(roots)
+        for value in values:
+            if value.operation == "load":
+                writer.bind(value, names[value.attribute])
+        writer.write(values)
+
+    @property
+    def move_values(self) -> list[Value]:
+        """The values from which `moves` is computed, in order, without those of the pass."""
+        if self.moves is None:
+            return []
+        own = {id(value) for value in self.tile.values()}
+        return [value for value in ancestors([self.moves], lambda value: id(value) in own) if id(value) not in own]
+
+
+def reports(outputs: tuple[Output, ...]) -> list[str]:
+    """The names of the outputs that are numbers of tensors, in the order of their table's columns."""
+    return [output.name for output in outputs if output.reduce != "or"]
+
+
+def moves_of(spec: KernelSpec) -> Value | None:
+    """Whether the rule adds something to the parameter; None if the graph does not show it.
+
+    No product of the rule is used in it: a compiler that finds one used beside a sum does not fuse the two, and
+    steps that measure would round otherwise than those that do not.
+    """
+    tile = _storing(spec, "param")
+    new = None if tile is None else tile.stores["param"]
+    return None if tile is None or new is None or new.operation == "load" else _moves(Builder(), new, tile)
+
+
+def _moves(build: Builder, value: Value, tile: TilePass) -> Value | None:
+    """Whether a sum that begins with the parameter has other terms than 0."""
+    if value.operation == "load" and value.attribute == "param" and id(value) not in tile.loads:
+        return build.constant(False)
+    if tile.leaves(value):
+        return None
+    if value.operation in ("add", "sub"):
+        for kept, term in (value.args, value.args[::-1]) if value.operation == "add" else (value.args,):
+            before = _moves(build, kept, tile)
+            if before is not None:
+                moves = _is_something(build, term, tile)
+                return moves if before.operation == "constant" else build.apply("or", before, moves)
+    if value.operation == "mul":
+        for kept, factor in (value.args, value.args[::-1]):
+            if kept.operation == "load" and _moves(build, kept, tile) is not None:
+                scales = build.apply("ne", factor, build.constant(1.0))
+                return build.apply("and", scales, build.apply("ne", kept, build.constant(0.0)))
+    return None
+
+
+def _is_something(build: Builder, value: Value, tile: TilePass) -> Value:
+    """Whether a term is not 0: of a product, whether no factor is, but for what is too small for the type."""
+    if not tile.leaves(value):
+        if value.operation == "mul":
+            return build.apply("and", *(_is_something(build, arg, tile) for arg in value.args))
+        if value.operation in ("div", "neg"):
+            return _is_something(build, value.args[0], tile)
+    return build.apply("ne", value, build.constant(0.0))

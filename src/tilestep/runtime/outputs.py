@@ -1,0 +1,196 @@
+"""What a segment's outputs are written to, and torch in the place of kernels where these do not compute them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from ..backends.outputs import Traced, traced
+from ..backends.spec import Output
+from ..devices import is_host
+from ..storage import Leaf, evaluated, values_of
+from ..tensor_watch import sum_of_versions
+from .segment import Segment
+
+WORD = 32  # elements whose bits are in one word
+
+
+def extent_of(tensor: torch.Tensor) -> int:
+    """Elements from a tensor's first to its last in memory, gaps included."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+
+
+class OutputTables:
+    """The outputs of a segment: those of its spec in every step, further ones in steps that measure."""
+
+    def __init__(self, segment: Segment, measured: tuple[Output, ...], *, has_kernels: bool) -> None:
+        self._segment, spec = segment, segment.spec
+        self.measuring = spec.with_outputs((*spec.outputs, *measured))
+        entries = traced(self.measuring)
+        reported = [entry.output for entry in entries if entry.output.reduce != "or"]
+        self.names, self.reduces = [one.name for one in reported], [one.reduce for one in reported]
+        self._entries = entries
+        self._rest = [entry for entry in entries if not has_kernels or entry.tile is None]
+        """The outputs that torch computes."""
+        self.measures = False
+        self.has_run = False  # whether its passes have run in this step
+        device, self._marks = segment.device, any(entry.output.reduce == "or" for entry in entries)
+        tensors = [entry.param for entry in segment.entries]
+        self.totals = torch.full((len(tensors), len(reported)), math.nan, dtype=torch.float64, device=device)
+        counts = np.asarray([-(-extent_of(tensor) // WORD) if self._marks else 0 for tensor in tensors], dtype=np.int64)
+        self.first_word = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
+        self.words = torch.zeros(max(int(self.first_word[-1]), 1), dtype=torch.int32, device=device)
+        self._before: list[dict[Leaf, torch.Tensor]] = []
+        self._versions: list[int] = []
+        self._arrays = [dict(entry.arrays) for entry in segment.entries]
+        """The arrays; streamed ones are elsewhere while passes work on them."""
+        self.watched: list[list[torch.Tensor]] = [[tensor] for tensor in tensors]
+        """For each parameter the tensors whose versions count writes to it."""
+        self.writes = np.zeros(len(tensors), dtype=np.int64)
+        """Versions of these that the step's own torch operations have counted."""
+
+    def use_torch(self) -> None:
+        """Compute the reports with torch: their kernels cannot be built."""
+        self._rest = [entry for entry in self._entries if entry in self._rest or entry.output.reduce != "or"]
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether kernels compute reports."""
+        return any(entry.output.reduce != "or" for entry in self._entries if entry not in self._rest)
+
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether torch computes outputs of gradients."""
+        return any(kind == "moves" or buffer == "grad" for entry in self._rest for kind, buffer, _ in entry.leaves)
+
+    def bits(self, position: int) -> torch.Tensor:
+        """int32[words], a view of the bits of the tensor at this position."""
+        return self.words[int(self.first_word[position]) : int(self.first_word[position + 1])]
+
+    def carry(self, position: int, other: OutputTables, place: int) -> None:
+        """Take over the reports on a tensor that another segment has measured in the same step."""
+        if other.has_run and other.names == self.names:
+            self.totals[position] = other.totals[place].to(self.totals.device)
+            self.has_run = True
+
+    @property
+    def _due(self) -> list[Traced]:
+        return [entry for entry in self._rest if self.measures or entry.output.reduce == "or"]
+
+    @property
+    def is_by_torch(self) -> bool:
+        """Whether torch computes outputs of this step."""
+        return bool(self._due)
+
+    @property
+    def _sees_writes(self) -> bool:
+        """Whether torch operations write parameters: those of passes or of a streamer."""
+        is_by_torch = any(entry.output.reduce == "or" for entry in self._rest)
+        return self._marks and (is_by_torch or self._segment.streamer is not None)
+
+    def begin(self) -> None:
+        """Before the passes: copy what kernels do not remember."""
+        self.has_run = True
+        if self.measures and is_host(self.totals.device):
+            self.totals.zero_()  # no range of tiles has empty tensors
+        if self._sees_writes:
+            self._versions = list(map(sum_of_versions, self.watched))
+        self._before = [self._old(position) for position in self._settled()] if self._due else []
+
+    def _settled(self) -> range:
+        """The positions of tensors, whose streamed arrays have arrived if they are read."""
+        if self.measures and self._segment.streamer is not None:
+            self._segment.streamer.settle()
+        return range(len(self._arrays))
+
+    @property
+    def _leaves(self) -> set[Leaf]:
+        return {leaf for entry in self._due for leaf in entry.leaves}
+
+    def _old(self, position: int) -> dict[Leaf, torch.Tensor]:
+        """What outputs of a tensor read from before the step; nothing of a gradient that is not there."""
+        gradient = self._segment.gradients[position] if self._segment.gradients else None
+        old: dict[Leaf, torch.Tensor] = {}
+        for leaf in self._leaves:
+            kind, buffer, array = leaf
+            if buffer == "grad" or kind == "moves":
+                if gradient is not None:
+                    exact = gradient.detach().to(self._segment.device, torch.float64, copy=True)
+                    old[leaf] = exact if buffer == "grad" else exact != 0
+            elif kind == "changed":
+                old[leaf] = self._element(position, buffer, array).clone()
+            elif kind != "new":
+                old[kind, buffer, array] = self._number(position, buffer)
+        return old
+
+    def _element(self, position: int, buffer: str, array: int) -> torch.Tensor:
+        """An array of a buffer as integers of the same bits, on the parameter's device."""
+        name = self._segment.spec.storages[buffer].arrays(buffer)[array].name
+        tensor = self._arrays[position][name].detach()
+        return tensor.view(_INTEGERS[tensor.dtype.itemsize]).to(self._segment.device)
+
+    def _number(self, position: int, buffer: str) -> torch.Tensor:
+        """A buffer's numbers, in float64 on the parameter's device."""
+        segment = self._segment
+        entry, storage = segment.entries[position], segment.spec.storages[buffer]
+        arrays = {own.name: self._arrays[position][own.name].to(segment.device) for own in storage.arrays(buffer)}
+        return values_of(storage, arrays, buffer, segment.spec.compute, entry.param.shape).to(torch.float64)
+
+    def end(self) -> None:
+        """After the passes: compute what kernels have not."""
+        if self._sees_writes and self._versions:
+            self.writes += np.asarray(list(map(sum_of_versions, self.watched))) - np.asarray(self._versions)
+        before, self._before = self._before, []
+        applied = self._segment.skip == 0
+        for position in self._settled() if before else ():
+            loads = before[position]
+            for leaf in self._leaves:
+                kind, buffer, array = leaf
+                if kind == "new":
+                    loads[leaf] = self._number(position, buffer)
+                elif kind == "update":
+                    now, old = self._number(position, buffer), loads[leaf]
+                    loads[leaf] = torch.where(now == old, 0.0, now - old)
+                elif kind == "changed":
+                    loads[leaf] = self._element(position, buffer, array) != loads[leaf]
+                elif kind == "moves" and leaf in loads:
+                    loads[leaf] &= applied.to(loads[leaf].device)
+            for entry in self._due:
+                if all(leaf in loads for leaf in entry.leaves):
+                    self._put(position, entry.output, *evaluated((entry.root,), loads, torch.float64))
+        if self.measures:
+            self.totals.masked_fill_((self._segment.grads == 0)[:, None], math.nan)
+
+    def _put(self, position: int, output: Output, values: torch.Tensor) -> None:
+        if output.reduce == "or":
+            self._mark(position, values)
+            return
+        largest = output.reduce == "max" and values.numel()
+        total = values.amax() if largest else values.sum(dtype=torch.float64)
+        self.totals[position, self.names.index(output.name)] = total
+
+    def _mark(self, position: int, flags: torch.Tensor) -> None:
+        """Set the bits of elements, which count along the parameter's memory."""
+        bits, param = self.bits(position), self._segment.entries[position].param
+        if len(bits):
+            laid = torch.zeros(len(bits) * WORD, dtype=torch.int32, device=bits.device)
+            laid.as_strided(param.shape, param.stride()).copy_(flags)
+            lanes = torch.arange(WORD, dtype=torch.int32, device=bits.device)
+            bits |= (laid.view(-1, WORD) << lanes).sum(1, dtype=torch.int32)
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def chunks_of(counts: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Runs of at most so many of each tensor's tiles: first and one past the last of each run, and of each tensor's."""
+    runs = -(-counts // size)
+    stops, ends = np.cumsum(counts), np.cumsum(runs)
+    within = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - runs, runs)
+    first = np.repeat(stops - counts, runs) + within * size
+    last = np.minimum(first + size, np.repeat(stops, runs))
+    return np.stack([first, last]), np.stack([ends - runs, ends])

@@ -1,0 +1,57 @@
+"""Elements of a step's buffers as memory holds them before and after it, in the terms that formats are written in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..errors import RuleError
+from ..graph import Builder, Level, Value
+from .format import Storage, Term
+
+Leaf = tuple[str, str, int]  # what is read: "old", "new", "update", "changed" or "moves"; the buffer; the array
+
+
+class Stored:
+    """What an output of a step is made of. After a skipped step memory holds what it held before.
+
+    There are no values of the rule that are not stored: an update has the same bits with outputs and without.
+    """
+
+    def __init__(self, storages: Mapping[str, Storage]) -> None:
+        self._storages, self._build = storages, Builder()
+        self._leaves: dict[Leaf, Value] = {}
+
+    def _leaf(self, kind: str, buffer: str, array: int = 0) -> Term:
+        if buffer not in self._storages:
+            names = ", ".join(self._storages)
+            raise RuleError(f"an output reads {buffer!r}, and a rule of this optimizer has only {names}")
+        leaf = (kind, buffer, array)
+        value = Value("load", attribute=leaf, level=Level.ELEMENT, is_bool=kind in ("changed", "moves"))
+        return Term(self._build, self._leaves.setdefault(leaf, value))
+
+    def old(self, buffer: str) -> Term:
+        """A buffer's number before the step; of "grad", with the loss scale."""
+        return self._leaf("old", buffer)
+
+    def new(self, buffer: str) -> Term:
+        """The parameter's or a state's number after the step."""
+        return self._leaf("new", buffer)
+
+    def update(self) -> Term:
+        """What the step adds to the parameter, before the sum is rounded to its format; 0 in a skipped step."""
+        return self._leaf("update", "param")
+
+    def changed(self, array: int = 0) -> Term:
+        """Whether the step changes bits of an array of the parameter; the first is the user's own."""
+        return self._leaf("changed", "param", array)
+
+    def is_other(self) -> Term:
+        """Whether the step changes bits of any array of the parameter."""
+        result = self.changed()
+        for array in range(1, len(self._storages["param"].arrays("param"))):
+            result = result | self.changed(array)
+        return result
+
+    def moves(self) -> Term:
+        """Whether the rule adds something to the parameter, which rounding may take away again."""
+        return self._leaf("moves", "param")
