@@ -47,8 +47,8 @@ def gradients_of(model: Weights, step: int) -> list[torch.Tensor]:
 
 
 def made(model: Weights, rule: str, placement: str, schedule: str, options: dict[str, Any]) -> Any:
-    taps: Any = {"stats": tilestep.Stats(every=EVERY), "track_changes": True}
-    optimizer: Any = tilestep.Optimizer(model.named, rule, **RULES[rule], **options, **taps)
+    asked: Any = {"stats": tilestep.Stats(every=EVERY), "track_changes": True}
+    optimizer: Any = tilestep.Optimizer(model.named, rule, **RULES[rule], **options, **asked)
     return ways.attached(optimizer, model, placement, schedule)
 
 

@@ -72,7 +72,7 @@ def covers(intervals: Intervals, moment: float) -> bool:
 _UPDATE_KERNELS = re.compile(
     # The passes of a rule, the norm, what limits and decides a step, products of matrices, statistics and changes.
     r"\w+_pass_\d+(_\w+)?|\w+_finish_\d+|norm_tiles|norm_finish|scale_tiles|decide|combine_parts"
-    r"|symmetric_tiles|sum_up_taps|count_changes|list_changes"
+    r"|symmetric_tiles|sum_up_reports|count_changes|list_changes"
 )
 _UPDATE_OPERATORS = re.compile(r"aten::(_foreach_|_amp_|_fused_(adam|adamw|adagrad|sgd)_).*")  # outside of backward
 _LIST_KERNEL = "multi_tensor_apply_kernel"  # torch's for lists of tensors, outside of backward likewise
