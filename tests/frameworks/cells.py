@@ -471,7 +471,7 @@ def page(cells: dict[str, dict[str, str]]) -> str:
         ]
         parts += [*table({name: row for name, row in rows.items() if name not in refused}), "\n</details>"]
     parts += ["\n## What refusals say\n", *(f"{place}. {text}" for place, text in enumerate(notes, 1))]
-    parts += [PAIRS, "| not added | to an optimizer or model with | why not, and what to do |", "|---|---|---|"]
+    parts += [NOTES, PAIRS, "| not added | to an optimizer or model with | why not, and what to do |", "|---|---|---|"]
     parts += [f"| {added} | {there} | {text} |" for (added, there), text in REFUSED.items()]
     return "\n".join(parts) + "\n"
 
@@ -484,14 +484,18 @@ def table(rows: dict[str, list[str]]) -> list[str]:
 
 HEAD = """# What works where
 
-Each cell is the result of training a small model on a CPU: `tests/frameworks/test_matrix.py` trains it and checks this
-page, `python tests/frameworks/cells.py` writes the page. "works" means the losses of `torch.optim.AdamW` in the same
+Nothing is silent: what is not right raises an error that says what to do, before anything changes. Here is what is
+refused; what works is folded. [Pairs that do not go together](#what-does-not-go-together) are at the end."""
+
+NOTES = """
+## What a cell is
+
+The result of training a small model on a CPU: `tests/frameworks/test_matrix.py` trains it and checks this page,
+`python tests/frameworks/cells.py` writes the page. "works" means the losses of `torch.optim.AdamW` in the same
 framework, to a relative 1e-4 (5e-3 for float32 masters of a bfloat16 model and for bfloat16 states, 2e-2 for int8
 states). "resume" means losses that are bitwise those of the uninterrupted training. "clip" clips at a norm of 0.05,
 which every gradient exceeds. "accumulation" runs two backwards per step. "two ranks" also clips, and uses
-DistributedDataParallel or, in torchtitan, FSDP2; `shard` needs no wrapper.
-
-Nothing is silent: what is not right raises an error that says what to do, before anything changes."""
+DistributedDataParallel or, in torchtitan, FSDP2; `shard` needs no wrapper."""
 
 PAIRS = """
 ## What does not go together
