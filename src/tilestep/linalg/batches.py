@@ -644,8 +644,9 @@ class MatrixBatches:
             for place, batch in enumerate(batches):
                 if not (all(batch.shape) and len(batch.index)) or not self._takes_part(batch):
                     continue
-                skipped = self._skipped_values(matrix_pass, batch)
-                if fixed is not None:
+                if fixed is None:
+                    skipped = self._skipped_values(matrix_pass, batch)
+                else:
                     skipped = fixed.get((index, place), frozenset())
                 for start in range(0, len(batch.index), batch.chunk):
                     run_chunk(self.segment, matrix_pass, batch, slice(start, start + batch.chunk), skipped, stores)
