@@ -20,7 +20,12 @@ from ..graph.partition import Condition, MatrixProgram
 from ..graph.tracer import group_value
 from .operations import MATRIX_OPERATIONS, Batch, Launch, MatrixSegment, matrices_at_once
 
-LEAST_MATRICES = 32  # fewer are not worth a graph: its workspace stays allocated between steps
+LEAST_MATRICES = 32
+"""Passes over fewer matrices are not recorded: a graph's workspace stays allocated between steps.
+
+Recordings take 7.6 ms of the host's time to 0.6 for 168 matrices, and steps of 126 convolutions from 5.7 ms to 1.5
+(benchmarks/results/muon_recordings_h100_1.json).
+"""
 
 _RUNS_BEFORE = 2
 """In the first runs kernels are built and libraries initialize themselves, which a recording cannot contain."""
