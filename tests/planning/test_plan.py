@@ -208,6 +208,22 @@ def test_what_is_not_known_well_is_not_claimed() -> None:
         job(regime="fast")
 
 
+def test_matrix_products_are_those_of_the_rank_that_has_most() -> None:
+    needs = footprint(tilestep.registry["Muon"], {"ns_coefficients": "aol"})
+    alone = needs.matrix_work
+    assert alone is not None and alone(256, 512) == 4 * 2 * (2 * 256**2 * 512 + 256**3)
+    matrices = [(5, 256, 512), (1, 2048, 2048)]
+    muon = dataclasses.replace(job(shard=2), footprint=needs, matrices=matrices)
+    planned, base = plan(muon, CONSTANTS), plan(dataclasses.replace(muon, matrices=()), CONSTANTS)
+    assert muon.matrix_work == max(alone(2048, 2048), 5 * alone(256, 512)) and base.times["matrix products"] == 0
+    expected = muon.matrix_work / CONSTANTS.matrix_compute
+    assert planned.times["matrix products"] == planned.exposed["matrix products"] == pytest.approx(expected)
+    assert planned.iteration == pytest.approx(base.iteration + expected)
+    assert dataclasses.replace(muon, matrices=[(4, 256, 512)]).matrix_work == 2 * alone(256, 512)
+    with pytest.raises(ValueError, match="Invalid matrices"):
+        dataclasses.replace(muon, matrices=[(2_000_000, 8, 8)])
+
+
 def test_the_network_counts_where_groups_leave_a_node() -> None:
     planned = plan(job(shard=8), CONSTANTS)
     latency = 1.0 + 6 * 0.5 + 1 * 2.0

@@ -190,6 +190,15 @@ def elements_of(text: str) -> float:
         raise typer.BadParameter(message, param_hint="SIZE") from None
 
 
+def matrices_of(text: str) -> list[tuple[int, int, int]]:
+    """Numbers of matrices, with their rows and columns: `48x2048x2048,24x512x2048`."""
+    found = [re.fullmatch(r"(\d+)x(\d+)x(\d+)", one.strip().lower()) for one in text.split(",") if one.strip()]
+    if not all(found):
+        message = f"{text!r}: matrices are written as their number x rows x columns, such as 48x2048x2048"
+        raise typer.BadParameter(message, param_hint="--matrices")
+    return [(int(one[1]), int(one[2]), int(one[3])) for one in found if one is not None]
+
+
 def mesh_of(text: str) -> tuple[int, int]:
     """Ranks that split the state, and copies: `8`, `8x4`."""
     match = re.fullmatch(r"(\d+)(?:x(\d+))?", text.strip().lower())

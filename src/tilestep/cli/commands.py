@@ -26,6 +26,7 @@ from .arguments import (
     chosen_device,
     elements_of,
     load_rule,
+    matrices_of,
     mesh_of,
     parse_formats,
     parse_settings,
@@ -202,6 +203,9 @@ def plan(
     ] = "eager",
     captured: Annotated[bool, typer.Option(help="Iterations are replayed from a CUDA graph.")] = False,
     tensors: Annotated[int, typer.Option(min=0, help="Number of tensors; 0 if unknown.")] = 0,
+    matrices: Annotated[
+        str, typer.Option(help="Muon's matrices: number x rows x columns, with commas, as 48x2048x2048,24x512x2048.")
+    ] = "",
     in_backward: Annotated[bool, typer.Option(help="Update in backward and free gradients: mesh 1, no clip.")] = False,
     settings: Words = None,
     gpus_per_node: Annotated[int, typer.Option(min=0, help="GPUs per node; 0 for the constants'.")] = 0,
@@ -234,7 +238,7 @@ def plan(
     sources = {**figures.sources, **dict.fromkeys(measured, "as the command line says")}
     figures = replace(figures, **measured, sources=sources)  # type: ignore[arg-type]
     runs: dict[str, Any] = {"regime": model, "captured": captured, "tensors": tensors or None}
-    runs["in_backward"] = in_backward
+    runs |= {"in_backward": in_backward, "matrices": matrices_of(matrices)}
     bucket = bucket_mb * 2**20 or None
     job = Job(elements_of(size), needs, split, copies, tokens, contiguous, clip, bucket=bucket, **runs)
     console = Console()

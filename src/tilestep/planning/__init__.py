@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import heapq
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -15,6 +16,7 @@ import torch
 
 from ..backends.spec import total_traffic
 from ..describe import spec_for
+from ..linalg.batches import work_of
 from ..optimizer.masters import MasterWeights
 from ..optimizer.states import compute_dtype
 from ..rules import Rule
@@ -38,6 +40,7 @@ class Constants:
     step_latency: float  # seconds of a step without parameters: launches, one after the other
     compute: float  # floating-point operations a second in forward and backward of an eager model, for further tokens
     compiled_compute: float  # the same with blocks that are compiled
+    matrix_compute: float  # floating-point operations a second in Newton-Schulz iterations, as `work_of` counts them
     model_bytes: float  # bytes an element that forward and backward move whatever the tokens: weights and gradients
     compiled_model_bytes: float  # the same with blocks that are compiled
     model_host: float  # seconds of the host for each tensor in forward and backward of an eager model
@@ -99,6 +102,7 @@ class Footprint:
     state: float  # of everything else the optimizer keeps, masters too
     moved: float  # read and written by the update, in all passes
     notes: tuple[str, ...] = ()  # what is not in these numbers
+    matrix_work: Callable[[int, int], float] | None = None  # of a matrix with so many rows and columns, operations
 
 
 def footprint(
@@ -129,13 +133,16 @@ def footprint(
         like = torch.empty(0, dtype=dtype, device="meta")
         state += squares * compute_dtype(like).itemsize
         notes.append("for matrices that are not square, what squares of their sides need beyond the matrix itself")
-    if spec.program.matrices.passes:
-        notes.append("the time of matrix products")
+    work = None
+    if spec.program.matrices.scratch:
+        notes.append("memory for matrix products")
+        group = {**rule.hyperparameters, **(hyperparameters or {})}
+        work = functools.partial(work_of, spec.program.matrices, group)
     if spec.draws:
         notes.append("the arithmetic of random bits, for " + ", ".join(spec.draws))
     gradient = (grad_sync_dtype or dtype).itemsize
     moved = sum(total_traffic(spec)) + gradient - dtype.itemsize
-    return Footprint(float(dtype.itemsize), float(gradient), state, float(moved), tuple(notes))
+    return Footprint(float(dtype.itemsize), float(gradient), state, float(moved), tuple(notes), work)
 
 
 BUCKETS = (1, 2, 4, 8, 16, 25, 50, 100, 200, 400)  # MiB of gradients in a bucket, those that `best_bucket` looks at
@@ -144,6 +151,7 @@ _CLOSE = 1.005  # iterations that differ by less are taken for equal
 Regime = Literal["eager", "blocks", "whole"]  # how the model runs: eager, or compiled block by block or whole
 _HOST_IS_NEAR = 0.85  # from this part of the GPU's time on the host may be waited for; hosts differ by a half
 _MOST_ELEMENTS, _MOST_RANKS, _MOST_BUCKETS = 1e13, 1e7, 5e5  # each bucket is looked at: more takes minutes
+_MOST_MATRICES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -161,6 +169,8 @@ class Job:
     regime: Regime = field(default="eager", kw_only=True)  # how the model runs
     captured: bool = field(default=False, kw_only=True)  # whether iterations are replayed from a CUDA graph
     tensors: int | None = field(default=None, kw_only=True)
+    matrices: Sequence[tuple[int, int, int]] = field(default=(), kw_only=True)
+    """How many matrices of how many rows and columns a rule of matrices gets."""
 
     in_backward: bool = field(default=False, kw_only=True)
 
@@ -173,6 +183,8 @@ class Job:
                 raise ValueError(f"Invalid {name}: {getattr(self, name)}; it must be at least 1")
         if self.regime not in get_args(Regime):
             raise ValueError(f"Invalid regime: {self.regime!r}; it must be one of {', '.join(get_args(Regime))}")
+        if sum(count for count, _, _ in self.matrices) > _MOST_MATRICES:
+            raise ValueError(f"Invalid matrices: there must be at most {_MOST_MATRICES:,}")
         for name, most in (("elements", _MOST_ELEMENTS), ("ranks", _MOST_RANKS), ("tokens", _MOST_ELEMENTS)):
             if not getattr(self, name) <= most:
                 raise ValueError(f"Invalid {name}: it must be at most {most:g}")
@@ -181,6 +193,18 @@ class Job:
     def smallest_bucket(self) -> float:
         """Bytes of the smallest buckets that are looked at one by one."""
         return self.elements * self.footprint.gradient / _MOST_BUCKETS
+
+    @property
+    def matrix_work(self) -> float:
+        """Operations on the matrices of the rank that has most: each belongs to one rank, the largest first."""
+        work, loads = self.footprint.matrix_work, [0.0] * self.shard
+        if work is None:
+            return 0.0
+        each = [(work(rows, columns), count) for count, rows, columns in self.matrices]
+        for amount, count in sorted(each, reverse=True):
+            for _ in range(count):
+                heapq.heapreplace(loads, loads[0] + amount)
+        return max(loads)
 
     @property
     def ranks(self) -> int:
@@ -299,6 +323,7 @@ def plan(job: Job, constants: Constants) -> Plan:
         "sum gradients": sums,
         "clip": norm,
         "update": share * size.moved / constants.memory_bandwidth + constants.step_latency,
+        "matrix products": job.matrix_work / constants.matrix_compute,
         "gather parameters": gathers,
     }
     waited = _after_backward(buckets, times["backward"], sum_times)
@@ -369,8 +394,9 @@ def _unclaimed(job: Job, constants: Constants, seconds: float, host: float | Non
         yield f"the host takes {host * 1e3:.0f} ms, and hosts differ"
     if job.in_backward:
         yield "updates in backward are counted as if they came after it"
-    if any("matrix products" in note for note in job.footprint.notes):
-        yield "the time of matrix products is not in it"
+    if job.footprint.matrix_work is not None:
+        known = "matrix products are known to 10%" if job.matrices else "say which matrices there are"
+        yield f"the time of matrix products: {known}"
 
 
 def best_bucket(job: Job, constants: Constants) -> float:
