@@ -278,7 +278,7 @@ def referee(
     shapes = {"param": param.shape, "row": (*param.shape[:-1], 1)}
     for name, state in rule.states.items():
         states.setdefault(name, torch.zeros(shapes[state.shape], dtype=param.dtype, device=param.device))
-    counted = {"step": torch.tensor(float(step), dtype=torch.float64)} if rule.uses_step else {}
+    counted = {"step": torch.tensor(float(step), dtype=torch.float64, device=param.device)} if rule.uses_step else {}
     new, *after = rule(param, grad, *states.values(), **given, **counted)
     states.update(zip(states, after))
     return new
