@@ -530,10 +530,10 @@ def of_demo() -> None:
     """
 
 
-def of_accumulation() -> None:
-    """The module `accumulation`.
+def of_timeline() -> None:
+    """The module `timeline.timeline`.
 
-    >>> from tilestep.timeline.accumulation import gradientless
+    >>> from tilestep.timeline.timeline import gradientless
     >>> import torch
     >>> gradientless(torch.is_grad_enabled)()
     False

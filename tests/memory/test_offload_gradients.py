@@ -132,6 +132,32 @@ def test_an_exception_in_backward_leaves_what_zero_grad_drops(kept: Kept) -> Non
         training.compare()
 
 
+def test_a_gradient_of_a_group_that_leaves_goes_back_to_its_parameter(kept: Kept) -> None:
+    """And is used when the group has come back, as torch's on the parameter would be."""
+    training = Training(kept)
+    for optimizer, net in ((training.reference, training.plain), (training.optimizer, training.moved)):
+        optimizer.param_groups[0]["params"] = list(net[0].parameters())
+        optimizer.add_param_group({"params": list(net[2].parameters()), "lr": 0.1})
+    for _ in range(2):
+        training.backward()
+        left = [optimizer.param_groups.pop() for optimizer in (training.reference, training.optimizer)]
+        for optimizer, net in ((training.reference, training.plain), (training.optimizer, training.moved)):
+            optimizer.step()
+            net[0].zero_grad()
+        training.compare()
+        assert all(
+            map(
+                torch.equal,
+                *([param.grad for param in net[2].parameters()] for net in (training.plain, training.moved)),
+            )
+        )
+        for optimizer, group in zip((training.reference, training.optimizer), left):
+            optimizer.param_groups.append(group)
+            optimizer.step()
+            optimizer.zero_grad()
+        training.compare()
+
+
 def _fail(*_: Any) -> None:
     raise RuntimeError("interrupted")
 

@@ -41,10 +41,8 @@ class HostState(StateOnHost):
             check_parameter(local_part(param), label)
         check_not_shared([(label, local_part(param)) for label, param in params])
         self.wait()
-        if self.mirrors.follow([param for _, param in params]):
+        if self.follow([param for _, param in params]):
             self._versions, self._sums = -1, None
-        if self.kept is not None:
-            self.kept.follow([param for _, param in params])
         self.sync_masters()
         self.mirror_of = {id(mirror.host): mirror for mirror in self.mirrors.values()}
         self._entries, self._norm = [], None

@@ -61,7 +61,7 @@ class StateMemory:
 
     looks_at_gradients = False  # whether `gradients` must be called at every step
     keeps_gradients = False  # whether gradients are taken from the parameters while backward runs
-    kept: Any = None  # what takes them
+    timeline: Any = None  # of the gradients that are taken
 
     def gradients(
         self, params: Sequence[Sequence[torch.Tensor]], gradients: list[list[torch.Tensor | None]]

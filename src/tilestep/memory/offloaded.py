@@ -21,13 +21,12 @@ from ..optimizer.build import spec_of
 from ..optimizer.optimizer import Attached, AttachedType
 from ..optimizer.parameters import shares_of
 from ..placement import Share, is_distributed
-from ..placement.local import local_part
+from ..placement.local import distribute, local_part
 from ..runtime import Stale, grad_dtype, is_dense
 from ..runtime.passes import Passes
 from ..runtime.segment import TileRange, same_walk
-from ..timeline.accumulation import GradientHooks
 from ..timeline.side_stream import Event, SideStream
-from ..timeline.takers import TakesGradients
+from ..timeline.timeline import Row, Timeline
 from .copies import HostMemory, check_device, gigabytes
 from .memory import StateMemory
 
@@ -318,28 +317,44 @@ def check_unchanged(mirrors: Sequence[Mirror]) -> None:
         raise Stale("parameters have changed their shape or dtype")
 
 
-class HostGradients(TakesGradients):
-    """Takes gradients from parameters during backward, without waiting."""
+class HostGradients(Row):
+    """Copies gradients to the host when backward has completed them, without waiting; each is a bucket of its own."""
 
     # Of a DTensor it takes the local part after the reduction: FSDP2 then runs hooks, in the stream of the reduction. A
     # gradient with other placements than its parameter (a partial sum) is left for the step, which all ranks take.
 
-    def __init__(self, mirrors: Mirrors, copies: HostCopies) -> None:
+    choice, refused_as = "offload of gradients", OffloadError
+    taken_by = (
+        "offload(gradients=True) has moved it to the host during backward: set max_grad_norm on the optimizer, "
+        "which clips inside the step"
+    )
+
+    def __init__(self, mirrors: Mirrors, copies: HostCopies, compute: SideStream) -> None:
         self._mirrors, self._copies = mirrors, copies
-        self._hooks = GradientHooks(self.gradient_came)
-        self.announce()
+        self.timeline = Timeline(self, compute)
+        self.timeline.announce()
+
+    def give_back(self, params: Iterable[torch.Tensor]) -> None:
+        """Give gradients on the host back to parameters that leave, or no longer fit: all but these keep theirs."""
+        staying = set(params)
+        leaving = [
+            param for param, own in self._mirrors.items() if param not in staying or not own.fits(local_part(param))
+        ]
+        for param, gradient in self.arrived(leaving):
+            part = local_part(param)
+            own = distribute(gradient.to(part.device, grad_dtype(param), copy=True), param)
+            param.grad = own if param.grad is None else param.grad + own
 
     def follow(self, params: Sequence[torch.Tensor]) -> None:
         """Take the gradients of exactly these parameters, which have mirrors."""
-        self._hooks.follow([param for param in params if param.requires_grad and param.is_leaf])
+        self.timeline.count([param] for param in params)
         for param in params:
             # HSDP computes a gradient in one stream and completes it in another.
             self._mirrors[param].is_taken = getattr(getattr(param, "device_mesh", None), "ndim", 1) == 1
 
-    def gradient_came(self, param: torch.Tensor) -> None:
-        """Take a gradient in backward; one that a hook of the user may still change is left for the step."""
-        if self._hooks.is_last(param):
-            self.take_gradient(param)
+    def ready(self, bucket: int) -> None:
+        """Begin to move a gradient to the host."""
+        self.take_gradient(self.timeline.params[bucket])
 
     @torch.no_grad()
     def take_gradient(self, param: torch.Tensor) -> None:
@@ -353,27 +368,8 @@ class HostGradients(TakesGradients):
         else:
             self._copies.begin()
             self._copies.send(mirror, gradient)
+        self.timeline.take(param)
         param.grad = None
-
-    def holds(self, param: Any) -> bool:
-        """Whether this takes a parameter's gradients."""
-        return param in self._mirrors
-
-    choice, refused_as = "offload of gradients", OffloadError
-    taken_by = (
-        "offload(gradients=True) has moved it to the host during backward: set max_grad_norm on the optimizer, "
-        "which clips inside the step"
-    )
-
-    @property
-    def has_taken_some(self) -> bool:
-        """Whether there are gradients on the host."""
-        return any(mirror.present for mirror in self._mirrors.values())
-
-    def has_taken(self, param: Any) -> bool:
-        """Whether a parameter's gradient is on the host, for the coming step."""
-        mirror = self._mirrors.get(param)
-        return mirror is not None and mirror.present and param.grad is None
 
     def taken(self, mirror: Mirror, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """The gradient that a step reads, on the host; one still on the parameter is added to it."""
@@ -437,7 +433,7 @@ class OffloadedState(StateMemory):
         """Note whether the step has gradients, which it consumes."""
         kept = self.kept
         self.had_gradients = kept is not None and (
-            kept.has_taken_some or any(param.grad is not None for param in params)
+            any(kept.timeline.taken) or any(param.grad is not None for param in params)
         )
 
     def present_gradients(self, shares: Sequence[Share]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -495,7 +491,17 @@ class StateOnHost(OffloadedState):
         self.memory, self.mirrors = memory, mirrors
         self.inward, self.outward, self.compute = SideStream(device), SideStream(device), SideStream(device, own=False)
         self.copies = HostCopies(self.outward, self.compute, chunk_bytes)
-        self.kept = HostGradients(mirrors, self.copies) if keeps_gradients else None
+        self.kept = HostGradients(mirrors, self.copies, self.compute) if keeps_gradients else None
+        self.timeline = None if self.kept is None else self.kept.timeline
+
+    def follow(self, params: Sequence[torch.Tensor]) -> bool:
+        """Keep copies of exactly these parameters and of their gradients; whether there are new ones."""
+        if self.kept is not None:
+            self.kept.give_back(params)
+        has_new = self.mirrors.follow(params)
+        if self.kept is not None:
+            self.kept.follow(params)
+        return has_new
 
     def make(self, params: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
         """Buffers in one piece of host memory."""
@@ -508,6 +514,8 @@ class StateOnHost(OffloadedState):
     def drop_gradients(self) -> None:
         self.mirrors.drop()
         self.copies.forget()
+        if self.kept is not None:
+            self.kept.timeline.forget()
 
     def wait(self) -> None:
         """Wait until the copies of the steps so far are done: the host can then read and write the state's memory.

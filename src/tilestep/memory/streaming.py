@@ -46,8 +46,7 @@ class StreamedState(StateOnHost):
         self.wait()
         self._chunks = 0
         if self.kept is not None:
-            self.mirrors.follow([param for _, param in params])
-            self.kept.follow([param for _, param in params])
+            self.follow([param for _, param in params])
             self._returning.clear()
 
     def on_entry(self, spec: KernelSpec, entry: Entry) -> None:

@@ -14,7 +14,7 @@ from ..compat import UPDATE, marked, opaque
 from ..devices import has_streams
 from ..errors import GradientError
 from ..placement.local import as_real, resolved
-from ..timeline.takers import refuse_taken
+from ..timeline.timeline import refuse_taken
 from .plan_cache import Recipe, find_recipe
 from .sharded import sharded_norm
 

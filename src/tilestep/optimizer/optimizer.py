@@ -35,7 +35,7 @@ from ..runtime import Stale, grad_dtype
 from ..stats import Change, Reports, Stats, StepStats, require_no_options
 from ..storage import entries_of, kept_in_blocks, values_of
 from ..tensor_watch import taken_gradients
-from ..timeline.takers import refuse_taken_by_another
+from ..timeline.timeline import refuse_taken_by_another
 from .build import (
     begin_at_once,
     begins_together,
@@ -716,7 +716,7 @@ class Optimizer(torch.optim.Optimizer):
         except Stale:
             plan, gradients = self._rebuild_prepared()
         if plan.are_others or not plan.engines:
-            refuse_taken_by_another(plan.without_gradients(), self.memory.kept)
+            refuse_taken_by_another(plan.without_gradients(), self.memory.timeline)
             plan.are_others = False
         if plan.ahead:
             plan.begin_states(self, all_of_them=begins_together(self))

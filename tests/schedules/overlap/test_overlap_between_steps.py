@@ -46,7 +46,7 @@ def test_an_optimizer_that_is_dropped_is_gone_at_once(during: str, make: Any) ->
     for step in range(3):
         twins.step(step)
     schedule: Any = twins.optimizer.schedule
-    gone = [weakref.ref(reference) for reference in (twins.optimizer, schedule, schedule.tracker)]
+    gone = [weakref.ref(reference) for reference in (twins.optimizer, schedule, schedule.updates)]
     del schedule
     gc.collect()
     gc.disable()

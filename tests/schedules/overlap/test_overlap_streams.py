@@ -105,14 +105,14 @@ def test_memory_goes_back_to_streams_that_have_waited() -> None:
     )
     places = {id(layer.weight): place for place, layer in enumerate(layers)}
     schedule: Any = optimizer.schedule
-    schedule.lane = schedule.tracker._lane = schedule.publication.lane = schedule.tracker.rounds._stream = lane
-    applied = schedule.tracker._note_updated
+    schedule.lane = schedule.publication.lane = schedule.updates.timeline._lane = lane
+    applied = schedule.updates._note_updated
 
     def note(group: Any) -> Any:
         updates[places[id(group.params[0])]] = lane.marks[-1]
         return applied(group)
 
-    schedule.tracker._note_updated = note
+    schedule.updates._note_updated = note
     model(torch.ones(2, 4)).sum().backward()
     assert len(optimizer.applied_groups) == 4
     lane.now = lane.others[1]

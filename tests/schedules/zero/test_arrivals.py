@@ -19,7 +19,7 @@ from torch import nn
 import tilestep
 from tilestep import native
 from tilestep.compat import backward_pass
-from tilestep.timeline.accumulation import GradientHooks, GradReadiness
+from tilestep.timeline.timeline import Awaited, GradientHooks
 
 WITHOUT, WITH = "Python", "C++"
 
@@ -46,8 +46,9 @@ class Bucket:
 
     def __init__(self, *, by_stream: bool = False) -> None:
         self.params = [nn.Parameter(torch.ones(2)) for _ in range(5)]
-        self.readiness = GradReadiness(1000, by_stream=by_stream)
-        self.awaited = self.readiness.awaited()
+        self.module = native.module(1000)
+        counted = () if self.module is None else (self.module, self.module.new_pass(by_stream))
+        self.awaited, self.counted = Awaited(self.params, 0, {}, *counted), counted
         self.calls: list[int] = []
         self.last: list[int] = []
         self.hooks = GradientHooks(self.come)
@@ -58,10 +59,14 @@ class Bucket:
         place = next(place for place, own in enumerate(self.params) if own is param)
         self.calls.append(place)
         number = backward_pass()
-        self.readiness.follow(-1 if number is None else number)
-        self.readiness.know_stream(param)
+        self.follow(-1 if number is None else number)
+        self.awaited.know_stream(param)
         if not self.awaited.come(place):
             self.last.append(place)
+
+    def follow(self, number: int) -> None:
+        if self.module is not None:
+            self.module.follow(self.counted[1], number)
 
     def backward(self, chosen: list[int], begin: bool = True) -> None:
         """Backward through some of them, the last one first."""
@@ -110,7 +115,7 @@ def test_passes_are_told_apart(where: str) -> None:
     assert len(bucket.calls) == (2 if where == WITH else 3) and not bucket.awaited.left()
     bucket.calls = []
     bucket.backward([0, 1, 2])
-    bucket.readiness.follow(-1)
+    bucket.follow(-1)
     bucket.backward([3], begin=False)
     assert bucket.calls[-1] == 3
 
@@ -169,7 +174,7 @@ def test_a_training_that_begins_before_the_module_is_built(one_rank: None, monke
             model(data).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert sharded.schedule.gradients.rounds.is_native == built
+        assert sharded.schedule.gradients.timeline.is_native == built
     for mine, theirs in zip(models[0].parameters(), models[1].parameters()):
         assert torch.equal(mine, theirs)
 
@@ -190,7 +195,7 @@ def train_beside_twins(where: str) -> None:
     with counted_in(where):
         for options in ({}, {"bucket_cap_mb": 200 / 2**20}, {"grad_buffer": "bucket"}, {"overlap_grad_sync": False}):
             pair = Pair(Branches(), sgd, **options)
-            assert pair.optimizer.schedule.gradients.rounds.is_native == (where == WITH)
+            assert pair.optimizer.schedule.gradients.timeline.is_native == (where == WITH)
             for chosen in ([[0, 1, 2, 3, 4, 5]], [[0, 1], [5, 4, 4, 3], [2, 1]], [[1, 1, 2]], [[3, 0], [0, 3]]):
                 for sync_all in (False, True):
                     run(pair, chosen, sync_all)

@@ -105,7 +105,7 @@ def with_gradients_that_no_message_has_taken() -> None:
         freeze(pair)
         backward(pair)
         before = pair.model[1].weight.clone()
-        with pytest.raises(GradientError, match=r"1\.weight.* has a gradient and is frozen"):
+        with pytest.raises(GradientError, match=r"1\.bias has a gradient and is frozen"):
             pair.optimizer.step()
         assert torch.equal(before, pair.model[1].weight)
         pair.optimizer.zero_grad()

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import tilestep
-from tilestep.schedules.zero.parameters import ParameterSync
+from tilestep.schedules.zero.moves import ParameterSync
 
 RANKS = 3
 TIMEOUT = timedelta(seconds=15)

@@ -64,14 +64,14 @@ def a_backward_with_passes_within_it_is_one_round() -> None:
     for model, chosen, rounds in ((Recomputed(), [1, 2, 3], 1), (Tied(), [1, 2, 3], 1), (Tied(), [1, 5, 2, 5], 2)):
         pair = Pair(model, sgd, bucket_cap_mb=TINY)
         gradients = pair.optimizer.schedule.gradients
-        sent, before = 0, gradients.end_round
+        sent, before = 0, gradients.end
 
         def counted(before: Callable[[], None] = before) -> None:
             nonlocal sent
             sent += 1
             before()
 
-        gradients.end_round = counted  # type: ignore[method-assign]
+        gradients.end = counted  # type: ignore[method-assign]
         for _ in range(2):
             sent = 0
             run(pair, [chosen])

@@ -369,11 +369,11 @@ def weights_to_evaluate() -> None:
 
 def a_torch_without_its_private_calls() -> None:
     """No end of backward to be told of, and modules that keep their parameters elsewhere: later, but the same."""
-    from tilestep.timeline import accumulation, guards
+    from tilestep.timeline import guards, timeline
 
-    before = accumulation.after_backward, accumulation.backward_pass, guards.guard_parameters
-    accumulation.after_backward = lambda callback: False
-    accumulation.backward_pass = lambda: None
+    before = timeline.after_backward, timeline.backward_pass, guards.guard_parameters
+    timeline.after_backward = lambda callback: False
+    timeline.backward_pass = lambda: None
     guards.guard_parameters = lambda module, guard: False
     try:
         pair = Pair(Branches(), sgd, bucket_cap_mb=TINY)
@@ -384,7 +384,7 @@ def a_torch_without_its_private_calls() -> None:
                 run(pair, mine, sync_all=step % 2 == 0)
                 pair.compare()
     finally:
-        accumulation.after_backward, accumulation.backward_pass, guards.guard_parameters = before
+        timeline.after_backward, timeline.backward_pass, guards.guard_parameters = before
 
 
 CHECKS = [

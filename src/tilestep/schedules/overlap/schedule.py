@@ -26,9 +26,10 @@ from ...placement.local import is_distributed
 from ...tensor_watch import memory_of, taken_gradients
 from ...timeline.guards import Publication, guard_forwards, guard_model, guard_sharers
 from ...timeline.side_stream import SideStream, Ticket
-from ...timeline.takers import refuse_taken_by_another
+from ...timeline.timeline import refuse_taken_by_another
 from .groups import Group, Grouping
-from .tracker import BackwardTracker, CommHook, scale_error
+from .reduced import CommHook
+from .updates import GroupUpdates, scale_error
 
 
 class OverlapSchedule(Schedule):
@@ -57,7 +58,7 @@ class OverlapSchedule(Schedule):
         self._knows_ranks = during != "backward"
         self.lane = SideStream(device)
         self.publication = _publication(model, grouping, self.lane)
-        self.tracker = BackwardTracker(
+        self.updates = GroupUpdates(
             optimizer,
             model,
             grouping,
@@ -99,7 +100,7 @@ class OverlapSchedule(Schedule):
         with self.lane.left():
             if not self.grouping.knows(self._optimizer()):
                 self.grouping.divide(self._optimizer(), self.model)
-                self.tracker.watch()
+                self.updates.watch()
                 self.publication.wait_on_host()
                 self.publication.of = _numbered(self.grouping)
                 guard_sharers(self.publication)
@@ -119,7 +120,7 @@ class OverlapSchedule(Schedule):
             1
             >>> optimizer.step()
         """
-        return tuple(group.name for group in self.tracker.applied)
+        return tuple(group.name for group in self.updates.applied)
 
     def no_sync(self) -> Any:
         """A context manager in which backward only accumulates; the next backward outside updates with the sum.
@@ -136,7 +137,7 @@ class OverlapSchedule(Schedule):
             >>> model.weight.tolist()
             [[0.5, 0.0]]
         """
-        return self.tracker.rounds.no_sync()
+        return self.updates.timeline.no_sync()
 
     def synchronize(self) -> None:
         """Make the current stream wait for all updates.
@@ -164,32 +165,33 @@ class OverlapSchedule(Schedule):
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before step()")
         if is_capturing():
             self.prepare_capture(self._optimizer())
-        self.tracker.require_whole()
-        if not self._knows_ranks and self.tracker.has_updated:
+        if not self._knows_ranks and self.updates.applied:
             self._warn_of_ranks()
         optimizer = self._optimizer()
         is_run_by_scaler = hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf")
-        if self.tracker.meets_a_scaler and is_run_by_scaler:
+        if self.updates.meets_a_scaler and is_run_by_scaler:
             raise scale_error()
         if self.during == "forward":
             self._step_later()
-            self.tracker.forget()
-        elif self.tracker.has_updated or (
-            self.tracker.applies and not is_run_by_scaler and not optimizer.control.needs_norm(optimizer.param_groups)
+            self.updates.forget()
+        elif self.updates.applied or (
+            self.updates.timeline.when == "ready"
+            and not is_run_by_scaler
+            and not optimizer.control.needs_norm(optimizer.param_groups)
         ):
-            self.tracker.finish()
+            self.updates.finish()
         else:
             self._step_at_once(plain)
 
     def _step_at_once(self, plain: Callable[[], None]) -> None:
         """Decide the step and take it: backward could not, since the decision needs all gradients."""
         self.synchronize()
-        self.tracker.forget()
+        self.updates.forget()
         params = self.params
         missing = [param.grad is None for param in params]
         self._had_gradients = not all(missing)
         if any(missing) and missing != self._missing:
-            self.tracker.refuse_replaced()
+            self.updates.refuse_replaced()
         self._missing = missing
         plain()
         taken_gradients(params)
@@ -203,8 +205,8 @@ class OverlapSchedule(Schedule):
             plan, gradients = optimizer.prepared()
             if plan.are_others or not plan.engines:
                 if missing := [param for param in plan.params if param.grad is None]:
-                    refuse_taken_by_another(missing, self.tracker)
-                    self.tracker.refuse_replaced()
+                    refuse_taken_by_another(missing, self.updates.timeline)
+                    self.updates.refuse_replaced()
                 plan.are_others = False
             plan.begin_states(optimizer, all_of_them=True)
             plan.sync_masters()
@@ -217,7 +219,7 @@ class OverlapSchedule(Schedule):
             plan.release()
             self._had_gradients = any(held.values())
             if not self._had_gradients:
-                self.tracker.refuse_replaced()
+                self.updates.refuse_replaced()
             works = [(group, self._work(plan, gradients, group, held[group])) for group in groups if held[group]]
             tickets = {group.index: Ticket(work) for group, work in works}
             # Who scales losses, changes hyperparameters or reads the norm next comes after the decision.
@@ -254,7 +256,7 @@ class OverlapSchedule(Schedule):
         """When backward has updated for the first time: say so if nothing has summed the gradients over the ranks."""
         self._knows_ranks = True
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if several and not self.tracker.rounds.elsewhere and not any(map(is_distributed, self.params)):
+        if several and not self.updates.timeline.elsewhere and not any(map(is_distributed, self.params)):
             warnings.warn(
                 'overlap(during="backward"): there are several ranks, and each has updated with its own gradients, '
                 "which are let go before they could be summed by hand: a loop that all-reduces `param.grad` after "
@@ -308,25 +310,25 @@ class OverlapSchedule(Schedule):
         Raises:
             RuntimeError: after a backward that has updated parameters; `step()` must end it.
         """
-        if self.tracker.rounds.is_broken:
+        if self.updates.timeline.is_broken:
             self.lane.join()
-            self.tracker.forget()
-        elif self.tracker.has_updated:
+            self.updates.forget()
+        elif self.updates.applied:
             raise RuntimeError(
                 "backward has updated parameters already, so these gradients cannot be dropped: call step() first; "
                 'to decide after backward whether there is a step use during="forward"'
             )
-        elif self.tracker.rounds.is_open:
+        elif self.updates.timeline.is_open:
             self.lane.join()
-            self.tracker.drop()
+            self.updates.drop()
 
     def _require_no_update(self, method: str) -> None:
-        if self.tracker.has_updated:
+        if self.updates.applied:
             raise RuntimeError(f"backward has updated parameters already: call step() before {method}")
 
     def load_state_dict(self, state_dict: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], None]) -> None:
         """Take a checkpoint, between a step and the next backward or after a backward that was broken off."""
-        if not self.tracker.rounds.is_broken:
+        if not self.updates.timeline.is_broken:
             self._require_no_update("load_state_dict()")
         super().load_state_dict(state_dict, plain)
 
@@ -343,7 +345,7 @@ class OverlapSchedule(Schedule):
 
     def unscale(self, optimizer: Any, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Unscale gradients that no update has used."""
-        if self.tracker.meets_a_scaler:
+        if self.updates.meets_a_scaler:
             raise scale_error()
         return super().unscale(optimizer, unscale, *args, **kwargs)
 
@@ -505,6 +507,6 @@ def overlap(
             optimizer.attach(("overlap",), schedule=schedule, offers=schedule.offers)
             optimizer.rebuild(ahead=True)
     except BaseException:
-        schedule.tracker.rounds.hooks.remove()
+        schedule.updates.timeline.hooks.remove()
         raise
     return cast(OverlappedOptimizer, optimizer)

@@ -418,7 +418,7 @@ def make_buckets(
     divisions: Sequence[Division],
     ranks: Ranks,
     options: Options,
-) -> tuple[list[Bucket], list[tuple[int, ...]]]:
+) -> list[Bucket]:
     """Bring parameters into buckets, in the order in which backward completes them."""
     items = []
     dtypes = list(map(options.sync_dtypes, groups))
@@ -445,7 +445,7 @@ def make_buckets(
         memories = [torch.zeros(size, dtype=dtype, device=device) for size, dtype in zip(sizes, kinds)]
     else:
         memories = allocate(sizes, kinds, device, peers)
-    buckets = [
+    return [
         Bucket(
             layout,
             [params[place] for place in places],
@@ -457,7 +457,6 @@ def make_buckets(
         )
         for layout, places, memory in zip(layouts, members, memories)
     ]
-    return buckets, members
 
 
 def _shared(

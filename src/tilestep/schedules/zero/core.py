@@ -212,7 +212,7 @@ class Sharding(Placement):
         self.member_of: dict[Any, Member] = {}
         self._listed: list[list[torch.Tensor]] = []  # the parameters of each param group
         self.rules: list[str | None] = []  # the "rule" of each param group
-        self.places = self._lay_out(optimizer, names)  # for each bucket the indices of its parameters
+        self._lay_out(optimizer, names)
         self.device = self.buckets[0].flat.device
         self._align(self.buckets)
         with torch.no_grad():
@@ -267,15 +267,15 @@ class Sharding(Placement):
         # In the same order on all ranks: a whole parameter may come first in a segment on one rank only.
         plan.shared_sums = [SharedSums(plan.sharers, sorted(engine.segments, key=first_cut)) for engine in plan.engines]
 
-    def _lay_out(self, optimizer: Optimizer, names: dict[Any, str]) -> list[tuple[int, ...]]:
+    def _lay_out(self, optimizer: Optimizer, names: dict[Any, str]) -> None:
         """Lay out new parameters in buckets."""
         groups = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
         self._listed = [list(group["params"]) for group in optimizer.param_groups]
         self.rules = [group.get("rule") for group in optimizer.param_groups]
         params = [param for param in names if param not in self.member_of]
-        divisions, before = divisions_of(optimizer), len(self.members)
+        divisions = divisions_of(optimizer)
         own = [optimizer.param_groups[groups[param]] for param in params]
-        buckets, places = make_buckets(params, own, [divisions[param] for param in params], self.ranks, self.options)
+        buckets = make_buckets(params, own, [divisions[param] for param in params], self.ranks, self.options)
         added = {
             param: Member(names[param], param, bucket, slot, divisions[param])
             for bucket in buckets
@@ -284,15 +284,14 @@ class Sharding(Placement):
         self.buckets += buckets
         self.members += [added[param] for param in params]
         self.member_of.update(added)
-        return [tuple(before + place for place in bucket) for bucket in places]
 
-    def add_group(self, optimizer: Optimizer, names: dict[Any, str]) -> tuple[list[Bucket], list[tuple[int, ...]]]:
-        """Lay out the parameters of the last param group in new buckets; these, and the indices of their parameters."""
+    def add_group(self, optimizer: Optimizer, names: dict[Any, str]) -> list[Bucket]:
+        """Lay out the parameters of the last param group in new buckets."""
         buckets, members = len(self.buckets), len(self.members)
-        places = self._lay_out(optimizer, names)
+        self._lay_out(optimizer, names)
         self._align(self.buckets[buckets:])
         self._cut(self.members[members:])
-        return self.buckets[buckets:], places
+        return self.buckets[buckets:]
 
     @torch.no_grad()
     def _align(self, buckets: Sequence[Bucket]) -> None:
@@ -331,9 +330,9 @@ class Sharding(Placement):
                 "for the one before: undo that, or shard a new optimizer; nothing was updated"
             )
 
-    def note_stepped(self, has_gradient: Iterable[bool], trains: Iterable[int]) -> None:
+    def note_stepped(self, params: Iterable[torch.Tensor], has_gradient: Iterable[bool], trains: Iterable[int]) -> None:
         """After a step: parameters that train have state from the first step on, others from their first gradient."""
-        for member, has_one, is_trained in zip(self.members, has_gradient, trains):
+        for member, has_one, is_trained in zip(map(self.member_of.__getitem__, params), has_gradient, trains):
             member.has_begun = bool(member.has_begun or has_one or (member.has_begun is None and is_trained))
 
     def holds_state(self, optimizer: Optimizer, member: Member) -> bool:

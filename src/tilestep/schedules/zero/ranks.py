@@ -21,7 +21,9 @@ from ...optimizer import Optimizer
 from ...optimizer.build import graphs_of
 from ...optimizer.groups import GROUP_OPTIONS, about_group, deciding_keys, described_numbers, plain_value
 from ...optimizer.parameters import iter_params
-from ...placement import Ranks, Received, is_distributed
+from ...placement import Ranks, Received, is_distributed, message_length
+from ...tensor_watch import survey
+from ...timeline.side_stream import SideStream
 from .buckets import Options, loses_bits, memory_order
 
 _sharded = itertools.count()  # the sharded optimizers of this process
@@ -197,8 +199,8 @@ _BITS = 11  # of each part of a digest: as float32 numbers, sums of thousands of
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-class HyperparameterDigest:
-    """Finds out whether ranks step different optimizers, or with different hyperparameters."""
+class StepMessage:
+    """What ranks tell each other at a step: what must be the same on all of them, and whose gradients each has had."""
 
     # Each rank adds the parts of its digest to numbers that are summed over the ranks for every step. If no rank
     # differs the sums are the rank's own parts times the number of ranks; if one does, no rank finds them so. On a CPU
@@ -212,19 +214,52 @@ class HyperparameterDigest:
         self._optimizer, self._ranks = optimizer, ranks
         self._first = first  # the name of the optimizer's first parameter
         self._values: Any = None
-        self._parts = [0.0] * self.PARTS
+        self._digest = [0.0] * self.PARTS
         self._written: list[float] = []
         self._expected: list[float] = []
         self._received: deque[Received] = deque()
         self.trains = self._trained = b""  # which parameters train
         self._shape: Any = None  # what decides which messages a step sends
         self._keys: dict[Any, tuple[str, ...]] = {}
+        self.is_due = False  # whether there was a round since other ranks were last told
 
-    def reset(self) -> None:
-        """The numbers that are summed are others, and have no digest yet."""
-        self._written = []
+    def reset(self, params: Sequence[torch.Tensor], device: torch.device) -> None:
+        """Tell other ranks of these parameters from now on."""
+        size = message_length(self.PARTS + len(params))
+        self._sums = torch.zeros(size, dtype=torch.float32, device=device)
+        self._sent = self._sums.clone()
+        self._used, self._written = bytes(len(params)), []
+        self.trains = survey(list(params)).trains
 
-    def write(self, parts: torch.Tensor) -> None:
+    def counts(self) -> list[float]:
+        """For each parameter how many ranks had a gradient of it since the step before; waits for the device."""
+        return self._sums[self.PARTS :].tolist()  # type: ignore[no-any-return]
+
+    def send(self, used: bytearray, channel: SideStream, *, captures: bool) -> None:
+        """Tell the other ranks, once for each step."""
+        # After the sums, which a rank without a backward joins at its step. Not in backward, where nothing runs in
+        # order: another optimizer's may come first on another rank.
+        self.is_due = False
+        with channel.after_compute(self._sums, self._sent):
+            if used != self._used:
+                self._used = bytes(used)
+                source = torch.tensor(list(self._used), dtype=torch.float32, device="cpu")
+                if self._sums.is_cuda:
+                    source = source.pin_memory()
+                self._sent[self.PARTS : self.PARTS + len(source)].copy_(source, non_blocking=True)
+            if not captures:
+                self._write()
+            self._sums.copy_(self._sent)
+            ranks = self._ranks.in_steps
+            # Ranks that step another optimizer may have begun sums that this rank never joins: compared before these
+            # are waited for.
+            ranks.begin_to_add(self._sums).wait()
+            if ranks.copies > 1:
+                ranks.add_copies(self._sums)
+            if not captures:
+                self._received.append(Received.begin(self._expected, self._sums[: self.PARTS]))
+
+    def _write(self) -> None:
         """Put this rank's digest into numbers that are going to be summed; the last ones stay there."""
         optimizer = self._optimizer()
         if optimizer is None:
@@ -246,16 +281,12 @@ class HyperparameterDigest:
         if values != self._values or self.trains != self._trained:
             self._values, self._trained = values, self.trains
             digest = zlib.crc32(repr([self._ranks.name, *described_numbers(optimizer), self.trains]).encode())
-            self._parts = [float(digest >> place & (1 << _BITS) - 1) for place in range(0, 32, _BITS)]
-        if self._parts != self._written:
-            self._written = self._parts
-            self._expected = [part * self._ranks.count for part in self._parts]
-            for part, value in zip(parts.unbind(), self._parts):
-                part.fill_(value)
-
-    def receive(self, sums: torch.Tensor) -> None:
-        """Have the sums come to the host."""
-        self._received.append(Received.begin(self._expected, sums))
+            self._digest = [float(digest >> place & (1 << _BITS) - 1) for place in range(0, 32, _BITS)]
+        if self._digest != self._written:
+            self._written = self._digest
+            self._expected = [part * self._ranks.count for part in self._digest]
+            for place, value in enumerate(self._digest):
+                self._sent[place].fill_(value)
 
     def check(self) -> None:
         """Raise on all ranks if they differ; before a step."""

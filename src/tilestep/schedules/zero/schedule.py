@@ -20,14 +20,12 @@ from ...optimizer.graphs import prepare_capture, require_no_waits
 from ...optimizer.parameters import require_listed_once
 from ...optimizer.schedule import Schedule
 from ...runtime.capturing import PREPARE, require
-from ...timeline.accumulation import gradientless
 from ...timeline.side_stream import SideStream
-from ...timeline.takers import refuse_another_taker, refuse_taken_by_another
+from ...timeline.timeline import gradientless, refuse_another_taker, refuse_taken_by_another
 from .checkpoint import sharded_states
 from .core import Sharding
-from .gradients import GradientSync
-from .parameters import ParameterSync
-from .ranks import HyperparameterDigest, attempt_together, validate_across_ranks
+from .moves import ParameterSync, ReduceScatter
+from .ranks import StepMessage, attempt_together, validate_across_ranks
 
 
 @dataclass
@@ -50,8 +48,8 @@ class ShardedSchedule(Schedule):
         self.sharding = sharding
         buckets, ranks, options, model = sharding.buckets, sharding.ranks, sharding.options, sharding.model
         self.channel = SideStream(buckets[0].flat.device, priority=-1)
-        digest = HyperparameterDigest(self._reference, ranks, sharding.members[0].name)
-        self.gradients = GradientSync(buckets, sharding.places, ranks, options, self.channel, digest, model)
+        message = StepMessage(self._reference, ranks, sharding.members[0].name)
+        self.gradients = ReduceScatter(buckets, options, self.channel, message, model)
         self.parameters = ParameterSync(model, buckets, options, self.channel)
         self._ready: _Gradients | None = None  # the gradients that were given to the sections
         self._stepped: _Gradients | None = None  # the gradients of the last step, if no section was written to since
@@ -111,7 +109,7 @@ class ShardedSchedule(Schedule):
         ready = self._stepped = self._ready
         if ready is not None and ready is not self._begun:
             self._begun = ready
-            sharding.note_stepped(ready.has_gradient, ready.trains)
+            sharding.note_stepped(gradients.timeline.params, ready.has_gradient, ready.trains)
         if not captures or gradients.summed_in_graph:
             gradients.forget()
         self.parameters.gather(updates, captures)
@@ -137,11 +135,11 @@ class ShardedSchedule(Schedule):
 
     def _make_ready(self, captures: bool) -> None:
         """As `complete_gradients`, without gradients."""
-        gradients = self.gradients
-        if not gradients.is_alone:
-            refuse_another_taker(gradients.params, gradients)
+        gradients, timeline = self.gradients, self.gradients.timeline
+        if not timeline.is_alone:
+            refuse_another_taker(timeline)
         versions, trains, has_gradient = gradients.finish(captures)
-        if gradients.digest.trains != gradients.trains:
+        if gradients.message.trains != gradients.trains:
             gradients.follow_trains()
         params = self.parameters
         if params.publication.tickets or params.is_exact or versions != params.versions or params.fixed.look():
@@ -153,10 +151,11 @@ class ShardedSchedule(Schedule):
             or (before.has_gradient, before.trains) != (has_gradient, trains)
             or not all(map(operator.is_, before.sections, sections))
         ):
-            missing = [param for param, has_one in zip(gradients.params, has_gradient) if not has_one]
-            refuse_taken_by_another(missing, gradients)
+            missing = [param for param, has_one in zip(timeline.params, has_gradient) if not has_one]
+            refuse_taken_by_another(missing, timeline)
             section_of = {id(sums.bucket): section for sums, section in zip(gradients.sums, sections)}
-            for member, has_one, is_trained in zip(self.sharding.members, has_gradient, trains):
+            members = [self.sharding.member_of[param] for param in timeline.params]
+            for member, has_one, is_trained in zip(members, has_gradient, trains):
                 left_behind = has_one or member.param.grad is not None
                 if left_behind and not is_trained and section_of[id(member.bucket)] is None:
                     raise GradientError(
@@ -165,7 +164,7 @@ class ShardedSchedule(Schedule):
                         "step(), or set their .grad to None"
                     )
             self._ready = _Gradients(sections, has_gradient, trains)
-            for member, has_one, is_trained in zip(self.sharding.members, has_gradient, trains):
+            for member, has_one, is_trained in zip(members, has_gradient, trains):
                 member.take_gradient(section_of[id(member.bucket)] if has_one else None, bool(is_trained))
 
     def step_of(self, optimizer: Any, group: Mapping[str, Any]) -> Any:
@@ -183,7 +182,7 @@ class ShardedSchedule(Schedule):
 
     def stepped(self, optimizer: Any) -> list[torch.Tensor]:
         has_gradient = () if self._ready is None else self._ready.has_gradient
-        return [param for param, has_one in zip(self.gradients.params, has_gradient) if has_one]
+        return [param for param, has_one in zip(self.gradients.timeline.params, has_gradient) if has_one]
 
     def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """This rank's part of the state, for `torch.distributed.checkpoint`, as tensors of the parameters' shapes.
@@ -236,8 +235,8 @@ class ShardedSchedule(Schedule):
         attempt_together(sharding.ranks, add, "add the param group", RuntimeError)
         names = validate_across_ranks(optimizer, sharding.model, sharding.ranks, sharding.options)
         self.sync_masters(optimizer)
-        buckets, places = sharding.add_group(optimizer, names)
-        self.gradients.take_in(buckets, places)
+        buckets = sharding.add_group(optimizer, names)
+        self.gradients.take_in(buckets)
         self.parameters.take_in(sharding.model, buckets)
         self._ready = self._begun = None
 

@@ -55,7 +55,7 @@ class ShardedMethods:
             5.0
             >>> torch.distributed.destroy_process_group()
         """
-        return self._schedule.gradients.rounds.no_sync()
+        return self._schedule.gradients.timeline.no_sync()
 
     def wait(self) -> None:
         """Wait for the parameters that other ranks updated in the last step, and for offloaded state.

@@ -1,0 +1,479 @@
+"""Gradients of buckets between two steps: which are awaited, which are ready, and which were taken away."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, ParamSpec, TypeVar
+
+import torch
+
+from .. import native
+from ..combinations import follow_wrappers, refuse
+from ..compat import (
+    after_backward,
+    backward_pass,
+    count_gradient_hooks,
+    is_in_another_backward,
+    is_last_gradient_hook,
+    opaque,
+    watch_clips,
+)
+from ..errors import GradientError
+from ..tensor_watch import survey
+from .side_stream import SideStream
+
+NONE: Set[int] = frozenset()
+_NO_PASS = -1  # gradients of no pass are counted in C++: each is a function call
+
+WAITING, TAKEN, UPDATED = 0, 1, 2
+"""What has become of a parameter's gradient since the last step, in the order of `Timeline.params`."""
+
+
+class GradientHooks:
+    """Calls of a method when backward has accumulated gradients, after all other hooks of their parameters."""
+
+    # The method's object is not kept alive: tensors keep their hooks where Python's garbage collector does not look, so
+    # one that holds the parameter, and is held by its hook, would never be let go, and neither would the model.
+    # A hook that is registered later changes gradients before they are used too, from the next backward on.
+
+    def __init__(self, announce: Any) -> None:
+        self._living, self._function = weakref.ref(announce.__self__), announce.__func__
+        self.made: dict[int, tuple[torch.Tensor, Any, Any]] = {}
+        """For each parameter, by `id`: itself, what is put around its hook, and the handle."""
+        self._count = 0
+        self._params: list[torch.Tensor] = []
+
+    def add(self, param: torch.Tensor, through: Any) -> None:
+        """Have the method called with a parameter; `through` makes what torch calls of what calls the method."""
+        trains = param.requires_grad
+        param.requires_grad_(True)
+        hook = through(partial(_announce, self._living, self._function))
+        handle = param.register_post_accumulate_grad_hook(hook)
+        param.requires_grad_(trains)
+        self.made[id(param)] = param, through, handle
+        self._params.append(param)
+        self._count += count_gradient_hooks([param])
+
+    def remove(self, params: Iterable[int] | None = None) -> None:
+        """End the calls for some parameters, by `id`, or for all."""
+        for key in list(self.made) if params is None else params:
+            if key in self.made:
+                self.made.pop(key)[-1].remove()
+        self._recount()
+
+    def move_last(self) -> Set[int]:
+        """Have hooks called after those that were registered since; those that were moved, by parameters' `id`."""
+        # Inside of a hook: what is called for its own parameter now stays as it was.
+        if count_gradient_hooks(self._params) == self._count:
+            return NONE
+        moved = {key for key, (param, _, handle) in self.made.items() if not is_last_gradient_hook(param, handle)}
+        for param, through, handle in [self.made[key] for key in moved]:
+            handle.remove()
+            self.add(param, through)
+        self._recount()
+        return moved
+
+    def _recount(self) -> None:
+        self._params = [param for param, *_ in self.made.values()]
+        self._count = count_gradient_hooks(self._params)
+
+
+@opaque
+def _announce(living: Callable[[], Any], function: Callable[[Any, torch.Tensor], None], arrived: torch.Tensor) -> None:
+    """Call a method of an object that lives."""
+    # In a backward that compiled code runs hooks would be compiled too. `weakref.WeakMethod` is written in Python.
+    owner = living()
+    if owner is not None:
+        function(owner, arrived)
+
+
+class Awaited:
+    """The gradients that a bucket waits for: counted in C++ where that is built, else in Python."""
+
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        first: int,
+        writers: dict[int, torch.cuda.Stream],
+        module: Any = None,
+        counted: Any = None,
+    ) -> None:
+        self.params, self.first = list(params), first  # and the place of the first one among those of all buckets
+        self.writers = writers  # the streams that have written gradients, by number
+        self.trains = b""  # a one for each parameter that trains, else a zero
+        self._places: set[int] = set()
+        self.know_stream: Callable[[torch.Tensor], object] = _nothing
+        """Until the next pass, the current stream of a tensor's device is known to write gradients."""
+        if module is not None:
+            own = module.new_awaited(counted)
+            vars(self).update(
+                begin=partial(module.await_places, own),
+                come=partial(module.come, own),
+                left=partial(module.left, own),
+                hook=partial(module.new_hook, own),
+                know_stream=partial(module.know_stream, counted),
+            )
+
+    def begin(self, trains: bytes) -> object:
+        """Wait for the gradients of a backward pass."""
+        self._places = {place for place, one in enumerate(trains) if one}
+        return None
+
+    def come(self, place: int) -> int:
+        """Note that a gradient has come; how many are awaited now."""
+        self._places.discard(place)
+        return len(self._places)
+
+    def left(self) -> int:
+        """How many gradients are awaited."""
+        return len(self._places)
+
+    def hook(self, place: int, function: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+        """What is to be called when a gradient has come: counts it where that is all there is to do."""
+        return function
+
+
+def _nothing(_: object) -> None:
+    """What is done where gradients are counted in Python."""
+
+
+class Row:
+    """What a product does with gradients at each transition: it reduces, updates, or copies buckets."""
+
+    choice: str  # what it is in the table of combinations, which says what may wrap the model
+    taken_by: str  # what has taken a gradient, and how to clip then: the end of a sentence
+    refused_as: type[ValueError] = ValueError
+    takes = True  # whether it takes gradients away in backward
+    updates = False  # whether it updates in backward too
+    accumulates = True  # whether every backward brings all gradients once more, to be added up; else a round has one
+    eager = False  # whether a backward outside of `no_sync` ends its round
+
+    def begin(self) -> Set[int]:
+        """Begin a round, at its first gradient; parameters that something else announces from now on, by `id`."""
+        return NONE
+
+    def ready(self, bucket: int) -> None:
+        """The last gradient of a bucket has come."""
+        raise NotImplementedError
+
+    def again(self, bucket: int, param: torch.Tensor) -> bool:
+        """Whether a bucket that was ready waits for all its gradients once more, of which one has come."""
+        return True
+
+    def collect(self) -> None:
+        """A backward has ended that leaves the round open, of a row that accumulates."""
+
+    def end(self) -> None:
+        """End the round, after its last backward or one that was broken off."""
+
+    def wrapped(self, wrapper: torch.nn.Module) -> None:
+        """A wrapper that is allowed has come around the model."""
+
+
+class Timeline:
+    """The gradients of buckets from one step to the next: waiting, then ready, then as far as a row takes them."""
+
+    # A round lasts from the first gradient after a step, or after the round before, to the row's `end()`. The row has
+    # this and is not kept alive. Gradients of buckets that a row adds up are counted together: a stream is known for
+    # all buckets once it has written a gradient of one.
+
+    def __init__(self, row: Row, lane: SideStream) -> None:
+        self.row: Callable[[], Any] = weakref.ref(row)
+        self._lane = lane
+        self.hooks = GradientHooks(self.arrived)
+        self.elsewhere: set[int] = set()  # parameters whose gradients no hook announces, by `id`
+        self.buckets: list[Awaited] = []
+        self.params: list[torch.Tensor] = []  # of all buckets, one after the other
+        self.taken = self._none = bytearray()  # for each parameter what has become of its gradient
+        self.trained = b""  # a one for each parameter that has trained since the last step, if rounds accumulate
+        self.syncing = True  # whether the next backward is the last one before a step
+        self.is_open = False
+        self.when: Literal["ready", "step"] = "step"  # when buckets of this round are taken further
+        self.is_alone = False  # whether it is known that no other optimizer takes the same gradients
+        self.survey: Callable[[list[torch.Tensor]], tuple[int, bool, bytes]] = survey  # `tensor_watch.survey`
+        self._place_of: dict[int, tuple[int, int, int]] = {}  # bucket, place there, place in `params`; by `id`
+        self._module: Any = None
+        self._counted: list[Any] = []  # what C++ counts the gradients of a pass in
+        self._pass: int | None = None  # the backward pass whose gradients are counted
+        self._passes: set[int | None] = set()  # all passes of the same backward
+        self._running: set[int | None] = set()
+
+    def announce(self, model: torch.nn.Module | None = None) -> None:
+        """Be asked at every clip and told of every wrapper of the model from now on, as long as it lives."""
+        follow_wrappers(self, model)
+        for timeline in list(_timelines):
+            timeline.is_alone = False
+        _timelines.add(self)
+        watch_clips(refuse_taken)
+
+    # What has been taken away.
+
+    def holds(self, param: Any) -> bool:
+        """Whether a parameter's gradients are counted."""
+        return id(param) in self._place_of
+
+    def take(self, param: torch.Tensor, stage: int = TAKEN) -> None:
+        """Note that a parameter's gradient was taken away."""
+        self.taken[self._place_of[id(param)][2]] = stage
+
+    def stage_of(self, param: Any) -> int:
+        """What has become of a parameter's gradient."""
+        place = self._place_of.get(id(param))
+        return WAITING if place is None else self.taken[place[2]]
+
+    def has_taken(self, param: Any) -> bool:
+        """Whether a parameter's gradient is in this alone, for the coming step."""
+        row = self.row()
+        return self.stage_of(param) != WAITING and row is not None and (row.updates or param.grad is None)
+
+    def wrapped(self, wrapper: torch.nn.Module, kind: str) -> None:
+        """Raise, in the constructor of a wrapper that would reduce the gradients as well, or too late."""
+        row = self.row()
+        if row is not None:
+            refuse(row.choice, [kind], "the model's new wrapper", row.refused_as)
+            row.wrapped(wrapper)
+
+    # Which gradients backward has brought.
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A block in which backward only accumulates."""
+        before, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = before
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a backward pass has not come to its end."""
+        return bool(self._running)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether gradients are counted in C++."""
+        return self._module is not None
+
+    def leave_out(self, params: Set[int]) -> None:
+        """Count gradients of some parameters, by `id`, where `arrived` is called for them, and by no hook."""
+        self.elsewhere |= params
+        self.hooks.remove(params)
+
+    def count(self, buckets: Iterable[Sequence[torch.Tensor]]) -> None:
+        """Count the gradients of these buckets from now on, and of no others."""
+        self.hooks.remove()
+        listed, stages = list(buckets), {key: self.taken[place] for key, (*_, place) in self._place_of.items()}
+        self.params = list(itertools.chain(*listed))
+        self.taken = bytearray(stages.get(id(param), WAITING) for param in self.params)
+        # Made once: the first allocation of a kilobyte after a backward has the allocator tidy up what that has freed.
+        self._none = bytearray(len(self.taken))
+        self._module = module = native.module(len(self.params))
+        self.survey = survey if module is None else module.survey
+        self.buckets, self._counted, self._place_of, self.trained = [], [], {}, b""
+        together = self.row().accumulates
+        for params in listed:
+            if module is not None and not (together and self._counted):
+                self._counted.append(module.new_pass(self._lane.in_order))
+            writers = self._lane.writers if together else {}
+            awaited = Awaited(params, len(self._place_of), writers, module, *self._counted[-1:])
+            for place, param in enumerate(params):
+                self._place_of[id(param)] = len(self.buckets), place, len(self._place_of)
+                may_train = (param.is_floating_point() or param.is_complex()) and not param.is_inference()
+                if may_train and param.is_leaf and id(param) not in self.elsewhere:
+                    self.hooks.add(param, partial(awaited.hook, place))
+            self.buckets.append(awaited)
+
+    def arrived(self, param: torch.Tensor, *, is_noted: bool = False) -> None:
+        """Count a gradient; `is_noted` for one whose pass was noted when it began to travel."""
+        # Called for every parameter in every backward, unless C++ has counted it.
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self.arrived(param, is_noted=is_noted)
+            return
+        row = self.row()
+        if row is None or not (self.syncing or row.accumulates):
+            # It was dropped in this backward, whose end still knows of the round.
+            return
+        current = self._pass if is_noted else backward_pass()
+        moved = NONE
+        if not self.is_open or current != self._pass:
+            moved = self.note_pass(current)
+        counted = self._place_of.get(id(param))
+        if counted is None:
+            # The round began with a plan for groups from which the parameter was removed.
+            return
+        bucket, place, _ = counted
+        awaited = self.buckets[bucket]
+        if self._lane.stream is not None:
+            self._lane.note_current(awaited.writers)
+            awaited.know_stream(param)
+        # A hook of its own that is still to come changes it, or a reduction: then later code takes what they leave.
+        if id(param) in moved:
+            return
+        if not awaited.left() and row.again(bucket, param):
+            awaited.begin(survey(awaited.params).trains)
+        if not awaited.come(place):
+            row.ready(bucket)
+
+    def note_pass(self, current: int | None) -> Set[int]:
+        """At the first gradient of a pass: begin a round or go on with it; parameters that are announced later now."""
+        # Passes that reentrant checkpoints begin belong to the backward that they are begun in.
+        moved, row = NONE, self.row()
+        if not (self.is_open and current in self._passes):
+            within = is_in_another_backward()
+            if begins := not (within and self.is_open and self._passes):
+                moved = self.hooks.move_last()
+                if row.eager and self.when == "ready":
+                    # The pass before was broken off by an error, after more or fewer buckets on every rank.
+                    row.end()
+                was_open = self.is_open
+                if not was_open:
+                    moved |= row.begin()
+                    self.is_open = True
+                if row.accumulates or not was_open:
+                    self.note_trains(waits=True)
+                self._passes = set()
+            self._passes.add(current)
+            ends = current is not None and after_backward(partial(self._end_of_pass, current, within))
+            if ends:
+                self._running.add(current)
+            if begins and row.eager:
+                self.when = "ready" if ends and not within and self.syncing else "step"
+        self._pass = current
+        for counted in self._counted:
+            self._module.follow(counted, _NO_PASS if current is None else current)
+        return moved
+
+    def note_trains(self, *, waits: bool = False) -> None:
+        """Note which parameters train, and wait for the gradients of these."""
+        trains = self.survey(self.params)[2]
+        if trains != self.trained and self.row().accumulates:
+            self.trained = bytes(map(operator.or_, self.trained, trains)) if self.trained else trains
+        for awaited in self.buckets:
+            awaited.trains = trains[awaited.first : awaited.first + len(awaited.params)]
+            if waits:
+                awaited.begin(awaited.trains)
+
+    @opaque
+    def _end_of_pass(self, number: int, within: bool) -> None:
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._end_of_pass(number, within)
+            return
+        self._running.discard(number)
+        row = self.row()
+        if row is None:
+            return
+        if row.eager and self.when == "ready" and not within:
+            row.end()
+        elif self.is_open and row.accumulates:
+            row.collect()
+
+    def begin_another(self, bucket: int) -> None:
+        """End the round in the middle of a backward and begin the next, with a gradient of this bucket in it."""
+        row, current, passes = self.row(), self._pass, self._passes
+        row.end()
+        row.begin()
+        self.is_open, self.when, self._passes = True, "ready", {*passes, current}
+        self.note_pass(current)
+        self.note_trains(waits=True)
+        self._lane.note_current(self.buckets[bucket].writers)
+
+    def end(self) -> None:
+        """The round is over: the next gradient begins another one."""
+        self.is_open, self.when = False, "step"
+        self._pass, self._passes = None, set()
+        self._running.clear()
+        for counted in self._counted:
+            self._module.follow(counted, _NO_PASS)
+        for awaited in self.buckets:
+            awaited.writers.clear()
+
+    def forget(self) -> None:
+        """After a step: all gradients are used up, and are counted in C++ if that has been built by now."""
+        if self.is_open or self._running:
+            self.end()
+        self.taken[:] = self._none
+        self.trained = b""
+        if self._module is None and native.module(len(self.params)) is not None:
+            self.count([awaited.params for awaited in self.buckets])
+
+
+_timelines: weakref.WeakSet[Timeline] = weakref.WeakSet()
+
+
+def refuse_taken(params: Iterable[Any]) -> None:
+    """Raise if the gradient of a parameter is to be clipped and was taken."""
+    takers = [timeline for timeline in _timelines if any(timeline.taken)]
+    for place, param in enumerate(params) if takers else ():
+        for timeline in takers:
+            if timeline.has_taken(param):
+                raise GradientError(
+                    f"the gradient of parameter {place} cannot be clipped now: {timeline.row().taken_by}; nothing was "
+                    "changed"
+                )
+
+
+def refuse_taken_by_another(params: Iterable[Any], own: Timeline | None = None) -> None:
+    """Raise in a step if another living optimizer has taken the gradients of these parameters, which have none."""
+    if not any(any(timeline.taken) for timeline in _timelines if timeline is not own):
+        return
+    listed = list(params)
+    if _another(own, lambda timeline: any(timeline.taken) and any(map(timeline.has_taken, listed))):
+        raise GradientError(
+            "parameters have no gradient: another optimizer of these parameters, which is sharded, overlapped or "
+            "offloaded, has taken them in backward; delete it (and its scheduler) before another one steps, or use it"
+        )
+
+
+def refuse_another_taker(own: Timeline) -> None:
+    """Raise if another living optimizer takes these gradients in backward too, and one of both updates there."""
+    if own.is_alone:
+        return
+
+    def takes_too(timeline: Timeline) -> bool:
+        row = timeline.row()
+        both = row is not None and row.takes and (row.updates or own.row().updates)
+        return both and any(map(timeline.holds, own.params))
+
+    if _another(own, takes_too):
+        raise GradientError(
+            "two optimizers of these parameters take their gradients in backward, and one updates there: delete one of "
+            "them (and its scheduler) before the other one trains"
+        )
+    own.is_alone = True
+
+
+def _another(own: Timeline | None, is_meant: Callable[[Timeline], bool]) -> bool:
+    def there_is_one() -> bool:
+        return any(is_meant(timeline) for timeline in list(_timelines) if timeline is not own)
+
+    if not there_is_one():
+        return False
+    # One that nothing else holds any more has no say in later steps.
+    gc.collect()
+    return there_is_one()
+
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def gradientless(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """As the decorator `torch.no_grad()`, which makes, enters and leaves a block even inside of another one."""
+
+    @functools.wraps(function)
+    def called(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    return called
