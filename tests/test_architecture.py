@@ -237,6 +237,7 @@ GONE = (
     *("DeviceClock", "OverlapReport", "EarlyNorms", "RankMonitor", "PieceSchedule", "_make_inner", "_anchor_group"),
     *("UpdateInParts", "measure_bandwidths", "FixedTensors", "TensorFingerprint", "TapText", "SegmentTaps"),
     *("GradientSync", "GradientRounds", "GradReadiness", "BackwardTracker", "DeferredUpdates", "TakesGradients"),
+    *("begin_again", "begin_ahead_again"),
 )
 """Mechanisms that others have taken in."""
 

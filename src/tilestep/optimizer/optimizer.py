@@ -59,8 +59,8 @@ from .states import (
     ParameterState,
     StateDtype,
     WatchedState,
-    begin_ahead_again,
     compute_dtype,
+    initialize,
     keeping_squares,
 )
 from .wrappers import forward_to_wrapped
@@ -879,7 +879,7 @@ class Optimizer(torch.optim.Optimizer):
         """The `state_dict`, whatever the schedule."""
         if not self.attached:
             begin_at_once(self)
-        begin_ahead_again(self)
+        initialize(self)
         if self._plan is not None:
             if self._plan.broken_by:
                 warnings.warn(
@@ -1028,7 +1028,7 @@ def swap_in_averages(optimizer: Optimizer) -> None:
     if plan is not None and not optimizer.is_evaluating:
         plan.sync_masters()
         plan.record_versions()
-    begin_ahead_again(optimizer)
+    initialize(optimizer)
     with nullcontext() if plan is None else plan.masters.own_writes():
         for share in shares_of(optimizer):
             param, group, state = share.holder, share.group, optimizer.state.get(share.param)

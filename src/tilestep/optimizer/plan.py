@@ -28,7 +28,7 @@ from ..stats import Reports
 from ..tensor_watch import CHANGED, MOVED, SAME
 from .masters import Masters
 from .parameters import LISTED_TWICE, Optimizer
-from .states import begin_again
+from .states import initialize
 
 _GRAD = operator.attrgetter("grad")
 
@@ -63,14 +63,11 @@ class StepPlan:
 
     def begin_states(self, optimizer: Optimizer, *, all_of_them: bool = False) -> None:
         """Let states that were made ahead begin again, with the values of parameters and groups at their first step."""
-        later: list[Share] = []
-        for share in self.ahead:
-            if all_of_them or share.holder.grad is not None:
-                begin_again(self.state[share.param], optimizer.rule_of(share.group), share.holder, share.group)
-                self.state[share.param].is_ahead = False
-            else:
-                later.append(share)
-        self.ahead = later
+        begun = [share for share in self.ahead if all_of_them or share.holder.grad is not None]
+        initialize(optimizer, begun)
+        for share in begun:
+            self.state[share.param].is_ahead = False
+        self.ahead = [share for share in self.ahead if self.state[share.param].is_ahead]
 
     def __post_init__(self) -> None:
         self.members = [[share.holder for share in shares] for shares in self.shares]

@@ -19,6 +19,7 @@ from ..compat import is_zero_tensor, zero_all
 from ..errors import StateError
 from ..graph import Graph, never_negative
 from ..memory.memory import StateMemory
+from ..placement import Share
 from ..placement.local import as_real, local_part, sharded_dims
 from ..rules import Interval, Rule, State
 from ..rules.protocol import at_step
@@ -520,75 +521,68 @@ def starts_of(rule: Rule, names: Iterable[str], dtype: torch.dtype, group: Mappi
 
 
 @torch.no_grad()
-def begin_again(state: dict[str, Any], rule: Rule, param: torch.Tensor, group: Mapping[str, Any]) -> None:
-    """Let a state that was made ahead begin again, with the present values of its parameter and group."""
-    # Only where the step count is 0, which the device decides: a graph may have stepped without the host's knowledge.
-    part = as_real(local_part(param))
-    fresh = state["step"] == 0
-    kept_so = {name: kept_in_blocks(state, name) for name in rule.state_names}
-    names = [name for name, blocks in kept_so.items() if blocks is not None or name in state]
-    for name, start in starts_of(rule, names, param.dtype, group).items():
-        if not isinstance(start.init, str):
+def initialize(optimizer: Optimizer, shares: Iterable[Share] | None = None) -> None:
+    """Write the first values of states that were made ahead of their first step: those of parameters and groups now."""
+    for share in shares_of(optimizer) if shares is None else shares:
+        state, param, rule = optimizer.state.get(share.param), share.holder, optimizer.rule_of(share.group)
+        if not (isinstance(state, ParameterState) and state.is_ahead):
             continue
-        blocks = kept_so.get(name)
-        names = [name] if blocks is None else [array.name for array in blocks.arrays(name)]
-        buffers = {key: as_real(local_part(state[key])) for key in names}
-        source = _beginning(start, part, group)
-        if blocks is None:
-            begun = {name: source.to(buffers[name].device, buffers[name].dtype)}
-        else:
-            begun = {key: torch.empty_like(buffer) for key, buffer in buffers.items()}
-            stored_in(blocks, begun, name, source.to(begun[names[0]].device), shape=part.shape)
-        for key, buffer in buffers.items():
-            # Nothing chooses between elements of a floating point type of eight bits.
-            dtype = torch.uint8 if buffer.dtype.itemsize == 1 else buffer.dtype
-            kept = buffer.view(dtype)
-            kept.copy_(torch.where(fresh.to(buffer.device), begun[key].view(dtype), kept))
+        kept = {name: kept_in_blocks(state, name) for name in rule.state_names}
+        names = [name for name, storage in kept.items() if storage is not None or name in state]
+        for name, start in starts_of(rule, names, param.dtype, share.group).items():
+            if isinstance(start.init, str):
+                # The device decides: a graph may have stepped without the host's knowledge.
+                _write(state, name, start, as_real(local_part(param)), share.group, kept.get(name), state["step"] == 0)
 
 
-def begin_ahead_again(optimizer: Optimizer) -> None:
-    """As `begin_again` for all states that were made ahead, before they are read: parameters may have other values."""
-    for share in shares_of(optimizer):
-        state = optimizer.state.get(share.param)
-        if isinstance(state, ParameterState) and state.is_ahead:
-            begin_again(state, optimizer.rule_of(share.group), share.holder, share.group)
-
-
-def _beginning(start: State, param: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
-    """The values with which a state begins."""
-    if start.init == "param":
-        return param.detach()
-    return param.detach().new_full((), _start(start, group), dtype=torch.float64)  # a fake tensor if the parameter is
+def _write(
+    state: Mapping[str, torch.Tensor],
+    name: str,
+    start: State,
+    param: torch.Tensor,
+    group: Mapping[str, Any],
+    storage: Storage | None,
+    fresh: torch.Tensor | None = None,
+    source: torch.Tensor | None = None,
+) -> None:
+    """Write a state's first values, or those of `source`, into its buffers; where `fresh` is false these stay."""
+    if source is None:
+        # A fake tensor if the parameter is.
+        own = param.detach()
+        source = own if start.init == "param" else own.new_full((), _start(start, group), dtype=torch.float64)
+    names = [name] if storage is None else [array.name for array in storage.arrays(name)]
+    buffers = {key: as_real(local_part(state[key])) for key in names}
+    begun = buffers if fresh is None else {key: torch.empty_like(buffer) for key, buffer in buffers.items()}
+    if storage is None:
+        begun[name].copy_(source)
+    else:
+        stored_in(storage, begun, name, source.to(begun[names[0]].device), shape=param.shape)
+    if fresh is None:
+        return
+    for key, buffer in buffers.items():
+        # torch.where does not support float8.
+        bits = buffer.view(torch.uint8 if buffer.dtype.itemsize == 1 else buffer.dtype)
+        bits.copy_(torch.where(fresh.to(bits.device), begun[key].view(bits.dtype), bits))
 
 
 def fill_buffers(requests: BufferRequests, home: StateMemory) -> None:
-    """Make all requested buffers and fill them with their first values."""
+    """Make all requested buffers, with their first values."""
     # Name by name, so that buffers that a pass reads one after the other are neighbours in memory: a CPU's prefetcher
     # continues from one into the next, which saves a quarter of the time for tensors of 8,192 elements.
-    elementwise = [one for missing in requests.values() for one in missing if one.follows_elements]
-    made = iter(
-        home.make(
-            [one.param if one.elements == 1 else one.like for one in elementwise], [one.dtype for one in elementwise]
-        )
-    )
-    for name, missing in requests.items():
-        zeros: list[torch.Tensor] = []
-        for one in missing:
-            one.state[name] = buffer = next(made) if one.follows_elements else _empty(one)
-            if one.source is None and one.start.init == 0:
-                zeros.append(buffer)
-            elif one.blocks is None:
-                buffer.copy_(_beginning(one.start, one.param, one.group) if one.source is None else one.source)
-        zero_all(zeros)
-    # All arrays of a state in blocks are there now.
-    for name, missing in requests.items():
-        for one in missing:
-            if one.blocks is None or (one.source is None and one.start.init == 0):
-                continue
-            storage, state = one.blocks
-            if name == storage.arrays(state)[0].name:
-                source = _beginning(one.start, one.param, one.group) if one.source is None else one.source
-                stored_in(storage, one.state, state, source.to(one.state[name].device), shape=one.param.shape)
+    every = [(name, one) for name, missing in requests.items() for one in missing]
+    elementwise = [one for _, one in every if one.follows_elements]
+    likes = [one.param if one.elements == 1 else one.like for one in elementwise]
+    made = iter(home.make(likes, [one.dtype for one in elementwise]))
+    zeros: list[torch.Tensor] = []
+    for name, one in every:
+        one.state[name] = buffer = next(made) if one.follows_elements else _empty(one)
+        zeros += [buffer] if one.source is None and one.start.init == 0 else []
+    zero_all(zeros)
+    for name, one in every:
+        storage, state = one.blocks or (None, name)
+        is_first = storage is None or name == storage.arrays(state)[0].name
+        if is_first and (one.source is not None or one.start.init != 0):
+            _write(one.state, state, one.start, one.param, one.group, storage, source=one.source)
 
 
 def _scalar(value: Any, dtype: torch.dtype, copies: bool) -> torch.Tensor:

@@ -17,7 +17,7 @@ from ...memory.memory import StateMemory
 from ...optimizer import Optimizer
 from ...optimizer.build import graph_of
 from ...optimizer.parameters import iter_params
-from ...optimizer.states import StateTemplate, begin_ahead_again, fill_buffers, storages
+from ...optimizer.states import StateTemplate, fill_buffers, initialize, storages
 from ...rules import Rule
 from ...storage import entries_of
 from .core import Member, Sharding
@@ -33,7 +33,7 @@ def steps_behind(optimizer: Optimizer) -> list[float]:
 @contextmanager
 def sharded_states(optimizer: Optimizer, sharding: Sharding) -> Iterator[None]:
     """A block in which an optimizer's `state` has `ShardedTensorPiece`s, which know their place in the full tensors."""
-    begin_ahead_again(optimizer)
+    initialize(optimizer)
     state = optimizer.state
     states: dict[torch.Tensor, dict[str, Any]] = {}
     for label, _, group, param in iter_params(optimizer):
