@@ -574,14 +574,19 @@ def fill_buffers(requests: BufferRequests, home: StateMemory) -> None:
     likes = [one.param if one.elements == 1 else one.like for one in elementwise]
     made = iter(home.make(likes, [one.dtype for one in elementwise]))
     zeros: list[torch.Tensor] = []
+    rest: list[tuple[str, BufferRequest]] = []
     for name, one in every:
         one.state[name] = buffer = next(made) if one.follows_elements else _empty(one)
-        zeros += [buffer] if one.source is None and one.start.init == 0 else []
+        if one.source is None and one.start.init == 0:
+            zeros.append(buffer)
+        elif one.source is not None and one.blocks is None:
+            buffer.copy_(one.source)
+        else:
+            rest.append((name, one))
     zero_all(zeros)
-    for name, one in every:
+    for name, one in rest:
         storage, state = one.blocks or (None, name)
-        is_first = storage is None or name == storage.arrays(state)[0].name
-        if is_first and (one.source is not None or one.start.init != 0):
+        if storage is None or name == storage.arrays(state)[0].name:
             _write(one.state, state, one.start, one.param, one.group, storage, source=one.source)
 
 
