@@ -78,7 +78,6 @@ def test_masters_have_shapes_of_their_own() -> None:
     """Those that are fastest on an H200; without blocks, sums stay as they were cut."""
     options: dict[str, Any] = {"dtype": torch.bfloat16, "master_weights": True}
     assert default_shape(spec_of("AdamW", **options), "cuda") == TileShape(512, 2, 3)
-    assert default_shape(spec_of("AdamW", **options).measuring, "cuda") == TileShape(512, 4, 3)
     assert default_shape(spec_of("Lion", **options), "cuda") == TileShape(512, 4, 3)
     narrow = spec_of("AdamW", **options, state_dtype="bfloat16")
     assert default_shape(narrow, "cuda") == TileShape(512, 2, 4)

@@ -14,7 +14,7 @@ from tilestep.backends.cpp import source
 from tilestep.backends.eager import EagerPasses
 from tilestep.runtime import graph_for, kernel_spec
 from tilestep.stats import Output
-from tilestep.storage import Plain
+from tilestep.storage import Plain, state_format, stored_in
 
 AMAX = Output("weight_amax", lambda stored: stored.new("param").function("abs"), "max")
 OUTPUTS = (
@@ -106,3 +106,23 @@ def test_an_output_of_what_a_rule_does_not_have_is_refused_before_anything_chang
     with pytest.raises(tilestep.RuleError, match="reads 'momentum_buffer'"):
         optimizer.step()
     assert torch.equal(param.detach(), torch.ones(3))
+
+
+def quantized(param: Any, grad: Any, weight: Any, *, lr: float = 0.1) -> tuple[Any, Any]:
+    """SGD that also keeps its new weights in blocks: a state that is only written is an output that is a buffer."""
+    new = param - lr * grad
+    return new, new
+
+
+@pytest.mark.parametrize("kept", ["int8", "float8_e4m3", "int4"])
+def test_weights_in_blocks_are_a_state_that_is_only_written(kept: str) -> None:
+    param = torch.nn.Parameter(torch.randn(9, 300, generator=torch.Generator().manual_seed(1)))
+    rule = tilestep.rule(quantized)
+    optimizer: Any = tilestep.Optimizer([param], rule, lr=0.1, state_dtype=lambda _: kept)
+    param.grad = torch.randn(9, 300, generator=torch.Generator().manual_seed(2))
+    optimizer.step()
+    storage, state = state_format(kept, signed=True), optimizer.state[param]
+    wanted = {array.name: torch.empty_like(state[array.name]) for array in storage.arrays("weight")}
+    stored_in(storage, wanted, "weight", param.detach(), shape=param.shape)
+    for name, entries in wanted.items():
+        assert torch.equal(state[name].view(torch.uint8), entries.view(torch.uint8)), name
