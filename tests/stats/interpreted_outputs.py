@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import measured_blocks
+import test_outputs
 import torch
 
 import tilestep
@@ -114,6 +115,8 @@ if __name__ == "__main__":
         run._ENOUGH_PROGRAMS = 1
         check(torch.float32, False)
     with forced_shape(TileShape(512, 1, 2)):
+        test_outputs.compare("AdamW", {})
+        test_outputs.compare("AdamW", {"state_dtype": lambda _: "int8"})
         measured_blocks.SHAPES = ((2, 150), (2, 15, 3, 3), (1024,))
         for which in ("int8", "float8_e4m3", "int4"):  # of the others, bfloat16 states are truncated by the interpreter
             measured_blocks.compare(which, "AdamW")

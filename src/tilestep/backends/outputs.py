@@ -1,4 +1,4 @@
-"""What tile passes leave besides the update: numbers of each tensor and bits of elements, from what memory holds."""
+"""Outputs of tile passes: numbers of each tensor and bits of elements, from stored values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Traced:
         tiles = {id(tile): tile for tile in (_storing(spec, leaf[1]) for leaf in self.leaves)}
         only = next(iter(tiles.values())) if len(tiles) == 1 else None
         self.tile = only if only is not None and only.view is None else None
-        """The pass that has all that it reads, unless it works on rows; None: torch computes it, around the step."""
+        """The pass that stores all buffers that the output reads. None if there is no such pass over elements: torch
+        evaluates the output around the step."""
 
     @property
     def reduction(self) -> Value:
@@ -31,7 +32,7 @@ class Traced:
 
     @cached_property
     def ignores_zeros(self) -> bool:
-        """Whether elements of which all that is read is 0 or false add nothing."""
+        """Whether an element adds nothing if all its leaves are 0 or false: masked elements need no mask then."""
         results: dict[int, object] = {}
         for value in self._values:
             evaluate = OPERATIONS[value.operation].evaluate if value.operation in OPERATIONS else None

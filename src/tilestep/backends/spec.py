@@ -32,9 +32,9 @@ which is its root, as torch's."""
 
 @dataclass(frozen=True)
 class Output:
-    """What a step leaves besides the update, made of what memory holds before and after it.
+    """A result of a step besides its update: a formula of stored elements before and after the step, reduced.
 
-    After a skipped step memory holds what it held before; there are outputs even so.
+    A skipped step has outputs too. A buffer in a storage format needs none: it is a state that a rule only writes.
 
     Args:
         name: of the column.
@@ -73,7 +73,7 @@ class KernelSpec:
     storages: dict[str, Storage]  # storage format of each element buffer, by name, gradient included
     compute: torch.dtype  # float32, or float64 for float64 parameters
     hypers: tuple[str, ...]  # names of the columns of the hyperparameter table
-    outputs: tuple[Output, ...] = ()  # what kernels leave besides the update
+    outputs: tuple[Output, ...] = ()  # of kernels, besides the update
     variants: dict[tuple[Output, ...], KernelSpec] = field(default_factory=dict, repr=False)
 
     def with_outputs(self, outputs: tuple[Output, ...]) -> KernelSpec:

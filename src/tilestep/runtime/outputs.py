@@ -1,4 +1,4 @@
-"""What a segment's outputs are written to, and torch in the place of kernels where these do not compute them."""
+"""Tables of a segment's outputs, and their evaluation with torch where no kernel computes them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def extent_of(tensor: torch.Tensor) -> int:
 
 
 class OutputTables:
-    """The outputs of a segment: those of its spec in every step, further ones in steps that measure."""
+    """The outputs of a segment: every step has the outputs of its spec, a step that measures has further ones."""
 
     def __init__(self, segment: Segment, measured: tuple[Output, ...], *, has_kernels: bool) -> None:
         self._segment, spec = segment, segment.spec
@@ -35,7 +35,7 @@ class OutputTables:
         self.names, self.reduces = [one.name for one in reported], [one.reduce for one in reported]
         self._entries = entries
         self._rest = [entry for entry in entries if not has_kernels or entry.tile is None]
-        """The outputs that torch computes."""
+        """The outputs that torch evaluates."""
         self.measures = False
         self.has_run = False  # whether its passes have run in this step
         device, self._marks = segment.device, any(entry.output.reduce == "or" for entry in entries)
@@ -54,7 +54,7 @@ class OutputTables:
         """Versions of these that the step's own torch operations have counted."""
 
     def use_torch(self) -> None:
-        """Compute the reports with torch: their kernels cannot be built."""
+        """Evaluate the reports with torch: their kernels cannot be built."""
         self._rest = [entry for entry in self._entries if entry in self._rest or entry.output.reduce != "or"]
 
     @property
@@ -64,7 +64,7 @@ class OutputTables:
 
     @property
     def reads_gradients(self) -> bool:
-        """Whether torch computes outputs of gradients."""
+        """Whether torch evaluates outputs of gradients."""
         return any(kind == "moves" or buffer == "grad" for entry in self._rest for kind, buffer, _ in entry.leaves)
 
     def bits(self, position: int) -> torch.Tensor:
@@ -83,7 +83,7 @@ class OutputTables:
 
     @property
     def is_by_torch(self) -> bool:
-        """Whether torch computes outputs of this step."""
+        """Whether torch evaluates outputs of this step."""
         return bool(self._due)
 
     @property
@@ -93,7 +93,7 @@ class OutputTables:
         return self._marks and (is_by_torch or self._segment.streamer is not None)
 
     def begin(self) -> None:
-        """Before the passes: copy what kernels do not remember."""
+        """Before the passes: copy old values for outputs that torch evaluates."""
         self.has_run = True
         if self.measures and is_host(self.totals.device):
             self.totals.zero_()  # no range of tiles has empty tensors
@@ -102,7 +102,7 @@ class OutputTables:
         self._before = [self._old(position) for position in self._settled()] if self._due else []
 
     def _settled(self) -> range:
-        """The positions of tensors, whose streamed arrays have arrived if they are read."""
+        """The positions of tensors. Streamed arrays that are read have arrived."""
         if self.measures and self._segment.streamer is not None:
             self._segment.streamer.settle()
         return range(len(self._arrays))
@@ -112,7 +112,7 @@ class OutputTables:
         return {leaf for entry in self._due for leaf in entry.leaves}
 
     def _old(self, position: int) -> dict[Leaf, torch.Tensor]:
-        """What outputs of a tensor read from before the step; nothing of a gradient that is not there."""
+        """The old values that a tensor's outputs read, without a gradient if there is none."""
         gradient = self._segment.gradients[position] if self._segment.gradients else None
         old: dict[Leaf, torch.Tensor] = {}
         for leaf in self._leaves:
@@ -141,7 +141,7 @@ class OutputTables:
         return values_of(storage, arrays, buffer, segment.spec.compute, entry.param.shape).to(torch.float64)
 
     def end(self) -> None:
-        """After the passes: compute what kernels have not."""
+        """After the passes: evaluate the outputs that no kernel has computed."""
         if self._sees_writes and self._versions:
             self.writes += np.asarray(list(map(sum_of_versions, self.watched))) - np.asarray(self._versions)
         before, self._before = self._before, []

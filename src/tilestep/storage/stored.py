@@ -1,4 +1,4 @@
-"""Elements of a step's buffers as memory holds them before and after it, in the terms that formats are written in."""
+"""Stored elements before and after a step, in the terms that formats are written in."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Leaf = tuple[str, str, int]  # what is read: "old", "new", "update", "changed" o
 
 
 class Stored:
-    """What an output of a step is made of. After a skipped step memory holds what it held before.
+    """The leaves of an output's formula: stored elements before and after a step. A skipped step changes none.
 
-    There are no values of the rule that are not stored: an update has the same bits with outputs and without.
+    A value of the rule that is not stored is no leaf. So an update has the same bits with outputs and without.
     """
 
     def __init__(self, storages: Mapping[str, Storage]) -> None:
