@@ -14,7 +14,8 @@ Leaf = tuple[str, str, int]  # what is read: "old", "new", "update", "changed" o
 class Stored:
     """The leaves of an output's formula: stored elements before and after a step. A skipped step changes none.
 
-    A value of the rule that is not stored is no leaf. So an update has the same bits with outputs and without.
+    An update has the same bits with outputs and without: `update` reads the parameter's new number before it is
+    rounded, and `moves` the terms of the sum that makes it, but no leaf uses a product of the rule.
     """
 
     def __init__(self, storages: Mapping[str, Storage]) -> None:
