@@ -8,7 +8,7 @@ from torch.optim.optimizer import ParamsT
 
 from ..rules.adaptive_clip import AdaGC
 from ..rules.limits import Limit
-from ..taps import Stats
+from ..stats import Stats
 from .masters import MasterWeights
 from .optimizer import Optimizer
 from .states import StateDtype
