@@ -93,6 +93,25 @@ def muon_is_that_of_one_process() -> None:
                 assert torch.equal(*here(buffer, alone.optimizer.state[other]["momentum_buffer"])), name
 
 
+def muon_in_formats_is_that_of_one_process() -> None:
+    """Blocks of codes, masters in remainders, stochastic rounding, a scaler that skips a step: to the bit."""
+    cases: list[tuple[torch.dtype, dict[str, Any]]] = [
+        (torch.bfloat16, {"state_dtype": "int8", "master_weights": "remainder"}),
+        (torch.bfloat16, {"rounding": "stochastic", "master_weights": False}),
+        (torch.float32, {"skip_nonfinite": True, "ns_coefficients": "polar_express"}),
+    ]
+    layouts = [_meshes()[name] for name in ("rows", "replicated rows", "rows twice", "columns and rows")]
+    for dtype, given in cases:
+        make = functools.partial(tilestep.Muon, lr=0.02, **given)
+        rows = layouts if "rounding" not in given and "state_dtype" not in given else layouts[:2]
+        alone, models = _alone(make, dtype), [_placed(*lie, make, dtype) for lie in rows]
+        for step in range(1, 4):
+            is_bad = step == 2 and "skip_nonfinite" in given
+            _step(step, alone, *models, without=(4,), factor=torch.inf if is_bad else 1.0)
+            for model in models:
+                _same(model.params, alone.params)
+
+
 def soap_is_that_of_one_process() -> None:
     """In float64, through its first step, steps that turn its bases, a skipped one and one without some gradients."""
     meshes = _meshes()
@@ -383,6 +402,7 @@ CHECKS = {
     check.__name__: check
     for check in (
         muon_is_that_of_one_process,
+        muon_in_formats_is_that_of_one_process,
         soap_is_that_of_one_process,
         checkpoints_go_round,
         beside_other_rules,
