@@ -348,37 +348,48 @@ def matrices_inside_of_cut_tensors_are_those_of_one_process() -> None:
         ((6, 5, 3, 3), {"flatten": True}, experts, [Shard(0), Shard(1)]),
         ((6, 12, 8), {"heads": 3}, experts, [Shard(1), Shard(0)]),
         ((9, 8), {"heads": 3}, mesh, [Shard(0)]),
+        ((16, 6), {"splits": (8, 4, 4)}, mesh, [Shard(0)]),
+        ((16, 6), {"splits": (8, 4, 4)}, mesh, [Shard(1)]),
+        ((7, 5), {"splits": (4, 2, 1)}, mesh, [Shard(0)]),
+        ((24, 6), {"splits": (2, 1)}, mesh, [Shard(0)]),
+        ((24, 6), {"splits": (2, 1)}, experts, [Shard(0), Shard(1)]),
+        ((24, 6), {"splits": (2, 1)}, experts, [Replicate(), Shard(0)]),
+        ((4, 12, 6), {"splits": (2, 1)}, experts, [Shard(1), Shard(0)]),
+        ((2, 12, 6), {"splits": (8, 4)}, mesh, [Shard(0)]),
+        ((9, 4, 3, 3), {"flatten": True, "splits": (6, 3)}, mesh, [Shard(0)]),
     ]
     generator = torch.Generator().manual_seed(0)
-    alone, params, groups = [], [], []
-    for shape, given, on, placements in cases:
-        whole = torch.randn(shape, generator=generator).to(device())
-        alone.append(torch.nn.Parameter(whole.clone()))
-        params.append(torch.nn.Parameter(placed(whole, on, placements)))
-        groups.append(given)
-    models = [
-        Trained(own, tilestep.Muon([{"params": [one], **given} for one, given in zip(own, groups)], lr=0.1))
-        for own in (alone, params)
-    ]
-    for _ in range(3):
-        gradients = [torch.randn(shape, generator=generator).to(device()) for shape, *_ in cases]
-        for place, gradient in enumerate(gradients):
-            alone[place].grad = gradient
-            params[place].grad = placed(gradient, *cases[place][2:])
-        for _, optimizer in models:
-            optimizer.step()
-        _same(params, alone)
-    for param, other in zip(params, alone):
-        buffers = (
-            model.optimizer.state[own]["momentum_buffer"] for own, model in zip((param, other), reversed(models))
-        )
-        assert torch.equal(*here(*buffers))
+    for dtype, options in ((torch.float32, {}), (torch.bfloat16, {"rounding": "stochastic"})):
+        alone, params, groups = [], [], []
+        for shape, given, on, placements in cases:
+            whole = torch.randn(shape, generator=generator).to(device(), dtype)
+            alone.append(torch.nn.Parameter(whole.clone()))
+            params.append(torch.nn.Parameter(placed(whole, on, placements)))
+            groups.append(given)
+        models = [
+            Trained(
+                own, tilestep.Muon([{"params": [one], **given} for one, given in zip(own, groups)], lr=0.1, **options)
+            )
+            for own in (alone, params)
+        ]
+        for _ in range(3):
+            gradients = [torch.randn(shape, generator=generator).to(device(), dtype) for shape, *_ in cases]
+            for place, gradient in enumerate(gradients):
+                alone[place].grad = gradient
+                params[place].grad = placed(gradient, *cases[place][2:])
+            for _, optimizer in models:
+                optimizer.step()
+            _same(params, alone)
+        for pair in zip(params, alone):
+            states = (model.optimizer.state[own] for own, model in zip(pair, reversed(models)))
+            assert torch.equal(*here(*(state["momentum_buffer"] for state in states)))
 
 
 def matrices_that_ranks_have_parts_of_are_refused() -> None:
     mesh, rows = _meshes()["rows"]
     for shape, placement, given in (
-        ((16, 6), Shard(0), {"splits": (8, 4, 4)}),
+        ((18, 6), Shard(0), {"splits": (2, 1)}),
+        ((16, 6), Shard(0), {"rule": "NorMuon", "splits": (8, 4, 4)}),
         ((8, 4, 9), Shard(1), {"rule": normalized}),
         ((8, 4, 3, 3), Shard(0), {"rule": normalized, "flatten": True}),
     ):
@@ -386,7 +397,7 @@ def matrices_that_ranks_have_parts_of_are_refused() -> None:
         try:
             tilestep.Muon([{"params": [("w", param)], **given}])
         except tilestep.MatrixError as error:
-            assert "(w) of shape" in str(error) and "of which ranks have parts" in str(error), error
+            assert "(w) of shape" in str(error) and "it is a DTensor with placements" in str(error), error
         else:
             raise AssertionError(f"{shape} {given} was not refused")
     param = torch.nn.Parameter(distribute_tensor(torch.zeros(16, 6, device=device()), mesh, rows))

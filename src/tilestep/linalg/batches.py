@@ -143,7 +143,8 @@ class SharedMatrices:
                 memory = {name: bucket.allocate(dtype, segment.device) for name, dtype in self._scratch.items()}
                 for name, own in memory.items():
                     for number, part in bucket.parts(own).items():
-                        segment.entries[numbered[number]].arrays[name] = part
+                        entry = segment.entries[numbered[number]]
+                        entry.arrays[name] = part.view(entry.param.shape)
                 runs = {run.places[0]: [len(run.places), *run.layout.shape] for run in bucket.own}
                 made = batches([numbered[number] for run in bucket.own for number in run.places])
                 shapes = [{at: runs[at] for at in runs if numbered[at] in set(batch.members)} for batch in made]

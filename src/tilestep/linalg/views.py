@@ -20,6 +20,29 @@ class Cut:
     start: int  # the first row in each group, and the one after the last
     stop: int
 
+    def spans(self, rows: int, first: int, last: int) -> list[slice]:
+        """Where a part with some of a tensor's rows has these rows: in groups, where there are several, and in each.
+
+        Raises:
+            ValueError: for a part of a group, of several groups.
+        """
+        size = self.stop - self.start
+        if self.groups == 1:
+            return [slice(*(min(max(row - self.start, 0), size) for row in (first, last)))]
+        period = rows // self.groups
+        if first % period or last % period:
+            raise ValueError(f"rows {first} to {last} are no whole groups of {period} rows")
+        return [slice(first // period, last // period), slice(0, size)]
+
+    def within(self, rows: int, first: int, last: int) -> Cut:
+        """These rows as rows of such a part."""
+        *groups, inside = self.spans(rows, first, last)
+        count = groups[0].stop - groups[0].start if groups else 1
+        start = self.start + inside.start - (0 if groups else first)
+        if inside.stop == inside.start or count == 0:
+            return Cut(self.dim, 1, 0, 0)
+        return Cut(self.dim, count, start, start + inside.stop - inside.start)
+
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A view of these rows."""
         if self.groups > 1:
@@ -38,10 +61,6 @@ class Matrices:
     def count(self, numel: int) -> int:
         """How many of them so many elements of the tensor are."""
         return numel // max(self.rows * self.columns, 1)
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The part of a tensor that holds them."""
-        return tensor if self.cut is None else self.cut.of(tensor)
 
 
 def leading_dims(matrices: Matrices | None, shape: Sequence[int]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..errors import GradientError, MatrixError, StateError
 from ..garbage import without_collections
 from ..graph import Graph
 from ..linalg.batches import work_of
-from ..linalg.views import Cut, leading_dims
+from ..linalg.views import Cut, Matrices, leading_dims
 from ..placement import (
     LocalGradients,
     MatrixExchange,
@@ -33,7 +33,15 @@ from ..placement import (
     local_state,
     take_in_matrix,
 )
-from ..placement.local import ViewedMembers, as_complex, as_real, first_index, local_part, sharded_dims
+from ..placement.local import (
+    ViewedMembers,
+    as_complex,
+    as_real,
+    first_index,
+    local_part,
+    logical_coordinates,
+    sharded_dims,
+)
 from ..rules import Rule
 from ..rules.protocol import MATRIX_OPTIONS
 from ..runtime import READABLE, DeviceEngine, Entry, JointNorm, grad_dtype, is_dense, kernel_spec, load_ahead
@@ -161,12 +169,13 @@ class _Planned:
         is_cut = not is_whole(holder) and any(dim >= lead for dim in sharded_dims(holder))
         return bool(self.spec.program.matrices.scratch) and is_cut
 
-    @property
-    def work(self) -> float:
-        """Floating-point operations for the matrices of this rank and of those that it shares them with."""
-        shape, lead, seen = self.share.holder.shape, self.kind.lead, self.kind.seen[0].matrices
-        rows, columns = shape[-2:] if seen is None else (seen.rows, seen.columns)
+    def work(self, matrices: Matrices | None) -> float:
+        """Floating-point operations for such matrices of this rank and of those that it shares them with."""
+        shape, lead = self.share.holder.shape, self.kind.lead
+        rows, columns = shape[-2:] if matrices is None else (matrices.rows, matrices.columns)
         count = math.prod((*self.share.local.shape[:lead], *shape[lead:])) / max(rows * columns, 1)
+        if matrices is not None and matrices.cut is not None:
+            count = math.prod(self.share.local.shape[:lead])
         return count * work_of(self.spec.program.matrices, self.share.group, rows, columns)
 
 
@@ -257,6 +266,15 @@ def _cut(entry: Entry) -> Cut | None:
     return None if entry.holds is None else entry.holds.cut
 
 
+def _cut_here(matrices: Matrices | None, holder: torch.Tensor) -> Cut | None:
+    """The rows that hold matrices, as rows of this rank's part; None for all."""
+    cut = None if matrices is None else matrices.cut
+    if cut is None or not is_distributed(holder):
+        return cut
+    here = logical_coordinates(holder)[cut.dim].tolist()
+    return cut.within(holder.shape[cut.dim], here[0], here[-1] + 1) if here else Cut(cut.dim, 1, 0, 0)
+
+
 @without_collections()  # ten thousand new objects would start the collector several times
 def check_params(optimizer: Optimizer) -> None:
     """Raise for parameters that cannot be updated or translated, before there is state; builds a CPU's kernels."""
@@ -280,7 +298,8 @@ def check_params(optimizer: Optimizer) -> None:
         if (type(part) in _PLAIN and not part.is_meta) or not is_unreal(part):
             by_device.setdefault(part.device, []).append((label, part))
             for (_, matrices), spec in zip(kind.seen, kind.specs):
-                seen = part if matrices is None else matrices.of(part.detach())
+                cut = _cut_here(matrices, param)
+                seen = part if cut is None else cut.of(part.detach())
                 key = id(spec), part.device
                 specs[key] = spec
                 by_rows = spec.program.slices.views or spec.has_blocks
@@ -320,14 +339,19 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
     planned = [_planned(optimizer, kinds, share, state.get(share.param, {}), requests) for share in stepped]
     for one in planned:
         if one.has_cut_matrices:
-            one.share.exchange = take_in_matrix(
-                exchanges,
-                one.share.label,
-                one.share.holder,
-                lead=one.kind.lead,
-                work=one.work,
-                everywhere=bool(one.graph.matrix_states),
-            )
+            everywhere = bool(one.graph.matrix_states)
+            one.share.exchanges = [
+                take_in_matrix(
+                    exchanges,
+                    one.share.label,
+                    one.share.holder,
+                    lead=one.kind.lead,
+                    work=one.work(matrices),
+                    everywhere=everywhere,
+                    cut=None if matrices is None else matrices.cut,
+                )
+                for _, matrices in one.kind.seen
+            ]
     fill_buffers(requests, memory)
     fresh = {id(one.state[key]) for key in MASTER_KEYS for one in requests.get(key, ()) if one.source is None}
     unreal = [one for one in planned if one.is_unreal]
@@ -532,14 +556,16 @@ def _engines(
         if spec.draws:
             pair = 2 if share.param.is_complex() else 1
             entry.origin = pair * (share.start or 0)
+            like = (
+                share.holder if is_dense(local_part(share.holder)) else torch.empty(share.holder.shape, device="meta")
+            )
             if is_distributed(share.param):
                 entry.origin = pair * first_index(share.param, share.label)
                 strides = tuple(pair * stride for stride in share.param.stride())
                 entry.strides = (*strides, 1) if pair > 1 else strides
-            elif (cut := _cut(entry)) is not None:
-                like = share.holder if is_dense(share.holder) else torch.empty(share.holder.shape, device="meta")
-                rows = cut.of(torch.empty_strided(like.shape, like.stride(), device="meta"))
-                entry.origin, entry.strides = int(rows.storage_offset()), rows.stride()
+            if (cut := _cut(entry)) is not None:
+                rows = cut.of(torch.empty_strided(share.local.shape, like.stride(), device="meta"))
+                entry.origin, entry.strides = entry.origin + int(rows.storage_offset()), rows.stride()
         entry.weight = 1.0 if mesh_ranks is None else mesh_ranks.share(share.holder)
         optimizer.memory.on_entry(spec, entry)
         members[id(entry)] = share
@@ -572,21 +598,22 @@ def _entries(optimizer: Optimizer, one: _Planned) -> Iterator[tuple[Entry, Kerne
     # A complex parameter shares its version counter with its view.
     is_view = holder.is_complex() and not is_distributed(holder)
     full = share.whole if part is holder or is_view else holder
-    for (graph, matrices), spec in zip(one.kind.seen, one.kind.specs):
+    exchanges = share.exchanges or [None] * len(one.kind.seen)
+    for (graph, matrices), spec, exchange in zip(one.kind.seen, one.kind.specs, exchanges):
         scratch = spec.program.matrices.scratch
         names = [array.name for array in spec.arrays if array.name not in scratch]
         arrays = {name: part if name == "param" else one.state[name] for name in names}
         own = part
-        if matrices is not None and matrices.cut is not None:
-            own, full = matrices.of(part.detach()), holder
-            arrays = {name: own if name == "param" else matrices.of(array) for name, array in arrays.items()}
+        if matrices is not None and (cut := _cut_here(matrices, holder)) is not None:
+            own, full, matrices = cut.of(part.detach()), holder, replace(matrices, cut=cut)
+            arrays = {name: own if name == "param" else cut.of(array) for name, array in arrays.items()}
         scalars = {name: one.state[name] for name in ("step", *graph.scalar_states)}
         entry = Entry(share.label, own, arrays, scalars, share.group_index, full)
         entry.matrices = {name: one.state[name] for name in graph.matrix_states}
         read = set(graph.states).difference(graph.outputs)
         arrays_of = [array for name in read & spec.storages.keys() for array in spec.storages[name].arrays(name)]
         entry.only_read = read.union(array.name for array in arrays_of)
-        entry.exchange, entry.holds = share.exchange, matrices
+        entry.exchange, entry.holds = exchange, matrices
         entry.in_norm = share.group.get("in_norm", True)
         yield entry, spec
 

@@ -154,11 +154,18 @@ def check_matrices(share: Share, rule: Rule, seen: Sequence[Seen]) -> None:
     graph, lead = seen[0].graph, leading_dims(seen[0].matrices, param.shape)
     are_here = lead == param.dim() - 2 and all(dim < lead for dim in sharded_dims(param))
     is_here = are_here and graph.dims in (2, param.dim())
-    if is_cut(seen) or (combines(graph) and not is_here):
+    cut = None if seen[0].matrices is None else seen[0].matrices.cut
+    if combines(graph) and not (is_here and cut is None):
         raise GradientError(
             f"it is a DTensor with placements {tuple(param.placements)}, of which ranks have parts, and {rule.name} "
-            "takes splits of several sizes, or reduces over matrices inside of it: shard a stack along its first "
-            "dimension, make each split a parameter, or give it to another rule in a param group of its own"
+            "reduces over matrices inside of it: shard a stack along its first dimension, make each split a "
+            "parameter, or give it to another rule in a param group of its own"
+        )
+    parts = 1 if cut is None else sharded_dims(param).get(cut.dim, 1)
+    if cut is not None and cut.groups > 1 and cut.groups % parts:
+        raise GradientError(
+            f"it is a DTensor with placements {tuple(param.placements)}, and {parts} ranks cannot have whole groups of "
+            f"the {cut.groups} of its splits: make each split a parameter, or shard it otherwise"
         )
 
 

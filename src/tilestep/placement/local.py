@@ -354,7 +354,7 @@ class ViewedMembers:
             plain = resolved(gradient)
             if plain is not gradient and param.grad is gradient:
                 param.grad = plain
-            fits = plain.layout is torch.strided and plain.shape == param.shape
+            fits = plain.layout is torch.strided and plain.shape == local_part(param).shape
             gradients[place] = _viewed(plain, cut if fits else None)
         return gradients
 

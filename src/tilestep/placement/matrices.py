@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ..compat import copy_all
 from ..errors import GradientError
+from ..linalg.views import Cut
 from .local import local_part, logical_coordinates
 from .reduction import group_of
 
@@ -26,9 +27,16 @@ _ALIGNMENT = 64  # elements between which parts begin in a message
 
 
 def take_in_matrix(
-    exchanges: dict[Any, MatrixExchange], label: str, param: Any, *, lead: int, work: float, everywhere: bool
+    exchanges: dict[Any, MatrixExchange],
+    label: str,
+    param: Any,
+    *,
+    lead: int,
+    work: float,
+    everywhere: bool,
+    cut: Cut | None = None,
 ) -> tuple[MatrixExchange, int]:
-    """The exchange of a DTensor's matrices, and the DTensor's number in it.
+    """The exchange of a DTensor's matrices, and their number in it.
 
     Args:
         exchanges: those made so far; one serves all DTensors that the same ranks share.
@@ -37,6 +45,7 @@ def take_in_matrix(
         lead: its first dimensions that count matrices. Ranks with other matrices exchange nothing.
         work: what its matrices cost their owner, in any unit.
         everywhere: whether every rank works on all matrices, as where it keeps states of them.
+        cut: the rows that are meant; None for all.
     """
     mesh, coordinate = param.device_mesh, param.device_mesh.get_coordinate()
 
@@ -49,7 +58,7 @@ def take_in_matrix(
     key = ranks, everywhere
     if key not in exchanges:
         exchanges[key] = MatrixExchange(ranks, mesh, everywhere)
-    return exchanges[key], exchanges[key].add(label, param, lead, work)
+    return exchanges[key], exchanges[key].add(label, param, lead, work, cut)
 
 
 class Layout(NamedTuple):
@@ -58,6 +67,16 @@ class Layout(NamedTuple):
     shape: torch.Size  # of all matrices that the ranks share
     bounds: list[Bounds]
     copies: list[tuple[int, ...]]  # ranks with equal numbers have all parts together
+
+    def of(self, cut: Cut) -> Layout:
+        """That of some rows."""
+        dim, rows = cut.dim, self.shape[cut.dim]
+
+        def inside(bounds: Bounds) -> Bounds:
+            return *bounds[:dim], *cut.spans(rows, bounds[dim].start, bounds[dim].stop), *bounds[dim + 1 :]
+
+        shape = [span.stop for span in inside(tuple(slice(0, size) for size in self.shape))]
+        return Layout(torch.Size(shape), list(map(inside, self.bounds)), self.copies)
 
     def goes(self, rank: int, owner: int) -> bool:
         """Whether a rank sends its part to an owner."""
@@ -77,11 +96,12 @@ class MatrixExchange:
         self._work: list[float] = []
         self._owners: list[int] | None = None
 
-    def add(self, label: str, param: Any, lead: int, work: float) -> int:
-        """Take in a DTensor; its number."""
-        key = param.device_mesh, param.placements, param.shape, lead
+    def add(self, label: str, param: Any, lead: int, work: float, cut: Cut | None) -> int:
+        """Take in a DTensor, or some of its rows; the number."""
+        key = param.device_mesh, param.placements, param.shape, lead, cut
         if key not in self._known:
-            self._known[key] = self._layout(label, param, lead)
+            whole = self._layout(label, param, lead)
+            self._known[key] = whole if cut is None else whole.of(cut)
         self.layouts.append(self._known[key])
         self._work.append(work)
         self._owners = None

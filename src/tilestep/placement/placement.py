@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ class Share:
     group: dict[str, Any]
     ordinal: int  # its place among all parameters
     local: torch.Tensor  # what kernels update: `holder`, the local part of a DTensor, or its copy on the host
-    exchange: Any = None  # of a cut matrix, whose rule takes whole ones: a `MatrixExchange`, and its number there
+    exchanges: Sequence[Any] = ()  # of matrices of which ranks have parts, for each size: an exchange, the number there
     whole: torch.Tensor | None = None  # on the meta device, all of a parameter of which `holder` is a cut section
     start: int | None = None  # of a cut section the first element, counted along the parameter's memory
     order: tuple[int, ...] = ()  # of a cut section the parameter's dimensions from the slowest in memory to the fastest
