@@ -4,7 +4,7 @@
 
 Gradients keep their memory, or lie in new memory at every step, as after a backward. The whole step is timed without a
 profiler. Its parts are what each Python function spends in itself and in C, from steps under `sys.setprofile`. Looks at
-tensors and launches are called from `check_unchanged` and `update`.
+tensors and launches are called from `Table.refresh` and `update`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ LAYERS = (
     ("rules", "graph", "linalg", "storage"),
     ("backends", "native", "tuning", "schedule"),
     (
-        "tensor_watch",
+        "tensor_table",
         "placement",
         "combinations",
         "timeline",
@@ -238,10 +238,11 @@ GONE = (
     *("UpdateInParts", "measure_bandwidths", "FixedTensors", "TensorFingerprint", "TapText", "SegmentTaps"),
     *("GradientSync", "GradientRounds", "GradReadiness", "BackwardTracker", "DeferredUpdates", "TakesGradients"),
     *("begin_again", "begin_ahead_again"),
+    *("Scan", "Gradients"),
 )
 """Mechanisms that others have taken in."""
 
-MOST = {"wide classes": 9, "modules that ask for addresses": 20, "functions that C++ exports": 20}
+MOST = {"wide classes": 9, "modules that ask for addresses": 19, "functions that C++ exports": 17}
 """What a reader must hold. A change that adds a mechanism names the one it removes; these numbers only fall."""
 
 

@@ -22,7 +22,7 @@ from tilestep.backends.triton.launch import keep_triton_key
 from tilestep.compat import addresses_equal, decomposition, fake_tensors, tensor_guards
 from tilestep.graph import Graph, Value, trace
 from tilestep.rules import registry
-from tilestep.tensor_watch import CHANGED, MOVED, SAME, Watch
+from tilestep.tensor_table import CHANGED, MOVED, SAME, Table
 
 SOURCES = Path(tilestep.__file__).parent
 OWN = sorted(name for name, rule in registry.items() if rule.__module__.startswith("tilestep."))
@@ -163,18 +163,19 @@ def test_guards_see_every_change_of_metadata(private: bool, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("private", [True, False], ids=["private", "fallback"])
-def test_a_watch_sees_moves_and_counts(private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_sees_moves_and_counts(private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not private:
         without(monkeypatch, "torch._C._dynamo.guards")
         monkeypatch.setattr(compat, "_pointers_equal", None)
     tensors = [torch.zeros(3), torch.zeros(2, 2)]
-    watch = Watch(tensors)
+    table, empty = Table(), Table()
+    table.remember(tensors)
     moved = [tensors[0], torch.zeros(2, 2)]
-    assert watch.look(tensors) == SAME and watch.look(moved) == MOVED
-    assert watch.look(moved[:1]) == CHANGED and watch.look([]) == CHANGED
-    watch.remember(moved)
-    assert watch.look(moved) == SAME and watch.look(tensors) == MOVED
-    assert Watch([]).look([]) == SAME
+    assert table.refresh(tensors) == SAME and table.refresh(moved) == MOVED
+    assert table.refresh(moved[:1]) == CHANGED and table.refresh([]) == CHANGED
+    assert table.refresh(moved) == SAME and table.refresh(tensors) == MOVED
+    empty.remember([])
+    assert empty.refresh([]) == SAME
 
 
 def test_addresses_are_compared_without_the_private_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -758,28 +758,29 @@ def of_stats() -> None:
     """
 
 
-def of_tensor_watch() -> None:
-    """The module `tensor_watch`.
+def of_tensor_table() -> None:
+    """The module `tensor_table`.
 
-    >>> from tilestep.tensor_watch import CHANGED, MOVED, SAME, Watch
+    >>> from tilestep.tensor_table import CHANGED, MOVED, SAME, Table
     >>> import torch
     >>> tensors = [torch.zeros(3), torch.zeros(2, 2)]
-    >>> watch = Watch(tensors)
-    >>> watch.look(tensors) == SAME, watch.look([torch.zeros(3), torch.zeros(2, 2)]) == MOVED
+    >>> listed = Table()
+    >>> listed.remember(tensors)
+    >>> listed.refresh(tensors) == SAME, listed.refresh([torch.zeros(3), torch.zeros(2, 2)]) == MOVED
     (True, True)
-    >>> watch.look([torch.zeros(3), torch.zeros(4)]) == CHANGED
+    >>> listed.refresh([torch.zeros(3), torch.zeros(4)]) == CHANGED
     True
     >>> state = torch.zeros(2)
-    >>> fixed = Watch([state], fixed=True)
+    >>> table = Table(states=[state])
     >>> _ = state.add_(1)
-    >>> fixed.look() == SAME
+    >>> table.look(1) == SAME
     True
     >>> state.data = torch.zeros(2)
-    >>> fixed.look() == CHANGED
+    >>> table.look(1) == CHANGED
     True
 
     >>> import torch
-    >>> from tilestep.tensor_watch import survey
+    >>> from tilestep.tensor_table import survey
     >>> params = [torch.zeros(2, requires_grad=True), torch.zeros(3)]
     >>> survey(params)
     Survey(versions=0, any_gradient=False, trains=b'\\x01\\x00')

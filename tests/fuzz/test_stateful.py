@@ -19,7 +19,6 @@ def test_random_trainings(look: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(native, "module", lambda tensors: None)
     elif not native.wait():
         pytest.skip("no C++ compiler, or TILESTEP_NATIVE=0")
-    monkeypatch.setattr("tilestep.tensor_watch._WORTH_NATIVE", 1)
     for seed in range(FIRST, FIRST + SEEDS):
         stateful.fuzz(seed)
 

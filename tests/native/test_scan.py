@@ -17,7 +17,7 @@ from tilestep import native
 from tilestep.compat import DTENSOR_PARTS
 from tilestep.garbage import without_collections
 from tilestep.native.build import layout_flags
-from tilestep.tensor_watch import CHANGED, MOVED, SAME, Watch, memory_of, taken_gradients
+from tilestep.tensor_table import CHANGED, MOVED, SAME, Table, memory_of, taken_gradients
 
 SHAPES = [(4, 6), (5,), (), (0, 3), (2, 3, 4, 5)]
 
@@ -94,7 +94,7 @@ def test_every_change_is_seen(change: Callable[..., None]) -> None:
     for _ in range(3):
         ours.step()
         torchs.step()
-    assert ours.plan is not None and ours.plan.scan is not None, "steady steps are scanned"
+    assert ours.plan is not None and ours.plan.engines[0].table.finds, "C++ looks in steady steps"
     for after in (change, fresh, keep):
         after(mine, theirs)
         for _ in range(3):
@@ -156,36 +156,40 @@ def test_fixed_tensors_are_let_go_at_once(natively: bool, monkeypatch: pytest.Mo
     """Also where the module is not built yet: states are most of what a GPU holds."""
     if not natively:
         monkeypatch.setattr(native, "module", lambda count: None)
-    fixed = Watch([torch.ones(3), torch.ones(2)], fixed=True)
-    assert fixed.look() == SAME and fixed.look() == SAME
-    held = [weakref.ref(tensor) for tensor in fixed.tensors]
+    tensors = [torch.ones(3), torch.ones(2)]
+    fixed = Table(states=tensors)
+    assert fixed.look(1) == SAME and fixed.look(1) == SAME
+    held = [weakref.ref(tensor) for tensor in tensors]
     with without_collections():
-        del fixed
+        del fixed, tensors
         assert all(reference() is None for reference in held)
 
 
-def test_a_watch_sees_what_torch_sees() -> None:
+def test_a_table_sees_what_torch_sees() -> None:
     tensors = [torch.zeros(4, 2) for _ in range(200)]
-    watch = Watch(tensors)
-    assert watch.look(tensors) == SAME and watch.native is not None, "so many are compared in C++"
-    assert watch.look(tensors) == SAME
+    table = Table()
+    table.remember(tensors)
+    assert table.refresh(tensors) == SAME and table.is_native, "compared in C++ from now on"
+    assert table.refresh(tensors) == SAME
     moved = [*tensors[:-1], torch.zeros(4, 2)]
-    assert watch.look(moved) == MOVED
-    watch.remember(moved)
-    assert watch.look(moved) == SAME and watch.look(tensors) == MOVED
-    others = [torch.zeros(2, 4).t(), torch.zeros(4, 2).double(), torch.zeros(8), torch.nn.Parameter(torch.zeros(4, 2))]
-    for other in (*others, None, torch.zeros(4, 2).to_sparse()):
-        assert watch.look([*tensors[:-1], other]) == CHANGED  # type: ignore[list-item]
-    assert watch.look(tensors[:-1]) == CHANGED
+    assert table.refresh(moved) == MOVED
+    assert table.refresh(moved) == SAME and table.refresh(tensors) == MOVED
+    assert table.refresh([*tensors[:-1], torch.nn.Parameter(torch.zeros(4, 2))]) == MOVED
+    others = [torch.zeros(2, 4).t(), torch.zeros(4, 2).double(), torch.zeros(8)]
+    for other in (*others, None, torch.zeros(4, 2).to_sparse(), "no tensor"):
+        assert table.refresh([*tensors[:-1], other]) == CHANGED  # type: ignore[list-item]
+    assert table.refresh(tensors[:-1]) == CHANGED
+    assert table.refresh(tensors) != CHANGED, "what was asked in between is forgotten"
 
 
 def test_a_number_is_no_vector() -> None:
-    module = native.module(500)
     shapes = [(), (1,), (1, 1), (2,), (2, 1), (1, 2), (0,), (3, 0)]
     tensors = [torch.zeros(shape) for shape in shapes]
     for place, one in enumerate(tensors):
-        watch = module.watch([one])
-        same = [module.look(watch, [other]) != CHANGED for other in tensors]
+        table = Table()
+        table.remember([one])
+        assert table.refresh([one]) == SAME and table.is_native
+        same = [table.refresh([other]) != CHANGED for other in tensors]
         assert same == [place == other for other in range(len(tensors))]
 
 
@@ -195,12 +199,9 @@ def test_what_cannot_be_looked_at_is_left_to_python() -> None:
     nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
     with torch.inference_mode():
         unversioned = torch.nn.Parameter(torch.zeros(3))
-        module.bump([unversioned])
     unversioned.grad = torch.ones(3)
-    assert module.watch([nested]) is None
-    assert module.create([unversioned], DTENSOR_PARTS) is None
-    with pytest.raises(RuntimeError, match="inference tensor"):
-        module.bump([unversioned])
+    assert module.create([], [nested], DTENSOR_PARTS, []) is None
+    assert module.create([unversioned], [], DTENSOR_PARTS, None) is None
 
 
 def test_steps_in_inference_mode() -> None:
@@ -216,27 +217,27 @@ def test_steps_in_inference_mode() -> None:
 
 @pytest.mark.parametrize("natively", [True, False])
 def test_versions_gradients_and_what_trains(natively: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilestep import tensor_watch
+    from tilestep import tensor_table
 
     if not natively:
         monkeypatch.setattr(native, "module", lambda count: None)
     params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(40)]
     frozen = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
     listed = [*params[:20], frozen, *params[20:]]
-    assert tensor_watch.survey(listed).trains == bytes([1] * 20 + [0] + [1] * 20)
-    assert not tensor_watch.survey(listed).any_gradient
-    before = tensor_watch.sum_of_versions(listed)
+    assert tensor_table.survey(listed).trains == bytes([1] * 20 + [0] + [1] * 20)
+    assert not tensor_table.survey(listed).any_gradient
+    before = tensor_table.sum_of_versions(listed)
     with torch.no_grad():
         params[3].add_(1)
         frozen.mul_(2)
-    assert tensor_watch.sum_of_versions(listed) == before + 2
+    assert tensor_table.sum_of_versions(listed) == before + 2
     params[-1].grad = torch.zeros(3)
-    assert tensor_watch.survey(listed).any_gradient and not tensor_watch.survey(listed[:-1]).any_gradient
+    assert tensor_table.survey(listed).any_gradient and not tensor_table.survey(listed[:-1]).any_gradient
     params[7].requires_grad_(False)
     frozen.requires_grad_(True)
-    assert tensor_watch.survey(listed).trains == bytes([1] * 7 + [0] + [1] * 33)
-    assert tensor_watch.sum_of_versions([]) == 0 and tensor_watch.survey([]).trains == b""
-    assert not tensor_watch.survey([]).any_gradient
+    assert tensor_table.survey(listed).trains == bytes([1] * 7 + [0] + [1] * 33)
+    assert tensor_table.sum_of_versions([]) == 0 and tensor_table.survey([]).trains == b""
+    assert not tensor_table.survey([]).any_gradient
 
 
 def test_a_survey_is_of_tensors_that_count_versions() -> None:
@@ -265,11 +266,11 @@ def test_several_threads_see_the_same() -> None:
     for param in params:
         param.grad = torch.zeros(3, 2)
     tables = [torch.zeros(700, dtype=torch.int64) for _ in range(2)]
-    scanners = [module.create(params, DTENSOR_PARTS) for _ in tables]
+    found = [module.create(params, [], DTENSOR_PARTS, None) for _ in tables]
 
     def looked() -> list[int]:
-        looks = zip(scanners, tables, (1, 4))
-        return [module.scan(scanner, table.data_ptr(), threads, None) for scanner, table, threads in looks]
+        looks = zip(found, tables, (1, 4))
+        return [module.look(own, None, table.data_ptr(), threads) for own, table, threads in looks]
 
     assert looked() == [0, 0]
     params[650].grad = torch.zeros(3, 2)
@@ -301,11 +302,11 @@ def test_distributed_tensors_of_several_threads(tmp_path: Path) -> None:
         for param in params:
             param.grad = torch.zeros_like(param)
         tables = [torch.zeros(64, dtype=torch.int64) for _ in range(2)]
-        scanners = [module.create(params, DTENSOR_PARTS) for _ in tables]
+        found = [module.create(params, [], DTENSOR_PARTS, None) for _ in tables]
 
         def looked() -> list[int]:
-            looks = zip(scanners, tables, (1, 4))
-            return [module.scan(scanner, table.data_ptr(), threads, None) for scanner, table, threads in looks]
+            looks = zip(found, tables, (1, 4))
+            return [module.look(own, None, table.data_ptr(), threads) for own, table, threads in looks]
 
         def parts() -> list[int]:
             return [param.grad.to_local().data_ptr() for param in params]  # type: ignore[union-attr]
@@ -369,24 +370,54 @@ def test_the_scanner_is_built_without_the_header_of_all_operators() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_states_are_looked_at_with_gradients(threads: int) -> None:
-    """One look at parameters, gradients and states; a state that is not what it was does not hide moved gradients."""
-    module, other_state = native.module(500), 8
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("natively", [True, False])
+def test_one_look_at_parameters_gradients_and_states(
+    threads: int, listed: bool, natively: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C++ and Python answer alike, for gradients of the parameters and for lists."""
+    if not natively:
+        monkeypatch.setattr(native, "module", lambda count: None)
     params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(700)]
-    for param in params:
+    for param in params[1:]:
         param.grad = torch.zeros(3)
     states = [torch.zeros(3) for _ in range(1400)]
-    scanner, watch = module.create(params, DTENSOR_PARTS), Watch(states, fixed=True)
-    assert watch.look() == SAME and watch.native is not None
-    table = torch.zeros(700, dtype=torch.int64)
+    table = Table(torch.zeros(700, dtype=torch.int64), params, states)
+
+    def gradients() -> list[torch.Tensor | None]:
+        return [param.grad for param in params]
 
     def looked() -> int:
-        return module.scan(scanner, table.data_ptr(), threads, watch.native)
+        return table.refresh(None if table.finds else gradients(), threads)
 
-    assert looked() == SAME
+    def forget() -> None:
+        table.remember(gradients(), finds=not listed)
+        assert looked() == SAME and table.is_native is natively and table.finds is (natively and not listed)
+
+    forget()
+    assert table.host.tolist() == [0 if one is None else one.data_ptr() for one in gradients()]
     params[3].grad = torch.zeros(3)
     assert looked() == MOVED and looked() == SAME
+    assert table.host[3] == params[3].grad.data_ptr()
+    params[3].grad = torch.zeros(3, dtype=torch.float64)[:3].float()
+    assert looked() == MOVED
+    held = states[1399].data
     states[1399].data = torch.zeros(3)
-    assert looked() == other_state and watch.look() == CHANGED
+    assert looked() == CHANGED and not table.states_are_same() and table.look_at_params() == SAME
+    states[1399].data = held
+    assert looked() == SAME
+    held = params[699].data
+    params[699].data = torch.zeros(3)
+    assert looked() == CHANGED and table.look_at_params() == MOVED and table.states_are_same()
+    params[699].data = held
+    assert looked() == SAME and table.look(threads) == SAME
     params[3].grad = None
+    assert looked() == CHANGED and table.look(threads) == SAME
+    forget()
+    params[0].grad = torch.zeros(3)
+    assert looked() == CHANGED
+    forget()
+    params[5].grad = torch.zeros(3, 1)[:, 0].expand(3)
+    assert looked() == MOVED
+    params[5].grad = torch.zeros(6)[::2]
     assert looked() == CHANGED

@@ -22,7 +22,7 @@ from twins import assert_close, assert_unchanged, everything, make_params, set_g
 import tilestep
 from tilestep import GradientError, StateError, native
 from tilestep.backends.cpp.run import CppPasses
-from tilestep.tensor_watch import CHANGED, SAME, Watch
+from tilestep.tensor_table import CHANGED, SAME, Table
 
 Change = Callable[[torch.Tensor], Any]
 
@@ -34,7 +34,6 @@ def look(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         monkeypatch.setattr(native, "module", lambda tensors: None)
     elif not native.wait():
         pytest.skip("no C++ compiler, or TILESTEP_NATIVE=0")
-    monkeypatch.setattr("tilestep.tensor_watch._WORTH_NATIVE", 1)
     yield request.param
 
 
@@ -649,31 +648,34 @@ def test_what_unchanged_means(change: str, look: str) -> None:
     """One definition, for tensors that stay the same objects and for lists of tensors."""
     tensor = torch.ones(4, 4)
     others = [torch.zeros(3), torch.zeros(2, 3, 4).transpose(0, 1), torch.zeros(()), torch.zeros(0, 2)]
-    fixed, watch = Watch([*others, tensor], fixed=True), Watch([*others, tensor])
+    fixed, listed = Table(states=[*others, tensor]), Table()
+    listed.remember([*others, tensor])
     for _ in range(3):
-        assert fixed.look() == SAME and watch.look([*others, tensor]) == SAME
-    assert (fixed.native is not None) is (look == "native") and (watch.native is not None) is (look == "native")
+        assert fixed.look(1) == SAME and listed.refresh([*others, tensor]) == SAME
+    assert fixed.is_native is listed.is_native is (look == "native")
     act, expected = LOOKS[change]
     act(tensor)
+    assert (listed.refresh([*others, tensor]) == SAME) is expected
     for _ in range(2):
-        assert (fixed.look() == SAME) is expected and (watch.look([*others, tensor]) == SAME) is expected
-    assert watch.look(others) == CHANGED
+        assert (fixed.look(1) == SAME) is expected
+    assert listed.refresh(others) == CHANGED
 
 
 def test_a_subclass_is_not_what_it_looks_like(one_rank: None) -> None:
     mesh = init_device_mesh("cpu", (1,))
     plain = [torch.zeros(3), torch.zeros(2, 2)]
-    watch = Watch(plain)
+    listed = Table()
+    listed.remember(plain)
     placed = [distribute_tensor(tensor, mesh, [Replicate()]) for tensor in plain]
-    assert watch.look(placed) == CHANGED and watch.look(plain) == SAME
-    fixed = Watch(placed, fixed=True)
-    assert fixed.look() == SAME and fixed.look() == SAME
+    assert listed.refresh(placed) == CHANGED and listed.refresh(plain) == SAME
+    fixed = Table(states=placed)
+    assert fixed.look(1) == SAME and fixed.look(1) == SAME
     placed[1]._local_tensor.data = torch.zeros(2, 2)  # type: ignore[attr-defined]
-    assert fixed.look() == CHANGED
-    fixed = Watch(placed, fixed=True)
-    assert fixed.look() == SAME and fixed.look() == SAME
+    assert fixed.look(1) == CHANGED
+    fixed = Table(states=placed)
+    assert fixed.look(1) == SAME and fixed.look(1) == SAME
     placed[0]._local_tensor = torch.zeros(3)  # type: ignore[attr-defined]
-    assert fixed.look() == CHANGED
+    assert fixed.look(1) == CHANGED
 
 
 def test_copies_look_at_their_own_state() -> None:

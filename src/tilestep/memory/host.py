@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from ..backends.spec import INVERSE_SCALE, SKIP, UNSCALE, KernelSpec, pass_traffic
+from ..devices import copy_to
 from ..errors import OffloadError
 from ..optimizer.parameters import check_not_shared, check_parameter
 from ..placement.local import local_part
 from ..runtime import DeviceEngine, Entry, JointNorm, SharedNorm, is_dense
-from ..runtime.gradients import copy_to
 from ..runtime.passes import Passes
 from ..runtime.segment import TileRange
 from .copies import HostMemory, cut_tiles, walked_part

@@ -1,12 +1,11 @@
 // Looks at the tensors of an optimizer before a step: one pass in C++ in place of one Python call a tensor and question.
 //
-// A scanner remembers parameters and what their gradients were; `scan` says whether anything beside the gradients'
-// addresses has changed, and writes those. Of a DTensor it looks at the part that lies on this rank. Everything it does
-// not know is left to the Python path.
+// A table describes parameters, their gradients and states; `look` says whether anything but the gradients' addresses has
+// changed, and writes these. Of a DTensor it looks at the part that lies on this rank. Tensors of other types are left to
+// Python, which answers the same question in `tensor_table.py`.
 
 #include "tensors.h"
 
-#include <c10/core/InferenceMode.h>
 #include <structmember.h>
 
 #include <algorithm>
@@ -21,17 +20,16 @@ namespace {
 
 // Bits, so that many answers make one. UNSURE stays in here: the answer needs Python, which only the thread that holds
 // the interpreter may call.
-enum Answer { SAME = 0, MOVED = 1, CHANGED = 2, UNSURE = 4, OTHER_STATE = 8 };
+enum Answer { SAME = 0, MOVED = 1, CHANGED = 2, UNSURE = 4 };
 
-// A DTensor's parameter keeps its local part and the layout that its gradients have; both are null for a plain tensor.
-struct Remembered {
-  PyObject* param;
-  PyObject* local;
-  PyObject* layout;
-  void* param_address;
-  void* grad_address;
-  uint64_t description, grad_description;
-  bool has_grad;
+// A tensor and its gradient as they were. A DTensor also has its local part and the layout that its gradients have.
+// `object` is null where only gradients are looked at. The object is asked for its tensor at each look: a reference to
+// that, even a weak one, would forbid `swap_tensors`.
+struct Row {
+  PyObject *object = nullptr, *part = nullptr, *layout = nullptr;
+  void *address = nullptr, *grad_address = nullptr;
+  uint64_t description = 0, grad_description = 0;
+  bool has_grad = false;
 };
 
 // Where objects of a type keep what their attributes of these names give: read without a call, as fast as a field.
@@ -50,26 +48,28 @@ struct Written {
   }
 };
 
-struct Scanner {
-  static constexpr char NAME[] = "tilestep.Scanner";
+struct Table {
+  static constexpr char NAME[] = "tilestep.Table";
   Slots slots;
   Written written;
-  std::vector<Remembered> tensors;
+  std::vector<Row> rows;  // the first ones have gradients, the rest are states
+  int threads = 1;  // of the last look
+  bool own_grads = true;  // whether gradients are those of the rows' objects, not those of a list
   // Memory of the gradients that the last look has seen: borrowed by the look, owned until `release`.
   std::vector<c10::StorageImpl*> seen;
   std::vector<c10::Storage> held;
-  ~Scanner() {
-    for (auto& tensor : tensors) {
-      Py_DECREF(tensor.param);
-      Py_XDECREF(tensor.local);
-      Py_XDECREF(tensor.layout);
+  ~Table() {
+    for (auto& row : rows) {
+      Py_XDECREF(row.object);
+      Py_XDECREF(row.part);
+      Py_XDECREF(row.layout);
     }
     Py_XDECREF(slots.type);
   }
 };
 
 bool is_plain(const Tensor& tensor) {
-  // What a subclass holds its own way is not in the storage; a nested tensor has no sizes to ask for.
+  // A subclass may keep its values elsewhere; a nested tensor has no sizes to ask for.
   const bool subclass = tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
   return !subclass && !tensor.is_nested() && tensor.layout() == at::kStrided && tensor.has_storage() && !tensor.is_complex() &&
          !tensor.is_conj() && !tensor.is_neg() && !tensor._is_zerotensor();
@@ -98,7 +98,7 @@ constexpr uint64_t ODD[] = {
 constexpr size_t MOST_DIMS = (sizeof(ODD) / sizeof(ODD[0]) - 2) / 2;
 
 // A tensor is unchanged if its address and this number are: type of its elements, device, dispatch keys (lazy negation
-// and conjugation, zero tensors, subclasses), sizes, strides. `tensor_watch.py` says the same in Python. One number, since
+// and conjugation, zero tensors, subclasses), sizes, strides. `tensor_table.py` says the same in Python. One number, since
 // what is known of a tensor then fits into a line of the cache, and a look at thousands of them costs what it reads. Its
 // products wait for no other. Two tensors that differ give the same number about once in 2^63.
 uint64_t description_of(const Tensor& tensor) {
@@ -164,186 +164,245 @@ PyObject* object_of(const Tensor& tensor) { return tensor.unsafeGetTensorImpl()-
 
 // The local part of a DTensor's gradient: SAME, CHANGED where it does not lie as its parameter, UNSURE where its layout
 // is another object and `may_ask` does not let Python compare them.
-int local_gradient(const Slots& slots, Remembered& remembered, const Tensor& grad, bool may_ask, PyObject*& part) {
+int local_gradient(const Slots& slots, Row& row, const Tensor& grad, bool may_ask, PyObject*& part) {
   PyObject* object = object_of(grad);
   part = in_slot(slots, object, slots.local);
   PyObject* layout = in_slot(slots, object, slots.layout);
   if (part == nullptr || layout == nullptr || !is_exact(part)) return CHANGED;
-  if (layout == remembered.layout) return SAME;
+  if (layout == row.layout) return SAME;
   if (!may_ask) return UNSURE;
-  if (!equal_attributes(layout, remembered.layout, "placements") || !equal_attributes(layout, remembered.layout, "mesh"))
-    return CHANGED;
+  if (!equal_attributes(layout, row.layout, "placements") || !equal_attributes(layout, row.layout, "mesh")) return CHANGED;
   Py_INCREF(layout);
-  Py_SETREF(remembered.layout, layout);
+  Py_SETREF(row.layout, layout);
   return SAME;
 }
 
-// What a parameter is from now on; false where it is none that this can look at.
-bool remember_param(Slots& slots, PyObject* names, PyObject* object, Remembered& remembered) {
-  if (!is_tensor(object)) return false;
-  PyTypeObject* type = Py_TYPE(object);
-  const Py_ssize_t local_slot = slot_of(type, PyTuple_GET_ITEM(names, 0));
-  const Py_ssize_t layout_slot = slot_of(type, PyTuple_GET_ITEM(names, 1));
-  if (local_slot != 0 && layout_slot != 0) {
-    if (slots.type == nullptr) {
-      Py_INCREF(type);
-      slots = {type, local_slot, layout_slot};
+// What a row has for a gradient; null for none.
+struct Gradient {
+  int answer;
+  const Tensor* tensor;
+};
+
+Gradient gradient_of(const Slots& slots, Row& row, PyObject* listed, bool may_ask) {
+  if (listed == Py_None) return {SAME, nullptr};
+  if (listed != nullptr) {
+    if (!is_plain_object(listed)) {
+      if (!may_ask) return {UNSURE, nullptr};
+      if (!is_tensor(listed)) return {CHANGED, nullptr};
     }
-    PyObject* local = in_slot(slots, object, slots.local);
-    PyObject* layout = in_slot(slots, object, slots.layout);
-    if (local == nullptr || layout == nullptr || !is_exact(local)) return false;
-    Py_INCREF(local);
-    Py_INCREF(layout);
-    remembered.local = local;
-    remembered.layout = layout;
+    return {SAME, &tensor_in(listed)};
   }
-  const Tensor& param = tensor_in(remembered.local == nullptr ? object : remembered.local);
-  const Tensor& whole_grad = grad_of(tensor_in(object));
-  // A write to an inference tensor counts no version, and is an error in threads that know of no inference mode.
-  if (!is_plain(param) || param.is_inference() || tensor_in(object).is_inference()) return false;
-  remembered.param_address = address_of(param);
-  remembered.description = description_of(param);
-  remembered.has_grad = whole_grad.defined();
-  if (!remembered.has_grad) return true;
+  const Tensor& grad = grad_of(tensor_in(row.object));
+  if (!grad.defined()) return {SAME, nullptr};
+  if (row.part == nullptr) return {SAME, &grad};
   PyObject* part = nullptr;
-  if (remembered.local != nullptr && local_gradient(slots, remembered, whole_grad, true, part) != SAME) return false;
-  const Tensor& grad = part == nullptr ? whole_grad : tensor_in(part);
-  if (!is_plain(grad)) return false;
-  remembered.grad_address = address_of(grad);
-  remembered.grad_description = description_of(grad);
+  const int answer = local_gradient(slots, row, grad, may_ask, part);
+  return {answer, answer == SAME ? &tensor_in(part) : nullptr};
+}
+
+// Describes a tensor from now on; false where it is neither a plain strided tensor nor a DTensor of such.
+bool remember(Slots& slots, PyObject* names, PyObject* object, Row& row) {
+  row.object = Py_NewRef(object);
+  if (!is_plain_object(object)) {
+    if (!is_tensor(object)) return false;
+    PyTypeObject* type = Py_TYPE(object);
+    if (slots.type == nullptr) {
+      slots.local = slot_of(type, PyTuple_GET_ITEM(names, 0));
+      slots.layout = slot_of(type, PyTuple_GET_ITEM(names, 1));
+      if (slots.local == 0 || slots.layout == 0) return false;
+      Py_INCREF(type);
+      slots.type = type;
+    }
+    row.part = Py_XNewRef(in_slot(slots, object, slots.local));
+    row.layout = Py_XNewRef(in_slot(slots, object, slots.layout));
+    if (row.part == nullptr || row.layout == nullptr || !is_exact(row.part)) return false;
+  }
+  const Tensor& tensor = tensor_in(row.part == nullptr ? object : row.part);
+  if (!is_plain(tensor)) return false;
+  row.address = address_of(tensor);
+  row.description = description_of(tensor);
   return true;
 }
 
-// create(params, names, starts = 0, ends = 0, count = 0) -> scanner, or None where a parameter or gradient is not a plain strided
-// tensor or a DTensor of such; names are what DTensors call their local part and their layout, the rest are the addresses
-// and the length of the arrays of `Written`
+bool remember_gradient(const Slots& slots, Row& row, PyObject* listed) {
+  const Gradient gradient = gradient_of(slots, row, listed, true);
+  if (gradient.answer != SAME) return false;
+  row.has_grad = gradient.tensor != nullptr;
+  if (!row.has_grad) return true;
+  if (!is_plain(*gradient.tensor)) return false;
+  row.grad_address = address_of(*gradient.tensor);
+  row.grad_description = description_of(*gradient.tensor);
+  return true;
+}
+
+// create(params, states, names, gradients, starts = 0, ends = 0, spans = 0) -> table, or None where a tensor is neither a
+// plain strided one nor a DTensor of such. Gradients are a list, as they are for each look then, or None: those of the
+// parameters. Parameters may be an empty list. `names` are what DTensors call their local part and their layout; the rest
+// are addresses and length of the arrays of `Written`.
 PyObject* create(PyObject*, PyObject* args) {
-  PyObject *list, *names;
+  PyObject *params, *states, *names, *gradients;
   unsigned long long starts = 0, ends = 0;
   Py_ssize_t spans = 0;
-  if (!PyArg_ParseTuple(args, "O!O!|KKn", &PyList_Type, &list, &PyTuple_Type, &names, &starts, &ends, &spans)) return nullptr;
+  if (!PyArg_ParseTuple(args, "O!O!O!O|KKn", &PyList_Type, &params, &PyList_Type, &states, &PyTuple_Type, &names, &gradients,
+                        &starts, &ends, &spans))
+    return nullptr;
   const auto *first = reinterpret_cast<const int64_t*>(starts), *last = reinterpret_cast<const int64_t*>(ends);
-  auto* scanner = new Scanner;
-  scanner->written = {{first, first + spans}, {last, last + spans}};
-  const Py_ssize_t count = PyList_GET_SIZE(list);
-  scanner->tensors.reserve(count);
-  scanner->seen.resize(count);
-  scanner->held.resize(count);
-  for (Py_ssize_t index = 0; index < count; ++index) {
-    PyObject* object = PyList_GET_ITEM(list, index);
-    Py_INCREF(object);
-    scanner->tensors.push_back(Remembered{object, nullptr, nullptr, nullptr, nullptr, 0, 0, false});
-    if (!remember_param(scanner->slots, names, object, scanner->tensors.back())) {
-      delete scanner;
-      Py_RETURN_NONE;
+  auto* table = new Table;
+  PyObject* capsule = capsule_of(table);
+  table->written = {{first, first + spans}, {last, last + spans}};
+  table->own_grads = !PyList_Check(gradients);
+  const Py_ssize_t count = PyList_GET_SIZE(table->own_grads ? params : gradients), state_count = PyList_GET_SIZE(states);
+  const bool has_params = PyList_GET_SIZE(params) == count;
+  auto& rows = table->rows;
+  rows.resize(count + state_count);
+  table->seen.resize(count);
+  table->held.resize(count);
+  bool fits = true;
+  for (Py_ssize_t index = 0; fits && index < count + state_count; ++index) {
+    const bool is_state = index >= count;
+    PyObject* object = is_state ? PyList_GET_ITEM(states, index - count) : has_params ? PyList_GET_ITEM(params, index) : nullptr;
+    fits = object == nullptr || remember(table->slots, names, object, rows[index]);
+    // A write to an inference tensor counts no version, and is an error in threads that know of no inference mode.
+    if (!fits || is_state) continue;
+    fits = (object == nullptr || !(tensor_in(object).is_inference() || (rows[index].part && tensor_in(rows[index].part).is_inference()))) &&
+           remember_gradient(table->slots, rows[index], table->own_grads ? nullptr : PyList_GET_ITEM(gradients, index));
+  }
+  if (fits) return capsule;
+  Py_DECREF(capsule);
+  Py_RETURN_NONE;
+}
+
+bool is_unmoved(const Tensor& tensor, const Row& row) {
+  return tensor.has_storage() && address_of(tensor) == row.address && description_of(tensor) == row.description;
+}
+
+// What the gradient of a row is by now; its address goes into the table, its memory into `seen`.
+int look_at_gradient(Table& table, int64_t index, PyObject* listed, int64_t& entry, bool may_ask) {
+  Row& row = table.rows[index];
+  const Gradient gradient = gradient_of(table.slots, row, listed, may_ask);
+  if (gradient.answer != SAME) return gradient.answer;
+  table.seen[index] = nullptr;
+  if ((gradient.tensor != nullptr) != row.has_grad) return CHANGED;
+  if (!row.has_grad) return entry = 0, SAME;
+  const Tensor& grad = *gradient.tensor;
+  if (!grad.has_storage() || description_of(grad) != row.grad_description) return CHANGED;
+  void* address = address_of(grad);
+  // An empty gradient may have no address; it is there all the same. A gradient with elements and no address is not.
+  if (address == nullptr && grad.numel() != 0) return CHANGED;
+  const auto& storage = grad.unsafeGetTensorImpl()->unsafe_storage();
+  table.seen[index] = storage.unsafeGetStorageImpl();
+  const auto start = reinterpret_cast<int64_t>(address);
+  const bool moved = address != row.grad_address;
+  // A gradient that shares its storage may lie in memory that the step writes.
+  if (moved && storage.use_count() > 1 && table.written.overlaps(start, grad.nbytes())) return CHANGED;
+  row.grad_address = address;
+  entry = grad.numel() == 0 ? 1 : start;
+  return moved ? MOVED : SAME;
+}
+
+// `gradients` is a list, None, or False where they are not looked at; then `addresses` is null.
+struct Look {
+  Table& table;
+  PyObject* gradients;
+  int64_t* addresses;
+
+  PyObject* listed(int64_t index) const { return PyList_Check(gradients) ? PyList_GET_ITEM(gradients, index) : nullptr; }
+
+  bool has_gradient(int64_t index) const { return addresses != nullptr && index < static_cast<int64_t>(table.seen.size()); }
+
+  int at(int64_t index, bool may_ask) const {
+    Row& row = table.rows[index];
+    if (row.object != nullptr) {
+      if (row.part != nullptr && in_slot(table.slots, row.object, table.slots.local) != row.part) return CHANGED;
+      if (!is_unmoved(tensor_in(row.part == nullptr ? row.object : row.part), row)) return CHANGED;
+    }
+    return has_gradient(index) ? look_at_gradient(table, index, listed(index), addresses[index], may_ask) : SAME;
+  }
+
+  // What a look reads of a row is asked for in five stages, each of which needs what the one before has asked for.
+  template <int STAGE>
+  void prefetch(int64_t index) const {
+    const Row& row = table.rows[index];
+    PyObject* given = has_gradient(index) ? listed(index) : nullptr;
+    if constexpr (STAGE == 0) {
+      prefetch_object(row.object);
+      prefetch_object(row.part);
+      prefetch_object(given);
+      return;
+    }
+    if (given != nullptr && is_plain_object(given)) {
+      const c10::TensorImpl* grad = tensor_in(given).unsafeGetTensorImpl();
+      if constexpr (STAGE == 1) prefetch_tensor(grad);
+      if constexpr (STAGE == 2)
+        if (grad->has_storage()) prefetch_storage(grad);
+    }
+    if (row.object == nullptr) return;
+    const c10::TensorImpl* whole = tensor_in(row.object).unsafeGetTensorImpl();
+    const c10::TensorImpl* own = row.part == nullptr ? whole : tensor_in(row.part).unsafeGetTensorImpl();
+    if constexpr (STAGE == 1) {
+      prefetch_tensor(own);
+      if (own != whole) prefetch_tensor(whole);
+      return;
+    }
+    const bool has_own = given == nullptr && has_gradient(index);
+    const auto* meta = has_own ? reinterpret_cast<const char*>(whole->autograd_meta()) : nullptr;
+    if constexpr (STAGE == 2) {
+      if (own->has_storage()) prefetch_storage(own);
+      __builtin_prefetch(meta);
+      __builtin_prefetch(meta + 64);
+    } else if (meta != nullptr && grad_of(whole).defined()) {
+      const c10::TensorImpl* grad = grad_of(whole).unsafeGetTensorImpl();
+      if constexpr (STAGE == 3) prefetch_tensor(grad);
+      if constexpr (STAGE == 4)
+        if (row.part == nullptr && grad->has_storage()) prefetch_storage(grad);
     }
   }
-  return capsule_of(scanner);
-}
 
-bool same_tensor(const Remembered& remembered, const Tensor& param, const Tensor& grad) {
-  if (grad.defined() != remembered.has_grad || address_of(param) != remembered.param_address) return false;
-  if (description_of(param) != remembered.description) return false;
-  return !remembered.has_grad || (grad.has_storage() && description_of(grad) == remembered.grad_description);
-}
-
-// What a tensor and its gradient are by now; the gradient's address goes into the table, its memory into `seen`.
-int look_at(const Written& written, Remembered& remembered, const Tensor& param, const Tensor& grad, int64_t& entry,
-            c10::StorageImpl*& seen) {
-  seen = nullptr;
-  if (!same_tensor(remembered, param, grad)) return CHANGED;
-  if (!remembered.has_grad) return SAME;
-  void* address = address_of(grad);
-  // An empty gradient may have no address; it is there all the same. One with elements and no address is not.
-  if (address == nullptr && grad.numel() != 0) return CHANGED;
-  seen = grad.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-  const bool moved = address != remembered.grad_address;
-  remembered.grad_address = address;
-  entry = param.numel() == 0 ? 1 : reinterpret_cast<int64_t>(address);
-  if (!moved) return SAME;
-  // One that shares its storage may lie in memory that the step writes.
-  const bool shares = grad.unsafeGetTensorImpl()->unsafe_storage().use_count() > 1;
-  return shares && written.overlaps(entry, grad.nbytes()) ? CHANGED : MOVED;
-}
-
-int look_at_part(Scanner& scanner, int64_t index, int64_t& entry, bool may_ask) {
-  const Slots& slots = scanner.slots;
-  const Written& written = scanner.written;
-  Remembered& remembered = scanner.tensors[index];
-  c10::StorageImpl*& seen = scanner.seen[index];
-  const Tensor& whole = tensor_in(remembered.param);
-  const Tensor& grad = grad_of(whole);
-  if (remembered.local == nullptr) return look_at(written, remembered, whole, grad, entry, seen);
-  if (in_slot(slots, remembered.param, slots.local) != remembered.local) return CHANGED;
-  const Tensor& param = tensor_in(remembered.local);
-  if (!grad.defined()) return look_at(written, remembered, param, grad, entry, seen);
-  PyObject* part = nullptr;
-  const int answer = local_gradient(slots, remembered, grad, may_ask, part);
-  return answer == SAME ? look_at(written, remembered, param, tensor_in(part), entry, seen) : answer;
-}
-
-// What a look reads of a tensor is asked for in five stages, each of which needs what the one before has asked for.
-template <int STAGE>
-inline void prefetch_stage(const Remembered& remembered) {
-  if constexpr (STAGE == 0) {
-    prefetch_object(remembered.param);
-    prefetch_object(remembered.local);
-    return;
+  // After a model has run nothing of these tensors is in a cache: each is asked for while others are looked at.
+  int between(int64_t begin, int64_t end, bool may_ask) const {
+    if (begin == end) return SAME;
+    constexpr int64_t AHEAD = 8;
+    const auto is_inside = [=](int64_t at) { return at >= begin && at < end; };
+    int seen = SAME;
+    for (int64_t index = begin; index < end + 5 * AHEAD; ++index) {
+      if (is_inside(index)) prefetch<0>(index);
+      if (is_inside(index - AHEAD)) prefetch<1>(index - AHEAD);
+      if (is_inside(index - 2 * AHEAD)) prefetch<2>(index - 2 * AHEAD);
+      if (is_inside(index - 3 * AHEAD)) prefetch<3>(index - 3 * AHEAD);
+      if (is_inside(index - 4 * AHEAD)) prefetch<4>(index - 4 * AHEAD);
+      const int64_t at_now = index - 5 * AHEAD;
+      if (at_now < begin) continue;
+      seen |= at(at_now, may_ask);
+      if (seen & CHANGED) return seen;
+    }
+    return seen;
   }
-  const c10::TensorImpl* whole = tensor_in(remembered.param).unsafeGetTensorImpl();
-  const c10::TensorImpl* own = remembered.local == nullptr ? whole : tensor_in(remembered.local).unsafeGetTensorImpl();
-  const auto* meta = reinterpret_cast<const char*>(whole->autograd_meta());
-  if constexpr (STAGE == 1) {
-    prefetch_tensor(own);
-    if (own != whole) prefetch_tensor(whole);
-  } else if constexpr (STAGE == 2) {
-    prefetch_storage(own);
-    __builtin_prefetch(meta);
-    __builtin_prefetch(meta + 64);
-  } else if (meta != nullptr && grad_of(whole).defined()) {
-    const c10::TensorImpl* grad = grad_of(whole).unsafeGetTensorImpl();
-    if constexpr (STAGE == 3) prefetch_tensor(grad);
-    if constexpr (STAGE == 4)
-      if (remembered.local == nullptr && grad->has_storage()) prefetch_storage(grad);
-  }
-}
 
-// After a model has run nothing of these tensors is in a cache: each is asked for while others are looked at.
-int look_between(Scanner& scanner, int64_t begin, int64_t end, int64_t* table, bool may_ask) {
-  constexpr int64_t AHEAD = 8;
-  const auto& tensors = scanner.tensors;
-  const auto is_inside = [=](int64_t at) { return at >= begin && at < end; };
-  int seen = SAME;
-  for (int64_t index = begin; index < end + 5 * AHEAD; ++index) {
-    if (is_inside(index)) prefetch_stage<0>(tensors[index]);
-    if (is_inside(index - AHEAD)) prefetch_stage<1>(tensors[index - AHEAD]);
-    if (is_inside(index - 2 * AHEAD)) prefetch_stage<2>(tensors[index - 2 * AHEAD]);
-    if (is_inside(index - 3 * AHEAD)) prefetch_stage<3>(tensors[index - 3 * AHEAD]);
-    if (is_inside(index - 4 * AHEAD)) prefetch_stage<4>(tensors[index - 4 * AHEAD]);
-    const int64_t at = index - 5 * AHEAD;
-    if (at < begin) continue;
-    seen |= look_at_part(scanner, at, table[at], may_ask);
-    if (seen & CHANGED) return seen;
+  // The part of a thread: its part of the rows with gradients, and of the states.
+  int part(int64_t number, int64_t parts, bool may_ask) const {
+    const auto count = static_cast<int64_t>(table.seen.size()), all = static_cast<int64_t>(table.rows.size());
+    const auto states = all - count;
+    const int seen = between(count * number / parts, count * (number + 1) / parts, may_ask);
+    return seen & CHANGED ? seen : seen | between(count + states * number / parts, count + states * (number + 1) / parts, may_ask);
   }
-  return seen;
-}
+};
 
 // Counts lie in the caches of the threads that have looked: each is asked for while others are counted.
 constexpr size_t COUNTS_AHEAD = 16;
 
 // Holds the gradients' memory that a look has seen. By the thread that holds the interpreter: counting a storage that has
 // an object in Python counts that too.
-void hold_seen(Scanner& scanner) {
-  const auto& seen = scanner.seen;
+void hold_seen(Table& table) {
+  const auto& seen = table.seen;
   for (size_t index = 0; index < seen.size(); ++index) {
     if (index + COUNTS_AHEAD < seen.size()) __builtin_prefetch(seen[index + COUNTS_AHEAD], 1);
     if (seen[index] != nullptr)
-      scanner.held[index] = c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(seen[index]));
+      table.held[index] = c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(seen[index]));
   }
 }
 
-void release_all(Scanner& scanner) {
-  auto& held = scanner.held;
+void release_all(Table& table) {
+  auto& held = table.held;
   for (size_t index = 0; index < held.size(); ++index) {
     if (index + COUNTS_AHEAD < held.size()) __builtin_prefetch(held[index + COUNTS_AHEAD].unsafeGetStorageImpl(), 1);
     // One by one: what is freed may run Python's code, and with it come here again.
@@ -351,166 +410,39 @@ void release_all(Scanner& scanner) {
   }
 }
 
-// What tensors were. `object` and `part` (a DTensor's local part) are null where they may be other objects at the next
-// look. Otherwise what the object has is asked for anew at each look: a reference to that, even a weak one, would forbid
-// `swap_tensors`.
-struct Watched {
-  PyObject* object;
-  PyObject* part;
-  PyTypeObject* type;
-  void* address;
-  uint64_t description;
-};
-
-struct Watch {
-  static constexpr char NAME[] = "tilestep.Watch";
-  Slots slots;
-  std::vector<Watched> tensors;
-  ~Watch() {
-    for (auto& tensor : tensors) {
-      Py_XDECREF(tensor.object);
-      Py_XDECREF(tensor.part);
-    }
-    Py_XDECREF(slots.type);
-  }
-};
-
-// watch(tensors, names = None) -> what `look` compares with, or None where a tensor is neither a plain strided one nor,
-// with names (as for `create`), a DTensor of such. With names the tensors themselves are looked at from then on, without
-// them lists of others.
-PyObject* watch(PyObject*, PyObject* args) {
-  PyObject *list, *names = Py_None;
-  if (!PyArg_ParseTuple(args, "O!|O", &PyList_Type, &list, &names)) return nullptr;
-  const bool fixed = PyTuple_Check(names);
-  auto* watched = new Watch;
-  PyObject* capsule = capsule_of(watched);
-  watched->tensors.reserve(PyList_GET_SIZE(list));
-  for (Py_ssize_t index = 0; index < PyList_GET_SIZE(list); ++index) {
-    PyObject* object = PyList_GET_ITEM(list, index);
-    PyObject* part = nullptr;
-    Slots& slots = watched->slots;
-    if (fixed && is_tensor(object) && !is_exact(object)) {
-      PyTypeObject* type = Py_TYPE(object);
-      const Py_ssize_t slot = type == slots.type ? slots.local : slot_of(type, PyTuple_GET_ITEM(names, 0));
-      if (slot != 0 && slots.type == nullptr) {
-        Py_INCREF(type);
-        slots = {type, slot, 0};
-      }
-      if (slot != 0) part = in_slot(slots, object, slot);
-    }
-    PyObject* own = part == nullptr ? object : part;
-    if (!is_tensor(own) || !is_plain(tensor_in(own))) {
-      Py_DECREF(capsule);
-      Py_RETURN_NONE;
-    }
-    const Tensor& tensor = tensor_in(own);
-    Py_XINCREF(part);
-    watched->tensors.push_back({fixed ? Py_NewRef(object) : nullptr, part, Py_TYPE(object), address_of(tensor), description_of(tensor)});
-  }
-  return capsule;
-}
-
-int look_at(const Watched& one, const Tensor& tensor) {
-  if (!tensor.has_storage() || description_of(tensor) != one.description) return CHANGED;
-  return address_of(tensor) == one.address ? SAME : MOVED;
-}
-
-PyObject* own_object(const Watched& one) { return one.part == nullptr ? one.object : one.part; }
-
-bool is_unmoved(const Watch& watch, const Watched& one) {
-  if (one.part != nullptr && in_slot(watch.slots, one.object, watch.slots.local) != one.part) return false;
-  return look_at(one, tensor_in(own_object(one))) == SAME;
-}
-
-// Thousands of tensors, none of them in a cache after a model has run: each is asked for while others are looked at.
-bool are_unmoved(const Watch* watch, int64_t begin, int64_t end) {
-  if (begin == end) return true;
-  constexpr int64_t AHEAD = 12;
-  const auto& tensors = watch->tensors;
-  for (int64_t index = begin; index < end + 3 * AHEAD; ++index) {
-    if (index < end) {
-      prefetch_object(tensors[index].object);
-      prefetch_object(tensors[index].part);
-    }
-    if (index >= begin + AHEAD && index - AHEAD < end)
-      prefetch_tensor(tensor_in(own_object(tensors[index - AHEAD])).unsafeGetTensorImpl());
-    if (index >= begin + 2 * AHEAD && index - 2 * AHEAD < end)
-      prefetch_storage(tensor_in(own_object(tensors[index - 2 * AHEAD])).unsafeGetTensorImpl());
-    if (index >= begin + 3 * AHEAD && !is_unmoved(*watch, tensors[index - 3 * AHEAD])) return false;
-  }
-  return true;
-}
-
-// look(watch, tensors) -> SAME, MOVED or CHANGED; without tensors (None), of a watch with names, SAME or CHANGED
+// look(table, gradients, address of int64[rows with gradients], threads) -> SAME or MOVED (the addresses are written), or
+// CHANGED. Gradients are the parameters' (None), or a list; False to look at none. The memory of the parameters'
+// gradients stays until `release`, but for CHANGED, whatever other threads do to `grad` meanwhile.
 PyObject* look(PyObject*, PyObject* args) {
-  PyObject *capsule, *list;
-  if (!PyArg_ParseTuple(args, "OO", &capsule, &list)) return nullptr;
-  auto* watched = held_by<Watch>(capsule);
-  if (watched == nullptr) return nullptr;
-  const auto& tensors = watched->tensors;
-  const auto count = static_cast<int64_t>(tensors.size());
-  if (!PyList_Check(list)) return PyLong_FromLong(are_unmoved(watched, 0, count) ? SAME : CHANGED);
-  if (PyList_GET_SIZE(list) != count) return PyLong_FromLong(CHANGED);
-  int answer = SAME;
-  for (int64_t index = 0; index < count; ++index) {
-    PyObject* object = PyList_GET_ITEM(list, index);
-    if (Py_TYPE(object) != tensors[index].type) return PyLong_FromLong(CHANGED);
-    answer |= look_at(tensors[index], tensor_in(object));
-    if (answer & CHANGED) return PyLong_FromLong(CHANGED);
-  }
-  return PyLong_FromLong(answer);
-}
-
-// remember(watch, tensors): take the addresses of tensors that look() did not call CHANGED
-PyObject* remember(PyObject*, PyObject* args) {
-  PyObject *capsule, *list;
-  if (!PyArg_ParseTuple(args, "OO!", &capsule, &PyList_Type, &list)) return nullptr;
-  auto* watched = held_by<Watch>(capsule);
-  if (watched == nullptr) return nullptr;
-  auto& tensors = watched->tensors;
-  for (size_t index = 0; index < tensors.size() && static_cast<Py_ssize_t>(index) < PyList_GET_SIZE(list); ++index)
-    tensors[index].address = address_of(tensor_in(PyList_GET_ITEM(list, index)));
-  Py_RETURN_NONE;
-}
-
-// scan(scanner, address of int64[count], threads, states) -> SAME or MOVED (the addresses are written), CHANGED, or
-// OTHER_STATE where a tensor of the watch `states` (None: not looked at) is not what it was. But for CHANGED the gradients' memory stays until
-// `release`, whatever other threads do to the parameters' `grad` meanwhile.
-PyObject* scan(PyObject*, PyObject* args) {
-  PyObject *capsule, *states_capsule;
-  unsigned long long table_address;
+  PyObject *capsule, *gradients;
+  unsigned long long address;
   int threads;
-  if (!PyArg_ParseTuple(args, "OKiO", &capsule, &table_address, &threads, &states_capsule)) return nullptr;
-  Scanner* scanner = held_by<Scanner>(capsule);
-  const Watch* states = scanner == nullptr || states_capsule == Py_None ? nullptr : held_by<Watch>(states_capsule);
-  if (PyErr_Occurred() != nullptr) return nullptr;
-  auto* table = reinterpret_cast<int64_t*>(table_address);
-  const auto count = static_cast<int64_t>(scanner->tensors.size());
-  const auto state_count = states == nullptr ? 0 : static_cast<int64_t>(states->tensors.size());
-  release_all(*scanner);
+  if (!PyArg_ParseTuple(args, "OOKi", &capsule, &gradients, &address, &threads)) return nullptr;
+  Table* table = held_by<Table>(capsule);
+  if (table == nullptr) return nullptr;
+  const bool is_list = PyList_Check(gradients), looks = is_list || gradients == Py_None;
+  if (looks && is_list == table->own_grads) return PyErr_Format(PyExc_TypeError, "look() takes a list if create() has");
+  if (is_list && static_cast<size_t>(PyList_GET_SIZE(gradients)) != table->seen.size()) return PyLong_FromLong(CHANGED);
+  table->threads = threads;
+  const Look by{*table, gradients, looks ? reinterpret_cast<int64_t*>(address) : nullptr};
+  if (looks) release_all(*table);
   int seen = threads > 1 ? SAME : UNSURE;
-  bool same_states = true;
   if (threads > 1) {
     // Nothing of Python is called or counted: other threads may read while this one holds the interpreter.
-#pragma omp parallel for schedule(static) num_threads(threads) reduction(| : seen) reduction(&& : same_states)
-    for (int part = 0; part < threads; ++part) {
-      seen |= look_between(*scanner, count * part / threads, count * (part + 1) / threads, table, false);
-      same_states = are_unmoved(states, state_count * part / threads, state_count * (part + 1) / threads) && same_states;
-    }
-  } else {
-    same_states = are_unmoved(states, 0, state_count);
+#pragma omp parallel for schedule(static) num_threads(threads) reduction(| : seen)
+    for (int number = 0; number < threads; ++number) seen |= by.part(number, threads, false);
   }
-  if (seen & UNSURE) seen = (seen & MOVED) | look_between(*scanner, 0, count, table, true);
+  if ((seen & UNSURE) && !(seen & CHANGED)) seen = (seen & MOVED) | by.part(0, 1, true);
   if (seen & CHANGED) return PyLong_FromLong(CHANGED);
-  hold_seen(*scanner);
-  return PyLong_FromLong(same_states ? seen : OTHER_STATE);
+  if (looks && table->own_grads) hold_seen(*table);
+  return PyLong_FromLong(seen);
 }
 
-// release(scanner): let go of the gradients' memory that the last look holds
+// release(table): let go of the gradients' memory that the last look holds
 PyObject* release(PyObject*, PyObject* capsule) {
-  Scanner* scanner = held_by<Scanner>(capsule);
-  if (scanner == nullptr) return nullptr;
-  release_all(*scanner);
+  Table* table = held_by<Table>(capsule);
+  if (table == nullptr) return nullptr;
+  release_all(*table);
   Py_RETURN_NONE;
 }
 
@@ -522,34 +454,20 @@ PyObject* same_list(PyObject*, PyObject* args) {
   return PyBool_FromLong(std::equal(first, first + PyList_GET_SIZE(left), second, second + PyList_GET_SIZE(right)));
 }
 
-void bump_one(const Remembered& remembered) {
-  if (!remembered.has_grad) return;
-  tensor_in(remembered.param).unsafeGetTensorImpl()->bump_version();
-  if (remembered.local != nullptr) tensor_in(remembered.local).unsafeGetTensorImpl()->bump_version();
+void bump_one(const Row& row) {
+  if (!row.has_grad) return;
+  tensor_in(row.object).unsafeGetTensorImpl()->bump_version();
+  if (row.part != nullptr) tensor_in(row.part).unsafeGetTensorImpl()->bump_version();
 }
 
-// bump(written, threads = 1): every tensor of a list, or every parameter of a scanner that has a gradient, was written to
-PyObject* bump(PyObject*, PyObject* args) {
-  PyObject* written;
-  int threads = 1;
-  if (!PyArg_ParseTuple(args, "O|i", &written, &threads)) return nullptr;
-  if (PyList_Check(written)) {
-    for (Py_ssize_t index = 0; index < PyList_GET_SIZE(written); ++index) {
-      PyObject* object = PyList_GET_ITEM(written, index);
-      if (!is_tensor(object)) return PyErr_Format(PyExc_TypeError, "bump() takes tensors");
-      const Tensor& tensor = tensor_in(object);
-      if (!tensor.is_inference())
-        tensor.unsafeGetTensorImpl()->bump_version();
-      else if (!c10::InferenceMode::is_enabled())
-        return PyErr_Format(PyExc_RuntimeError, "Inplace update to inference tensor outside InferenceMode is not allowed");
-    }
-    Py_RETURN_NONE;
-  }
-  Scanner* scanner = held_by<Scanner>(written);
-  if (scanner == nullptr) return nullptr;
-  const auto count = static_cast<int64_t>(scanner->tensors.size());
+// bump(table): every parameter that has a gradient was written to
+PyObject* bump(PyObject*, PyObject* capsule) {
+  Table* table = held_by<Table>(capsule);
+  if (table == nullptr) return nullptr;
+  const int threads = table->threads;
+  const auto count = table->own_grads ? static_cast<int64_t>(table->seen.size()) : 0;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t index = 0; index < count; ++index) bump_one(scanner->tensors[index]);
+  for (int64_t index = 0; index < count; ++index) bump_one(table->rows[index]);
   Py_RETURN_NONE;
 }
 
@@ -642,13 +560,10 @@ PyObject* memory_of(PyObject*, PyObject* args) {
 }
 
 PyMethodDef methods[] = {{"create", create, METH_VARARGS, nullptr},
-                         {"scan", scan, METH_VARARGS, nullptr},
+                         {"look", look, METH_VARARGS, nullptr},
                          {"release", release, METH_O, nullptr},
                          {"same_list", same_list, METH_VARARGS, nullptr},
-                         {"bump", bump, METH_VARARGS, nullptr},
-                         {"watch", watch, METH_VARARGS, nullptr},
-                         {"look", look, METH_VARARGS, nullptr},
-                         {"remember", remember, METH_VARARGS, nullptr},
+                         {"bump", bump, METH_O, nullptr},
                          {"survey", survey, METH_O, nullptr},
                          {"take", take, METH_VARARGS, nullptr},
                          {"memory_of", memory_of, METH_VARARGS, nullptr},

@@ -45,8 +45,12 @@ inline const Tensor& tensor_in(PyObject* object) { return THPVariable_Unpack(obj
 
 inline bool is_exact(PyObject* object) { return reinterpret_cast<PyObject*>(Py_TYPE(object)) == THPVariableClass; }
 
+inline bool is_plain_object(PyObject* object) {
+  return is_exact(object) || reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass;
+}
+
 inline bool is_tensor(PyObject* object) {
-  if (is_exact(object) || reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass) return true;
+  if (is_plain_object(object)) return true;
   const int answer = PyObject_IsInstance(object, THPVariableClass);
   if (answer < 0) PyErr_Clear();
   return answer == 1;

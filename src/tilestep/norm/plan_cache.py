@@ -12,7 +12,7 @@ import torch
 from ..backends.decision import clip_coefficient
 from ..devices import has_streams
 from ..errors import GradientError
-from ..tensor_watch import CHANGED, SAME, Watch
+from ..tensor_table import CHANGED, Table, addresses_of
 from .table import NormTable
 from .tiles import DTYPES, combine, upload
 
@@ -26,11 +26,13 @@ class Recipe:
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.lock = threading.Lock()
-        self._watch = Watch(tensors)
+        self._table = Table()
+        self._table.remember(tensors)
         self._loose = [index for index, tensor in enumerate(tensors) if not _is_dense(tensor)]
         self._bytes = np.array([tensor.numel() * tensor.element_size() for tensor in tensors], dtype=np.int64)
-        self._uploaded = False
-        self._in_place: tuple[int, int] | None = None
+        self._uploaded = -1  # the generation of the table whose addresses the devices have
+        self._addresses = self._table.host
+        self._fitted: tuple[int, int] | None = None
         self._overlap: bool | None = None  # None if not looked at since the addresses changed
         self._first_device = tensors[0].device
         wide = any(tensor.dtype == torch.float64 for tensor in tensors)
@@ -41,12 +43,13 @@ class Recipe:
         self._parts = [_Part(device, tensors, indices) for device, indices in places.items()]
         self._streams = _streams(places)
         # torch's check refuses a list that holds the same tensor twice, and so would refuse it at every call.
-        self.reusable = self._watch.look(tensors) != CHANGED
+        self.reusable = self._table.refresh(tensors) != CHANGED
 
     def fits(self, tensors: list[torch.Tensor]) -> bool:
         """Whether these tensors have the metadata this was made for, and the current streams are the same."""
-        seen = self._watch.look(tensors)
-        self._in_place = (id(tensors), self._watch.times_remembered) if seen == SAME else None
+        with self.lock:
+            seen = self._table.refresh(tensors)
+            self._fitted = (id(tensors), self._table.generation) if seen != CHANGED else None
         return seen != CHANGED and _streams(part.device for part in self._parts) == self._streams
 
     def norm(self, tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
@@ -80,7 +83,7 @@ class Recipe:
         dense = self._dense(tensors)
         self._follow(dense)
         if self._overlap is None:
-            self._overlap = _overlapping(np.array(self._watch.addresses, dtype=np.int64), self._bytes)
+            self._overlap = _overlapping(self._addresses, self._bytes)
         if self._overlap or self._loose:
             by_torch = range(len(tensors)) if self._overlap else self._loose
             coefficient = clip_coefficient(norm, max_norm).reshape(())
@@ -91,7 +94,7 @@ class Recipe:
         for part in self._parts:
             limit = max_norm.to(part.device) if isinstance(max_norm, torch.Tensor) else max_norm
             part.table.scale(part.addresses, norm.to(part.device), limit)
-        self._watch.count_writes(tensors)
+        torch.autograd.graph.increment_version(tensors)
 
     def _dense(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if not self._loose:
@@ -102,16 +105,19 @@ class Recipe:
     def _follow(self, dense: list[torch.Tensor]) -> None:
         """Bring the addresses on the devices up to date, if any tensor moved."""
         # The answer of `fits` holds once: another thread may have brought other addresses since.
-        seen, self._in_place = self._in_place, None
-        in_place = seen == (id(dense), self._watch.times_remembered) or self._watch.look(dense) == SAME
-        if not (self._uploaded and in_place):
-            self._uploaded = False
-            self._watch.remember(dense)
-            addresses = np.array(self._watch.addresses, dtype=np.int64)
-            for part in self._parts:
-                part.addresses = upload(addresses if part.indices is None else addresses[part.indices], part.device)
-            self._overlap = None
-            self._uploaded = True
+        fitted, self._fitted, table = self._fitted, None, self._table
+        if self._loose or (fitted != (id(dense), table.generation) and table.refresh(dense) == CHANGED):
+            self._uploaded, self._addresses = -1, addresses_of(dense)
+        elif self._uploaded == table.generation:
+            return
+        else:
+            self._uploaded, self._addresses = -1, table.host
+        for part in self._parts:
+            own = self._addresses if part.indices is None else self._addresses[part.indices]
+            part.addresses = upload(own, part.device)
+        self._overlap = None
+        if self._addresses is table.host:
+            self._uploaded = table.generation
 
 
 class _Part:

@@ -588,7 +588,9 @@ def _engines(
             own = optimizer.state[members[id(entry)].param]
             own.update({**entry.scalars, **entry.matrices})
             states += [own[name] for name in (*entry.arrays, *entry.scalars, *entry.matrices) if name in own]
-        engine.watch_states(states)
+        holders = [members[id(entry)].holder for entry in engine.entries]
+        finds = not (optimizer.memory.looks_at_gradients or further_rounds(optimizer))
+        engine.describe(holders, states, finds=finds)
     return engines, controls, places, [[members[id(entry)] for entry in engine.entries] for engine in engines]
 
 

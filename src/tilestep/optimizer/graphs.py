@@ -110,10 +110,10 @@ def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> StepPlan:
     plan.engines[0].require_kernels(alone=alone)
     _require_capturable(plan)
     try:
-        plan.prepare()
+        plan.refresh()
     except Stale:
         plan = optimizer.rebuild(ahead=True)
-        plan.prepare()
+        plan.refresh()
     plan.sync_masters()
     plan.record_versions()
     inputs = optimizer.control.expected(optimizer, plan)
@@ -152,7 +152,7 @@ def step_in_capture(optimizer: Optimizer, reports: Reports | None) -> None:
         if reports is not None:
             reports.begin(plan.engines, captured=True)
         engine.refresh_device_hypers()
-        plan.update(gradients, (0,), counts_versions=True)
+        plan.update((0,), counts_versions=True)
         if reports is not None:
             reports.finish()
     plan.record_versions()

@@ -12,7 +12,7 @@ from ..compat import local_parts, version_of
 from ..errors import GradientError
 from ..placement.local import local_part
 from ..storage import MASTER_FORMATS, MasterFormat, dtype_name
-from ..tensor_watch import sum_of_versions
+from ..tensor_table import sum_of_versions
 
 MasterWeights = bool | str  # what `Optimizer` takes as `master_weights`: False, or a key of `MASTER_FORMATS`
 _CHOICES: Mapping[Any, MasterFormat | None] = {False: None, **MASTER_FORMATS}

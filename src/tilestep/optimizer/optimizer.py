@@ -34,7 +34,7 @@ from ..rules.limits import Limit
 from ..runtime import Stale, grad_dtype
 from ..stats import Change, Reports, Stats, StepStats, require_no_options
 from ..storage import entries_of, kept_in_blocks, values_of
-from ..tensor_watch import taken_gradients
+from ..tensor_table import taken_gradients
 from ..timeline.timeline import refuse_taken_by_another
 from .build import (
     begin_at_once,
@@ -420,15 +420,16 @@ class Optimizer(torch.optim.Optimizer):
         with unchanged_on_error(self), keeping_squares(self):
             return self._make_plan(ahead=ahead)
 
-    def _rebuild_prepared(self) -> tuple[StepPlan, list[list[torch.Tensor | None]]]:
+    def _rebuild_prepared(self) -> StepPlan:
         """As `rebuild`, with gradients; leaves no new state if it fails."""
         with unchanged_on_error(self):
             plan = self.rebuild()
             try:
-                return plan, plan.prepare()
+                plan.refresh()
             except Stale:  # kernels that only these gradients need could not be built: the next plan does without
                 plan = self.rebuild()
-                return plan, plan.prepare()
+                plan.refresh()
+            return plan
 
     def take_states(
         self, states: Mapping[Any, Any], ahead: Collection[Any], groups: Sequence[Mapping[str, Any]]
@@ -507,7 +508,7 @@ class Optimizer(torch.optim.Optimizer):
         """The gradients' sum of squares as a step computes it, float64[1]; `prepared` if the plan is up to date."""
         if not prepared:
             self.schedule.complete_gradients(self)
-        plan = self._plan if prepared and self._plan is not None else self.prepared()[0]
+        plan = self._plan if prepared and self._plan is not None else self.prepared()
         return self.control.power_sum(plan)
 
     def current(self, name: str, group: int = 0) -> torch.Tensor:
@@ -692,16 +693,11 @@ class Optimizer(torch.optim.Optimizer):
 
         `unmoved` says that no tensor has moved or been written to since the last step; versions are not counted then.
         """
-        plan, reports = self._plan, self.reports
-        if unmoved and plan is not None and not (reports and reports.begin(plan.engines)) and plan.repeats(self):
-            marked = not step_is_ordinary()
-            inputs, nothing = self.control.inputs(self), plan.no_gradients
-            plan.run(self, inputs, nothing, marked=marked, counts_versions=False, reports=reports)
-            return
+        plan = self._plan
         if self.is_evaluating:
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before step()")
-        if is_capturing():
-            step_in_capture(self, reports)
+        if not unmoved and is_capturing():
+            step_in_capture(self, self.reports)
             return
         ordinary = step_is_ordinary()
         if not ordinary and fake_mode_is_active():
@@ -712,22 +708,23 @@ class Optimizer(torch.optim.Optimizer):
         try:
             if plan is None:
                 raise Stale
-            gradients = plan.refresh(self, inputs)
+            unmoved = plan.refresh(optimizer=self, inputs=inputs, unmoved=unmoved and self.reports is None)
         except Stale:
-            plan, gradients = self._rebuild_prepared()
+            plan, unmoved = self._rebuild_prepared(), False
         if plan.are_others or not plan.engines:
             refuse_taken_by_another(plan.without_gradients(), self.memory.timeline)
             plan.are_others = False
         if plan.ahead:
             plan.begin_states(self, all_of_them=begins_together(self))
-        plan.run(self, inputs, gradients, marked=not ordinary, reports=reports)
+        plan.run(self, inputs, marked=not ordinary, counts_versions=not unmoved, reports=self.reports)
 
-    def prepared(self) -> tuple[StepPlan, list[list[torch.Tensor | None]]]:
-        """A plan that is up to date, and the gradients of each engine's entries unless C++ has looked at them."""
+    def prepared(self) -> StepPlan:
+        """A plan that is up to date."""
         plan = self._plan
         if plan is not None:
             try:
-                return plan, plan.refresh(self, None)
+                plan.refresh(optimizer=self)
+                return plan
             except Stale:
                 pass
         return self._rebuild_prepared()

@@ -10,22 +10,19 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from .. import native
-from ..compat import DTENSOR_PARTS, distributed_tensor_type, dtensors_have_parts, is_fake, local_parts
+from ..compat import is_fake, local_parts
 from ..devices import combined
 from ..errors import GradientError, StateError
 from ..memory.memory import StateMemory
 from ..placement import LocalGradients, ReductionGroup, Share, SharedSums
 from ..placement.local import ViewedMembers
 from ..runtime import DeviceEngine, JointNorm, Stale, StepInputs, pass_calls, run_marked
-from ..runtime.engine import CALL, STATES_MOVED, Calls
-from ..runtime.gradients import copy_to
+from ..runtime.engine import CALL, Calls
 from ..stats import Reports
-from ..tensor_watch import CHANGED, MOVED, SAME
+from ..tensor_table import CHANGED, SAME, same_list
 from .masters import Masters
 from .parameters import LISTED_TWICE, Optimizer
 from .states import initialize
@@ -52,7 +49,6 @@ class StepPlan:
     sends: bool = False  # whether passes send something to other ranks
     local_gradients: Sequence[LocalGradients] = ()  # for each engine the local parts of its gradients, with DTensors
     shared_sums: Sequence[SharedSums] = ()  # for each engine its reductions over tensors on several ranks
-    scans: dict[int, Scan] = field(default_factory=dict)  # by the place of an engine the quick look at its tensors
     places: Mapping[Any, tuple[int, ...]] = field(default_factory=dict)  # by part the places of its engines
     home: StateMemory = field(default_factory=StateMemory)  # where the state is
     further_rounds: tuple[frozenset[int], ...] = ()  # see `parameters.further_rounds`
@@ -77,8 +73,6 @@ class StepPlan:
         self.broken_by = ""  # what has interrupted an update between two of its passes
         self._every = tuple(range(len(self.engines)))
         self.places = {part: tuple(places) for part, places in self.places.items()}
-        self.no_gradients: list[list[torch.Tensor | None]] = [[] for _ in self.engines]
-        """Stands for gradients at which C++ has looked."""
         home = type(self.home)
         self.has_masters = bool(self.masters)
         self.follows = self.has_masters or home.sync_masters is not StateMemory.sync_masters
@@ -98,91 +92,27 @@ class StepPlan:
         """The sum of squares of this rank's gradients, float64[1], on a device that is not the CPU if there is one."""
         alone = sources[0] if len(sources) == 1 and not has_own_sums else None
         self.norm_engine = alone if isinstance(alone, DeviceEngine) else None  # whose norm pass that is
-        self.same_list: Callable[[Any, Any], bool] = _same
-        """Whether two lists hold the same objects; in C++ once the module is built."""
         self.built_ahead: set[bool] = set()  # whether kernels of steps that unscale, or do not, were built together
         self.kind: Any = None  # the kind of the last step's decision, as far as passes depend on it
         self.decided_plainly = False  # whether control numbers are those of a step that does not clip, scale or skip
-
-    @property
-    def scan(self) -> dict[int, Scan] | None:
-        """The quick looks at all tensors, if there is one for every engine."""
-        return self.scans if len(self.scans) == len(self.engines) else None
-
-    def scanned(self, optimizer: Optimizer, *, norm: bool) -> bool:
-        """Bring every engine up to date by one look at each, if this plan fits and nothing but addresses changed."""
-        complete = self.scans and len(self.scans) == len(self.engines)
-        if not complete or (self._fits_lists(optimizer) and self.check_unchanged(self._every, norm=norm)):
-            return bool(complete)
-        # The next step looks at every tensor.
-        self.scans.clear()
-        for engine in self.engines:
-            engine.gradients.invalidate()
-        return False
-
-    def check_unchanged(self, places: Sequence[int], *, norm: bool = False, unmoved: bool = False) -> bool:
-        """Bring engines up to date by one look at each in C++, if nothing but addresses and numbers has changed."""
-        for place in places:
-            scan, engine = self.scans.get(place), self.engines[place]
-            gradients = engine.gradients
-            if scan is None or not gradients.settled or engine.captured:
-                return False
-            threads = engine.looking_threads if engine.is_large else 1
-            states = engine.states.native
-            if (unmoved or states is None) and engine.states.look() != SAME:
-                raise Stale(STATES_MOVED)
-            if unmoved:
-                if not gradients.scanned:
-                    return False
-            else:
-                try:
-                    seen = scan.check_unchanged(threads, states)
-                    if seen == CHANGED:
-                        del self.scans[place]
-                        gradients.invalidate()
-                        return False
-                    if scan.host is not None and (seen == MOVED or not gradients.scanned):
-                        copy_to(engine.grads, scan.host)
-                    gradients.scanned = True
-                    if seen == _OTHER_STATE:
-                        raise Stale(STATES_MOVED)
-                except BaseException:  # as of Ctrl-C: C++ knows addresses that the table may not have
-                    self.scans.pop(place, None)
-                    gradients.invalidate()
-                    raise
-            if norm:
-                engine.start_norm()
-            for watch in engine.group_watches:
-                if watch.is_mutable or not all(map(operator.is_, map(watch.value_of, watch.keys), watch.values)):
-                    engine.push_hypers()
-                    break
-            if engine.has_device_hypers:
-                engine.refresh_device_hypers()
-        return True
-
-    def repeats(self, optimizer: Optimizer) -> bool:
-        """As `scanned`, without a look, for parameters and gradients that have not moved."""
-        if not self.home.is_beside or len(self.scans) != len(self.engines) or not self._fits_lists(optimizer):
-            return False
-        try:
-            return self.check_unchanged(self._every, unmoved=True)
-        except Stale:
-            # The next step looks at every tensor.
-            return False
 
     def fit(self, optimizer: Optimizer, *, parts: bool = True) -> bool:
         """Whether these are the optimizer's groups, parameters and states, and no dormant one has a gradient."""
         return (
             self._fits_lists(optimizer)
-            and (not parts or self.mesh_ranks is None or self._same_parts(self._every))
-            and (not self.viewed_members or all(members.lie_as_before() for members in self.viewed_members))
+            and (not parts or self.mesh_ranks is None or self._same_parts())
+            and (not self.viewed_members or self._views_are_same())
         )
+
+    def _views_are_same(self) -> bool:
+        return all(members.lie_as_before() for members in self.viewed_members)
 
     def _fits_lists(self, optimizer: Optimizer) -> bool:
         """The part of `fit` that lists and counts tell."""
         groups = optimizer.param_groups
         params = groups[0]["params"] if len(groups) == 1 else [param for group in groups for param in group["params"]]
-        state, same = vars(optimizer)["state"], self.same_list
+        state = vars(optimizer)["state"]
+        same = self.engines[0].table.same_list if self.engines else same_list
         return (
             state is self.state
             and state.count.changes == self.state_changes
@@ -197,14 +127,14 @@ class StepPlan:
         """Whether a parameter that trains has no gradient yet, so that a graph would leave it out forever."""
         return any(param.requires_grad and not is_lazy(param) and not param.is_meta for param in self.dormant)
 
-    def _same_parts(self, places: Sequence[int]) -> bool:
+    def _same_parts(self) -> bool:
         """Whether DTensors still have the local parts that the tables describe; moving a model replaces them."""
-        for place in places:
+        for place in self._every:
             params, engine = self.members[place], self.engines[place]
             parts = list(map(self.home.part, params, local_parts(params)))
             for viewed in self.viewed_members[place].places if self.viewed_members else ():
                 parts[viewed] = engine.params[viewed]
-            if not _same(parts, engine.params):
+            if not same_list(parts, engine.params):
                 return False
         return True
 
@@ -212,17 +142,12 @@ class StepPlan:
         """The part of `fit` that needs no look at every parameter."""
         groups, state = optimizer.param_groups, vars(optimizer)["state"]
         same_count = sum([len(group["params"]) for group in groups]) == len(self.params)
-        return (
-            same_count
-            and state is self.state
-            and state.count.changes == self.state_changes
-            and self.same_list(groups, self.groups)
-        )
+        same_state = state is self.state and state.count.changes == self.state_changes
+        return same_count and same_state and same_list(groups, self.groups)
 
     def gradients(self) -> list[list[torch.Tensor | None]]:
         """For each engine the gradients of its entries; of DTensors the local parts."""
-        gradients = [self.gradients_at(place) for place in range(len(self.engines))]
-        return self.home.gradients(self.members, gradients)
+        return self.home.gradients(self.members, [self.gradients_at(place) for place in self._every])
 
     def gradients_at(self, place: int, find: Callable[[torch.Tensor], Any] = _GRAD) -> list[torch.Tensor | None]:
         """The gradients of one engine's entries; of DTensors the local parts."""
@@ -231,57 +156,70 @@ class StepPlan:
             gradients = self.local_gradients[place].parts(gradients)
         return self.viewed_members[place].gradients(gradients) if self.viewed_members else gradients
 
-    def prepare(self, gradients: list[list[torch.Tensor | None]] | None = None) -> list[list[torch.Tensor | None]]:
-        """Bring every engine up to date; updates no parameter."""
-        gradients = self.gradients() if gradients is None else gradients
-        for engine, own in zip(self.engines, gradients):
-            engine.prepare(own)
-        return gradients
+    def refresh(
+        self,
+        places: Sequence[int] | None = None,
+        find: Callable[[torch.Tensor], Any] = _GRAD,
+        *,
+        optimizer: Optimizer | None = None,
+        inputs: StepInputs | None = None,
+        gradients: Sequence[Sequence[torch.Tensor | None]] = (),
+        unmoved: bool = False,
+    ) -> bool:
+        """Bring engines up to date for the coming step; updates no parameter.
 
-    def refresh(self, optimizer: Optimizer, inputs: StepInputs | None) -> list[list[torch.Tensor | None]]:
-        """Bring every engine up to date for the coming step; updates no parameter."""
+        Args:
+            places: of the engines; None for all.
+            find: what gives the gradient of a parameter.
+            optimizer: whose plan it is, unless it is known that the plan fits.
+            inputs: of the step, whose norm is launched while the host checks the rest.
+            gradients: of every engine, in the place of those that parameters have.
+            unmoved: whether gradients are those of the last step, in the same memory.
+
+        Returns:
+            Whether `unmoved` gradients were not looked at.
+
+        Raises:
+            Stale: if the plan must be built anew.
+        """
+        if optimizer is not None and not self._fits_lists(optimizer):
+            raise Stale
+        if self.viewed_members and not self._views_are_same():
+            raise Stale
         norm = inputs is not None and inputs.needs_norm and self.sums_in_tiles and self.ranks is None
-        if self.scanned(optimizer, norm=norm):
-            return self.no_gradients
-        gradients = self.gradients()
-        for engine, own in zip(self.engines, gradients):
-            # First, so that the norm runs on a GPU while the host checks everything else.
-            engine.start(own, norm=norm and len(self.engines) == 1)
-        if not self.fit(optimizer):
-            raise Stale
-        self._prepare_steady(self._every, gradients)
-        return gradients
-
-    def refresh_places(
-        self, places: Sequence[int], find: Callable[[torch.Tensor], Any] = _GRAD
-    ) -> list[list[torch.Tensor | None]]:
-        """As `refresh` for some engines, of a plan that fits."""
-        if find is _GRAD and self.check_unchanged(places):
-            return self.no_gradients
-        if self.mesh_ranks is not None and not self._same_parts(places):
-            raise Stale
-        gradients = list(self.no_gradients)
-        for place in places:
-            gradients[place] = self.gradients_at(place, find)
-        self._prepare_steady(places if find is _GRAD else (), gradients)
-        for place in () if find is _GRAD else places:
-            self.engines[place].prepare(gradients[place])
-        return gradients
-
-    def _prepare_steady(self, places: Sequence[int], gradients: list[list[torch.Tensor | None]]) -> None:
-        """Prepare engines; C++ looks at those whose gradients are like the last step's from now on."""
-        for place in places:
-            if not self.engines[place].prepare(gradients[place]):
-                self.scans.pop(place, None)
+        unmoved = unmoved and self.home.is_beside
+        if self.home.looks_at_gradients and not gradients:
+            # All of them are copied to the host together.
+            gradients = self.gradients()
+        for place in self._every if places is None else places:
+            engine = self.engines[place]
+            table, threads = engine.table, engine.looking_threads if engine.is_large else 1
+            if unmoved and table.finds and table.is_uploaded and table.look(threads) == SAME:
+                continue
+            unmoved = False
+            given = gradients[place] if gradients else None
+            if given is None and not (table.finds and find is _GRAD):
+                given = self.gradients_at(place, find)
+            engine.gradients = given or ()
+            if table.refresh(given, threads) == CHANGED:
+                engine.inspect(self.gradients_at(place, find) if given is None else given)
                 self.are_others = True
-            elif scan := Scan.of(self, place):
-                self.scans[place] = scan
+            elif norm and len(self.engines) == 1:
+                engine.start_norm()
+        for place in self._every if places is None else places:
+            engine = self.engines[place]
+            for watch in engine.group_watches:
+                if watch.is_mutable or not all(map(operator.is_, map(watch.value_of, watch.keys), watch.values)):
+                    engine.push_hypers()
+                    break
+            if engine.has_device_hypers:
+                engine.refresh_device_hypers()
+        return unmoved
 
     def run(
         self,
         optimizer: Optimizer,
         inputs: StepInputs | None,
-        gradients: list[list[torch.Tensor | None]],
         *,
         marked: bool,
         counts_versions: bool = True,
@@ -297,15 +235,16 @@ class StepPlan:
             if inputs is not None or not self.decided_plainly:
                 optimizer.control.update_control(optimizer, self, inputs)
             measures = reports is not None and reports.begin(self.engines)
-            self.update(gradients, self._every, marked=marked, counts_versions=counts_versions, measures=measures)
+            gradients = [engine.gradients for engine in self.engines] if self.further_rounds else ()
+            self.update(self._every, marked=marked, counts_versions=counts_versions, measures=measures)
             # Parameters that a group lists several times are updated as often, as by torch.
             for again in self.further_rounds:
                 own = [
                     [gradient if id(param) in again else None for param, gradient in zip(params, of_engine)]
                     for params, of_engine in zip(self.members, gradients)
                 ]
-                self.prepare(own)
-                self.update(own, self._every, counts_versions=True)
+                self.refresh(gradients=own)
+                self.update(self._every, counts_versions=True)
             if self.follows and counts_versions:
                 self.record_versions()
             if reports is not None:
@@ -317,35 +256,30 @@ class StepPlan:
             raise
 
     def update(
-        self,
-        gradients: list[list[torch.Tensor | None]],
-        places: tuple[int, ...],
-        *,
-        counts_versions: bool,
-        marked: bool = True,
-        measures: bool = False,
+        self, places: tuple[int, ...], *, counts_versions: bool, marked: bool = True, measures: bool = False
     ) -> None:
         """Run the passes of some engines, whose step is prepared and decided."""
         engines = self.engines if places is self._every else [self.engines[place] for place in places]
         calls = self._calls.get(places) or self.calls_of(places)
         self.progress.clear()
-        looked = gradients is self.no_gradients and not measures
-        if not looked:
-            for place, engine in zip(places, engines):
-                engine.begin(gradients[place])
+        # Passes of others read no tensor but those in tables.
+        attended = [engine for engine in engines if measures or engine.gradients or not engine.table.finds]
+        for engine in attended:
+            engine.begin()
         try:
             if marked:
                 run_marked(calls, engines)
             else:
                 deque(map(CALL, chain.from_iterable(calls)), 0)
-            for place, engine in zip(places, engines):
-                if not looked:
-                    engine.finish(counts_versions=counts_versions)
-                elif counts_versions:
-                    # C++ has looked at the gradients and holds their memory.
-                    self.scans[place].mark_written(engine.looking_threads if engine.is_large else 1)
+            for engine in attended:
+                engine.finish()
+                engine.release()
+            for engine in engines:
+                # Autograd does not see what kernels write; a backward through the old weights must fail as in torch.
+                if counts_versions:
+                    engine.table.count_writes()
                     if engine.wrote is not None:
-                        engine.note_written()
+                        engine.wrote(engine.written)
                 if self._home_finishes:
                     self.home.finish(engine)
         except BaseException as error:
@@ -353,9 +287,8 @@ class StepPlan:
                 self.broken_by, self.state_changes = type(error).__name__, -1
             raise
         finally:
-            for place in places:
-                if place in self.scans:
-                    self.scans[place].release()
+            for engine in engines:
+                engine.table.release()
 
     def without_gradients(self) -> Iterator[torch.Tensor]:
         """What has no gradient of all that this rank may update."""
@@ -381,8 +314,9 @@ class StepPlan:
 
     def release(self) -> None:
         """Release gradients that were held for a step."""
-        for scan in self.scans.values():
-            scan.release()
+        for engine in self.engines:
+            engine.release()
+            engine.table.release()
 
     def sync_masters(self) -> None:
         """Apply what other code has written to parameters since the last step and kernels do not see."""
@@ -397,52 +331,8 @@ class StepPlan:
         self.masters.record_versions()
 
 
-def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    return len(left) == len(right) and all(map(operator.is_, left, right))
-
-
 def _power_sum(home: StateMemory, sources: Sequence[DeviceEngine | JointNorm]) -> torch.Tensor:
     return combined(home.power_sums(sources))
 
 
 _WHOLE = 2  # numbers of progress after the passes of an update
-_OTHER_STATE = 8  # the answer of a look in C++ that found a state which is not what it was
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-class Scan:
-    """The look in C++ at one engine's tensors before a step: whether they are unchanged, or gradients have moved."""
-
-    def __init__(self, module: Any, engine: DeviceEngine, scanner: Any) -> None:
-        # A look writes every address: on a CPU directly into the table of the kernels.
-        self.host = np.zeros(len(engine.entries), dtype=np.int64) if engine.has_device_tables else None
-        address = engine.grads.data_ptr() if self.host is None else self.host.ctypes.data
-        self.check_unchanged: Callable[[int, Any], int] = partial(module.scan, scanner, address)
-        """Looks with so many threads, also at the states of this watch."""
-        self.release: Callable[[], object] = partial(module.release, scanner)
-        """Releases the gradients' memory that the last look holds, when no more kernels use it."""
-        self.mark_written: Callable[[int], object] = partial(module.bump, scanner)
-        """Counts a version of every parameter that has a gradient, as torch does for in-place writes."""
-
-    @classmethod
-    def of(cls, plan: StepPlan, place: int) -> Scan | None:
-        """A scan of an engine's tensors, if the module is built and supports them."""
-        module, engine, params = native.module(len(plan.params)), plan.engines[place], plan.members[place]
-        if (
-            module is None
-            or plan.further_rounds
-            or plan.viewed_members
-            or plan.home.looks_at_gradients
-            or not engine.can_scan
-        ):
-            return None
-        types: tuple[Any, ...] = _PLAIN
-        if plan.mesh_ranks is not None and dtensors_have_parts():
-            types = (*_PLAIN, distributed_tensor_type())
-        if not all(type(param) in types for param in params):
-            return None
-        scanner = module.create(params, DTENSOR_PARTS, *engine.gradients.written.arguments)
-        if scanner is None:
-            return None
-        plan.same_list = module.same_list
-        return cls(module, engine, scanner)

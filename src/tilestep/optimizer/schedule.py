@@ -62,7 +62,7 @@ class Schedule:
         """The parameters that had a gradient in the last step."""
         plan = optimizer.plan
         engines = () if plan is None else zip(plan.engines, plan.members)
-        return [members[place] for engine, members in engines for place in engine.gradients.places]
+        return [members[place] for engine, members in engines for place in engine.table.places]
 
     def part_of(self, param: torch.Tensor) -> Any:
         """Which part of the optimizer a parameter belongs to; parts can be stepped one by one."""

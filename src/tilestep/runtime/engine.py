@@ -14,14 +14,14 @@ import torch
 from ..backends.registry import build_passes
 from ..backends.spec import KernelSpec
 from ..backends.triton.launch import Launch, build_threads, build_together
-from ..compat import HOST_UPDATE, UPDATE, is_capturing, marked
+from ..compat import HOST_UPDATE, UPDATE, is_capturing, local_parts, marked
 from ..devices import combined, is_host, moved, thread_count
 from ..errors import StateError
 from ..norm import NormTable
-from ..tensor_watch import MOVED, SAME, Watch
+from ..tensor_table import CHANGED, MOVED, SAME, Table, same_list
 from .capturing import PREPARE, WARM_UP, GraphTables, nothing_skipped, require, require_no_branches
 from .decision import StepInputs
-from .gradients import Gradients, GroupWatch, Seen, Stale
+from .gradients import GroupWatch, Inspected, Stale, inspect
 from .norms import JointNorm, SharedNorm, norm_table
 from .overlaps import WrittenMemory
 from .passes import Passes
@@ -146,7 +146,6 @@ class DeviceEngine:
         """The norm pass over all gradients on the device, if it has several engines."""
         self.power_sum = torch.zeros(1, dtype=torch.float64, device=device)
         self.grads = torch.zeros(len(self.entries), dtype=torch.int64, device=device)
-        self.gradients = Gradients(self.entries, self.grads)
         self.passes: list[Passes] = []
         self._ranges: list[range] = []
         start = 0
@@ -162,17 +161,19 @@ class DeviceEngine:
             self._ranges.append(range(start, stop))
             start = stop
         self.segments = [passes.segment for passes in self.passes]
-        self._params = [entry.param for entry in self.entries]
-        self._watch = Watch(self._params)
-        self.states = Watch([], fixed=True)  # the users' tensors of the state that tables describe
+        self.params = [entry.param for entry in self.entries]
+        self.table = Table(self.grads)  # see `describe`
+        self.gradients: Sequence[torch.Tensor | None] = ()
+        """This step's gradients; none where the table finds them."""
+        self.inspected: Inspected | None = None  # the gradients of the last step that looked at each; None for no such
+        self.written: list[torch.Tensor] = []
+        """The parameters with gradients, their local parts and the DTensors that these belong to."""
         self._norm: NormTable | None = None
         self._sum_squares: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         self.norm_pass: Callable[[], torch.Tensor] | None = None  # the call that `norm` makes, after the first
         self._has_shares = any(entry.norm_weight != 1 for entry in self.entries)
-        self._gradients_unchanged: bool | None = None
         self._started_norm: tuple[torch.Tensor, torch.Tensor] | None = None
         used = sorted({entry.group for entry in self.entries})
-        self.has_device_tables = self.grads.is_cuda
         self.is_large = len(self.entries) >= _WORTH_THREADS  # whether threads look at its tensors
         self.group_watches = [GroupWatch(index, groups[index], keys[index]) for index in used]
         self.has_device_hypers = any(watch.on_device for watch in self.group_watches)
@@ -186,21 +187,20 @@ class DeviceEngine:
         self.wrote: Callable[[list[torch.Tensor]], None] | None = None
         """Called with the tensors that a step has written, whenever their versions are counted."""
 
-    def watch_states(self, states: Sequence[torch.Tensor]) -> None:
-        """Have steps look at these tensors too, whose addresses are in tables."""
-        self.states = Watch(states, fixed=True)
+    def describe(self, holders: Sequence[torch.Tensor], states: Sequence[torch.Tensor], *, finds: bool) -> None:
+        """Look at parameters, gradients of these tensors and states from now on.
 
-    @property
-    def states_are_unmoved(self) -> bool:
-        """Whether the state has the addresses and layouts that tables describe."""
-        return self.states.look() == SAME
-
-    def start(self, gradients: list[torch.Tensor | None], *, norm: bool) -> None:
-        """Before `prepare`: launch the norm of gradients that have not changed, while the host checks the rest."""
-        self._started_norm = None
-        self._gradients_unchanged = self.gradients.unchanged(gradients)
-        if norm and self._gradients_unchanged:
-            self.start_norm()
+        Args:
+            holders: the tensor of each entry that has its gradient.
+            states: the tensors of the state that users have, whose addresses are in tables.
+            finds: whether gradients may be found at the holders.
+        """
+        parts = zip(holders, local_parts(holders), self.params)
+        self.memory = WrittenMemory(self.entries)
+        params = [holder if part is param else param for holder, part, param in parts]
+        self.table = Table(self.grads, params, states, self.memory)
+        # Not those of views of holders, or of copies on the host.
+        self._may_find = finds and same_list(params, list(holders))
 
     @property
     def looking_threads(self) -> int:
@@ -208,69 +208,69 @@ class DeviceEngine:
         most = _MOST_LOOKING if is_host(self.device) else _MOST_WOKEN
         return min(thread_count(), most) if self.is_large else 1
 
-    @property
-    def can_scan(self) -> bool:
-        """Whether a look in C++ at tensors and addresses is enough for a step."""
-        return self.gradients.settled and not self.captured and not any(own.reads_gradients for own in self.passes)
-
     def start_norm(self) -> None:
         """Launch the norm of gradients whose addresses are up to date, to run while the host checks the rest."""
         self._started_norm = self.own_norm_table().launch_tiles(self.grads)
 
-    def prepare(self, gradients: list[torch.Tensor | None]) -> bool:
-        """Check this step's tensors and hyperparameters and bring all tables up to date; updates no parameter."""
-        self._follow_tensors()
-        self.push_hypers()
-        self.refresh_device_hypers()
-        unchanged, self._gradients_unchanged = self._gradients_unchanged, None
-        if self.gradients.unchanged(gradients) if unchanged is None else unchanged:
-            return True
+    def inspect(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """After a change: check every tensor and bring all tables up to date, or raise `Stale`."""
+        self.follow_tensors()
         try:
-            if self.gradients.inspect(gradients):
+            seen = inspect(self.entries, self.memory, gradients)
+            if not seen.same_layout(self.inspected):
                 if self.captured:
                     raise Stale("gradients lie in memory otherwise")
                 for passes, members in zip(self.passes, self._ranges):
-                    inside = {i - members.start: g for i, g in self.gradients.strided.items() if i in members}
+                    inside = {place - members.start: one for place, one in seen.strided.items() if place in members}
                     passes.segment.set_strided(inside)
                     passes.upload()
+            finds = self._may_find and not any(passes.reads_gradients for passes in self.passes)
+            self.written = seen.updated()
+            self.table.remember(seen.gradients, self.written, finds=finds, again=not seen.copies)
+            self.inspected, self.gradients = seen, seen.gradients
         except BaseException:
-            self.gradients.forget()
+            self.have_none()
             raise
-        return False
 
-    def _follow_tensors(self) -> None:
+    def have_none(self) -> None:
+        """Compare the next step's gradients with none."""
+        self.table.invalidate()
+        self.table.places, self.inspected = [], None
+
+    def follow_tensors(self) -> None:
         """Bring the tables up to date with the addresses of parameters; raise `Stale` for moved state."""
-        seen = self._watch.look(self._params)
-        if seen != SAME:
-            self._moved(seen)
-        if not self.states_are_unmoved:
+        if self.table.look(1) == SAME:
+            return
+        seen = self.table.look_at_params()
+        if not self.table.states_are_same():
             raise Stale(STATES_MOVED)
+        if seen == CHANGED:
+            raise Stale("parameters have changed their shape, strides or dtype")
+        if seen == MOVED:
+            self._moved()
 
     def follow_memory(self) -> None:
         """Before a pass that was prepared earlier: bring the tables up to date with the parameters' addresses."""
         try:
-            self._follow_tensors()
+            self.follow_tensors()
         except Stale:
             raise StateError(CHANGED_LATER) from None
 
-    def _moved(self, seen: int) -> None:
-        if seen != MOVED:
-            raise Stale("parameters have changed their shape, strides or dtype")
+    def _moved(self) -> None:
         if self.captured:
             raise Stale("parameters have moved")
-        written = WrittenMemory(self.entries)
-        if written.overlaps_itself:
+        self.memory = WrittenMemory(self.entries)
+        if self.memory.overlaps_itself:
             raise Stale("parameters share memory")
-        self.gradients.written, self._gradients_unchanged = written, None
         for passes in self.passes:
             passes.segment.read_addresses()
             passes.upload()
         # Last: after an error on the way tables still have the old addresses, and the next step must see that.
-        self._watch.remember(self._params)
+        self.table.follow_params(self.memory)
 
     def push(self) -> None:
         """Copy changes on the host to the device, before graphs are replayed."""
-        self._follow_tensors()
+        self.follow_tensors()
         self.push_hypers()
 
     @property
@@ -313,16 +313,6 @@ class DeviceEngine:
             watch.remember()
         self.has_device_hypers = any(watch.on_device for watch in self.group_watches)
 
-    @property
-    def addresses(self) -> list[int]:
-        """The addresses of the parameters, in the order of the entries."""
-        return self._watch.addresses
-
-    @property
-    def params(self) -> list[torch.Tensor]:
-        """The parameters, in the order of the entries."""
-        return self._params
-
     def build(self, inputs: StepInputs) -> None:
         """Build every kernel of a step with these inputs, without changing anything."""
         for passes in self.passes:
@@ -339,7 +329,7 @@ class DeviceEngine:
             require(False, on_cpu if is_host(self.device) else without)
         require_no_branches(self.passes, alone=alone)
 
-    def check_capture(self, gradients: Sequence[torch.Tensor | None]) -> Seen:
+    def check_capture(self, gradients: Sequence[torch.Tensor | None]) -> Inspected:
         """Check that a CUDA graph can hold a step."""
         self.require_kernels()
         for index, entry in enumerate(self.entries):
@@ -348,27 +338,33 @@ class DeviceEngine:
                 f"{entry.label} has no gradient, and a graph would leave it out at every replay: run backward first "
                 "and keep the gradients, zero_grad(set_to_none=False), or run backward inside the capture",
             )
-        unchanged = self._watch.look(self._params) == SAME
+        unchanged = self.table.look_at_params() == SAME
         require(unchanged, f"parameters have moved or changed their shape since the last step; {PREPARE}")
-        require(self.states_are_unmoved, f"state was given other memory since the last step; {PREPARE}")
+        require(self.table.states_are_same(), f"state was given other memory since the last step; {PREPARE}")
         require(
             not any(watch.changed() for watch in self.group_watches),
             f"hyperparameters have changed since they were brought to the device; {PREPARE}",
         )
-        seen = self.gradients.look(gradients)
-        require(self.gradients.same_layout(seen), f"gradients lie in memory otherwise than at the last step; {WARM_UP}")
+        seen = inspect(self.entries, self.memory, gradients)
+        require(seen.same_layout(self.inspected), f"gradients lie in memory otherwise than at the last step; {WARM_UP}")
         return seen
 
     @contextmanager
-    def into_graph(self, seen: Seen) -> Iterator[None]:
+    def into_graph(self, seen: Inspected) -> Iterator[None]:
         """A block whose launches are captured in a CUDA graph and read these gradients at every replay."""
-        table = self.graph_tables.table(seen.addresses(len(self.entries)))
+        table = self.graph_tables.table(seen.addresses())
         self.captured, self._started_norm = True, None
         self._read_gradients_from(table)
+        before, found = (self.inspected, self.written, self.table.count_writes), self.table.finds
+        self.inspected, self.written, self.gradients = seen, seen.updated(), seen.gradients
+        self.table.count_writes = partial(torch.autograd.graph.increment_version, self.written)
+        self.table.finds = False
         try:
-            with self.gradients.taking(seen), nothing_skipped(self.passes):
+            with nothing_skipped(self.passes):
                 yield
         finally:
+            self.inspected, self.written, self.table.count_writes = before
+            self.table.finds = found
             self._read_gradients_from(self.grads)
 
     def _read_gradients_from(self, table: torch.Tensor) -> None:
@@ -413,31 +409,27 @@ class DeviceEngine:
         for segment in self.segments:
             segment.unscales, segment.may_skip = self._unscales, may_skip
 
-    def begin(self, gradients: list[torch.Tensor | None]) -> None:
+    def begin(self) -> None:
         """Give this step's gradients to the segments that read them as tensors."""
         if self._bound_grads is not self.grads:
             built = all(passes.is_built for passes in self.passes)
             require(built, f"the kernels of such a step are not built yet; {WARM_UP}")
         for passes, members in zip(self.passes, self._ranges):
             if passes.reads_gradients:
-                passes.segment.gradients = self.gradients.usable(gradients)[members.start : members.stop]
+                passes.segment.gradients = self.gradients[members.start : members.stop]
             if passes.outputs is not None:
                 passes.outputs.begin()
 
-    def finish(self, *, counts_versions: bool = True) -> None:
-        """After the passes: leave gradients that were scaled unscaled (but not clipped), and count versions."""
-        if self._unscales:
-            self.gradients.copy_back()
-        self.gradients.release()
+    def finish(self) -> None:
+        """After the passes: leave gradients that were scaled unscaled (but not clipped)."""
+        if self._unscales and self.inspected is not None:
+            self.inspected.copy_back()
         for passes in self.passes:
             passes.finish_outputs()
             passes.segment.gradients = ()
-        # Autograd does not see what kernels write; a backward through the old weights must fail as in torch.
-        if counts_versions:
-            torch.autograd.graph.increment_version(self.gradients.active)
-            self.note_written()
 
-    def note_written(self) -> None:
-        """Report the tensors that a step has written, whose versions were counted."""
-        if self.wrote is not None:
-            self.wrote(self.gradients.active)
+    def release(self) -> None:
+        """Let go of this step's gradients and their copies."""
+        self.gradients = ()
+        if self.inspected is not None:
+            self.inspected.copies, self.inspected.gradients = [], []

@@ -1,10 +1,9 @@
-"""What has changed since the last step: the gradients of a device, the hyperparameters of param groups."""
+"""A check of every gradient that steps read, and what has changed in param groups."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from ..compat import has_memory, is_zero_tensor, ready, resolved
 from ..errors import GradientError
 from ..graph import flat_numbers
-from ..tensor_watch import CHANGED, MOVED, Watch
 from .kernel_cache import statics_of
 from .overlaps import WrittenMemory
 from .segment import Entry, is_dense, same_walk
@@ -37,215 +35,86 @@ def grad_dtype(param: torch.Tensor) -> torch.dtype:
 
 
 @dataclass
-class Seen:
-    """The gradients of one step."""
+class Inspected:
+    """The gradients of one step, each of which was checked."""
 
-    active: list[int]  # places of the entries that have one
-    present: list[torch.Tensor]  # these gradients; in the place of one that is not dense, its copy
-    strided: dict[int, torch.Tensor]
-    copies: list[tuple[torch.Tensor, torch.Tensor]]
-
-    def addresses(self, count: int) -> np.ndarray:
-        """int64[count], where they begin; 0 for an entry without gradient."""
-        starts = np.zeros(count, dtype=np.int64)
-        # An empty gradient may have no address; it is there all the same.
-        starts[self.active] = [tensor.data_ptr() if tensor.numel() else 1 for tensor in self.present]
-        return starts
-
-
-class Gradients:
-    """Watches the gradients of a fixed list of tensors."""
-
-    def __init__(self, entries: Sequence[Entry], grads: torch.Tensor) -> None:
-        self.entries = list(entries)
-        self.grads = grads
-        self.strided: dict[int, torch.Tensor] = {}
-        self.active: list[torch.Tensor] = []
-        """The parameters that have a gradient, their local parts and the DTensors that these belong to."""
-        self.places: list[int] = []  # of the entries that have one, as of the last look
-        self._inactive: list[int] = []
-        self._layout_known = True
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._watch = Watch([])
-        self._host = np.zeros(len(self.entries), dtype=np.int64)
-        self._sizes = np.zeros(0, dtype=np.int64)  # bytes of the gradients
-        self._memory: WrittenMemory | None = None
-        self.is_apart = False  # whether gradients were compared with the memory that steps write now
-        self.settled = False  # whether what is remembered holds, and all gradients were dense
-        self.scanned = False  # whether the table has the addresses of the last look, which was one in C++
-
-    def unchanged(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Whether the gradients are, but for their addresses, those of the last step; updates the addresses."""
-        present = self._present(gradients)
-        try:
-            seen = CHANGED if present is None else self._watch.look(present)
-            if present is None or seen == CHANGED:
-                return False
-            if self.scanned or not self.is_apart or seen == MOVED:
-                self._watch.remember(present)
-                if self.overlap(np.asarray(self._watch.addresses, dtype=np.int64)):
-                    self.invalidate()
-                    return False
-                self.is_apart = True
-                # Only low addresses can tell of elements without memory.
-                if min(self._watch.addresses, default=_LOW) < _LOW and not all(map(has_memory, present)):
-                    return False
-                self._upload()
-        except RuntimeError:  # of a tensor that has no address: a look at each gradient names it
-            self.invalidate()
-            return False
-        except BaseException:  # as of Ctrl-C: the table has addresses of a step before
-            self.invalidate()
-            raise
-        return True
+    entries: Sequence[Entry]
+    written: WrittenMemory  # what a step writes
+    gradients: list[torch.Tensor | None]  # for each entry; a copy in the place of a gradient that is not dense
+    copies: list[tuple[torch.Tensor, torch.Tensor]]  # gradients and their copies
+    strided: dict[int, torch.Tensor]  # by place, those that are not walked as their parameters
 
     @property
-    def written(self) -> WrittenMemory:
-        """The memory that steps write."""
-        if self._memory is None:
-            self._memory = WrittenMemory(self.entries)
-        return self._memory
+    def places(self) -> list[int]:
+        """The entries that have a gradient."""
+        return [place for place, gradient in enumerate(self.gradients) if gradient is not None]
 
-    @written.setter
-    def written(self, memory: WrittenMemory) -> None:
-        self._memory, self.is_apart = memory, False
-
-    def overlap(self, addresses: np.ndarray) -> bool:
-        """Whether a gradient at these addresses overlaps memory that steps write."""
-        return bool(self.written.overlapped(addresses, self._sizes).any())
-
-    def invalidate(self) -> None:
-        """Look at every gradient again at the next step: looks in C++ have changed addresses since."""
-        self.settled = self.scanned = False
-
-    def forget(self) -> None:
-        """As `invalidate`, and compare their layouts with none."""
-        self.invalidate()
-        self._layout_known = False
-
-    def have_none(self) -> None:
-        """Note that no entry has a gradient in this step, which has not looked at them."""
-        self.places = []
-        self.forget()
-
-    def _present(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
-        """The gradients of the entries that had one at the last step, if they are the same entries now."""
-        if not self.settled:
-            return None
-        if not self._inactive:
-            return gradients  # type: ignore[return-value]
-        if any(gradients[index] is not None for index in self._inactive):
-            return None
-        return [gradients[index] for index in self.places]  # type: ignore[misc]
-
-    def inspect(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Check every gradient and write the address table anew."""
-        seen = self.look(gradients)
-        changed = not self.same_layout(seen)
-        self.strided, self._copies, self.places = seen.strided, seen.copies, seen.active
-        self._layout_known, self.settled = True, not seen.copies
-        self.active = self._written(seen.active)
-        chosen = set(seen.active)
-        self._inactive = [index for index in range(len(self.entries)) if index not in chosen]
-        self._empty = [position for position, gradient in enumerate(seen.present) if gradient.numel() == 0]
-        self._watch = Watch(seen.present)
-        self._sizes = _sizes_of(seen.present)
-        self.is_apart = True
-        self._upload()
-        return changed
-
-    def look(self, gradients: Sequence[torch.Tensor | None]) -> Seen:
-        """Check every gradient; nothing is remembered."""
-        seen = Seen([], [], {}, [])
-        for index, (entry, gradient) in enumerate(zip(self.entries, gradients)):
-            if gradient is None:
-                continue
-            original = gradient = ready(gradient)
-            _check_kind(entry, gradient)
-            gradient = resolved(gradient)
-            _check(entry, gradient)
-            if not is_dense(gradient) or (entry.ordered and not same_walk(gradient, entry.param)):
-                gradient = _in_order(gradient, entry)
-            if gradient is not original:
-                seen.copies.append((original, gradient))
-            seen.active.append(index)
-            seen.present.append(gradient)
-            if not same_walk(gradient, entry.param):
-                # Shape and strides alone, so that the gradient is not kept alive after its step.
-                seen.strided[index] = torch.empty_strided(gradient.shape, gradient.stride(), device="meta")
-        addresses = np.asarray([gradient.data_ptr() for gradient in seen.present], dtype=np.int64)
-        for position in np.nonzero(self.written.overlapped(addresses, _sizes_of(seen.present)))[0].tolist():
-            self._set_apart(seen, position)
-        return seen
-
-    def _set_apart(self, seen: Seen, position: int) -> None:
-        """Take a copy of a gradient in the memory of its own parameter; raise for one in other memory of a step's."""
-        index, gradient = seen.active[position], seen.present[position]
-        sharing = self.written.sharing(gradient)
-        for place, name in sharing:
-            if (place, name) != (index, "param"):
-                of = f"state {name!r} of " * (name != "param") + self.entries[place].label
-                raise GradientError(
-                    f"the gradient of {self.entries[index].label} shares memory with {of}, which the step writes: make "
-                    "it a tensor of its own with .clone()"
-                )
-        if sharing:
-            seen.present[position] = gradient.clone()
-            seen.copies.append((gradient, seen.present[position]))
-
-    def usable(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """This step's gradients, with the copies of those that were copied."""
-        if not self._copies:
-            return gradients
-        copies = {id(original): copy for original, copy in self._copies}
-        return [copies.get(id(gradient), gradient) for gradient in gradients]
-
-    def release(self) -> None:
-        """Free this step's copies."""
-        self._copies = []
-
-    @contextmanager
-    def taking(self, seen: Seen) -> Iterator[None]:
-        """A block that works on gradients that are not remembered afterwards."""
-        before = self.active, self._copies
-        self.active, self._copies = self._written(seen.active), seen.copies
-        try:
-            yield
-        finally:
-            self.active, self._copies = before
-
-    def _written(self, active: Sequence[int]) -> list[torch.Tensor]:
-        entries = [self.entries[index] for index in active]
+    def updated(self) -> list[torch.Tensor]:
+        """The parameters with gradients, their local parts and the DTensors that these belong to."""
+        entries = [self.entries[place] for place in self.places]
         return [entry.param for entry in entries] + [entry.whole for entry in entries if entry.whole is not None]
 
-    def same_layout(self, seen: Seen) -> bool:
-        """Whether the gradients have the layouts of the last step's, at any addresses."""
-        before = {index: tensor.stride() for index, tensor in self.strided.items()}
-        return self._layout_known and before == {index: tensor.stride() for index, tensor in seen.strided.items()}
+    def same_layout(self, before: Inspected | None) -> bool:
+        """Whether gradients of an earlier step had the same layouts, at any addresses."""
+        return before is not None and _strides(before.strided) == _strides(self.strided)
+
+    def addresses(self) -> np.ndarray:
+        """int64[entries], where gradients begin; 0 for none, 1 for an empty one."""
+        starts = [0 if one is None else one.data_ptr() if one.numel() else 1 for one in self.gradients]
+        return np.asarray(starts, dtype=np.int64)
 
     def copy_back(self) -> None:
         """Write the copies of gradients, which kernels have changed, back to the gradients."""
-        for gradient, copy in self._copies:
+        for gradient, copy in self.copies:
             # A gradient whose elements share memory cannot be written.
             expanded = any(stride == 0 and size > 1 for stride, size in zip(gradient.stride(), gradient.shape))
             if not expanded and not is_zero_tensor(gradient) and not self.written.sharing(gradient):
                 gradient.copy_(copy)
 
-    def _upload(self) -> None:
-        addresses = np.asarray(self._watch.addresses, dtype=np.int64)
-        if self._empty:
-            addresses[self._empty] = 1
-        if self._inactive:
-            self._host[:] = 0
-            self._host[self.places] = addresses
-        else:
-            self._host[:] = addresses
-        self.scanned = False
-        copy_to(self.grads, self._host)
+
+def _strides(tensors: Mapping[int, torch.Tensor]) -> dict[int, tuple[int, ...]]:
+    return {place: tensor.stride() for place, tensor in tensors.items()}
 
 
-def _sizes_of(gradients: Sequence[torch.Tensor]) -> np.ndarray:
-    return np.asarray([gradient.nbytes for gradient in gradients], dtype=np.int64)
+def inspect(entries: Sequence[Entry], written: WrittenMemory, gradients: Sequence[torch.Tensor | None]) -> Inspected:
+    """Check every gradient; raise for one that kernels cannot read."""
+    seen = Inspected(entries, written, [None] * len(entries), [], {})
+    for place, (entry, gradient) in enumerate(zip(entries, gradients)):
+        if gradient is None:
+            continue
+        original = gradient = ready(gradient)
+        _check_kind(entry, gradient)
+        gradient = resolved(gradient)
+        _check(entry, gradient)
+        if not is_dense(gradient) or (entry.ordered and not same_walk(gradient, entry.param)):
+            gradient = _in_order(gradient, entry)
+        if gradient is not original:
+            seen.copies.append((original, gradient))
+        seen.gradients[place] = gradient
+        if not same_walk(gradient, entry.param):
+            # Shape and strides alone, so that the gradient is not kept alive after its step.
+            seen.strided[place] = torch.empty_strided(gradient.shape, gradient.stride(), device="meta")
+    sizes = np.asarray([0 if one is None else one.nbytes for one in seen.gradients], dtype=np.int64)
+    for place in np.nonzero(written.overlapped(seen.addresses(), sizes))[0].tolist():
+        _set_apart(seen, place)
+    return seen
+
+
+def _set_apart(seen: Inspected, place: int) -> None:
+    """Take a copy of a gradient in the memory of its own parameter; raise for one in other memory of a step's."""
+    gradient = seen.gradients[place]
+    assert gradient is not None
+    sharing = seen.written.sharing(gradient)
+    for other, name in sharing:
+        if (other, name) != (place, "param"):
+            of = f"state {name!r} of " * (name != "param") + seen.entries[other].label
+            raise GradientError(
+                f"the gradient of {seen.entries[place].label} shares memory with {of}, which the step writes: make "
+                "it a tensor of its own with .clone()"
+            )
+    if sharing:
+        seen.gradients[place] = copy = gradient.clone()
+        seen.copies.append((gradient, copy))
 
 
 def _in_order(gradient: torch.Tensor, entry: Entry) -> torch.Tensor:
@@ -253,27 +122,6 @@ def _in_order(gradient: torch.Tensor, entry: Entry) -> torch.Tensor:
     if not entry.ordered or not is_dense(entry.param):
         return gradient.contiguous()
     return torch.empty_like(entry.param, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
-
-
-_TAKEN_AT_ONCE = 1 << 15
-"""Bytes that CUDA copies from pageable memory without waiting for the device (up to 64 KiB): cheaper than pinned
-memory, which has to be allocated, and watched until the device has read it."""
-
-
-def copy_to(target: torch.Tensor, host: np.ndarray) -> None:
-    """Copy a numpy table to a tensor without waiting for the device."""
-    source = torch.from_numpy(host)
-    if target.is_cuda and host.nbytes <= _TAKEN_AT_ONCE:
-        target.copy_(source, non_blocking=True)
-    elif target.is_cuda:
-        pinned = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
-        pinned.copy_(source)
-        target.copy_(pinned, non_blocking=True)
-    else:
-        target.copy_(source)
-
-
-_LOW = 1 << 32  # most memory lies above this address: a lower one may be an offset from a null pointer
 
 
 _FREED = "no memory: its storage was freed, or it is inside of a function transform (torch.func.grad, vmap)"

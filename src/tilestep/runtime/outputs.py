@@ -11,7 +11,7 @@ from ..backends.outputs import Traced, traced
 from ..backends.spec import Output
 from ..devices import is_host
 from ..storage import Leaf, evaluated, values_of
-from ..tensor_watch import sum_of_versions
+from ..tensor_table import sum_of_versions
 from .segment import Segment
 
 WORD = 32  # elements whose bits are in one word

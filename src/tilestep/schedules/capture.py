@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..combinations import refuse
-from ..compat import REPLAY, addresses_equal, marked
+from ..compat import REPLAY, marked
 from ..errors import CaptureError, GradientError
 from ..garbage import without_collections
 from ..optimizer import Optimizer
@@ -20,8 +20,9 @@ from ..optimizer.plan import StepPlan
 from ..runtime import Stale
 from ..runtime.capturing import HostBranches, require
 from ..runtime.engine import STATES_MOVED
+from ..tensor_table import SAME
 
-_ADDRESSES_AT_ONCE, _GRADIENTS_AT_ONCE = 128, 32  # tensors that a replay looks at; others' turn is the next
+_AT_ONCE = 32  # gradients and list entries that a replay looks at; other ones' turn is the next
 
 
 def capture(optimizer: Optimizer, work: Callable[[], Any] | None = None) -> CapturedStep:
@@ -67,7 +68,7 @@ def _captured(optimizer: Optimizer, work: Callable[[], Any] | None) -> CapturedS
         _require_unscaled(optimizer)
         with choices.left_out():
             seen = engine.check_capture(plan.gradients()[0])
-        table = engine.graph_tables.prepare(seen.addresses(len(engine.entries)))
+        table = engine.graph_tables.prepare(seen.addresses())
     before = [param.grad for param in engine.params]
     captured_before = optimizer.graphs.captured
     graph = torch.cuda.CUDAGraph()
@@ -219,9 +220,9 @@ def _require_unscaled(optimizer: Optimizer) -> None:
 
 
 class _Memory:
-    """Notices when tensors that a graph reads have moved, at a cost that does not grow with their number."""
+    """Notices when tensors that a graph reads have moved: by one look in C++, and by turns in Python."""
 
-    # Memory that is given back says so at once, through its weak reference. Tensors that have moved while something
+    # Memory that is given back says so at once, through its weak reference. Gradients that have moved while something
     # else still holds their old memory are found by looking at some of them at each replay.
 
     def __init__(self, plan: StepPlan, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -229,8 +230,6 @@ class _Memory:
         self._lost: list[str] = []
         self._plan = weakref.ref(plan)
         labels = [entry.label for entry in engine.entries]
-        self._addresses = list(engine.addresses)
-        self._turns = _chunks(len(labels), _ADDRESSES_AT_ONCE)
         self._references: list[Any] = [
             weakref.ref(param.untyped_storage(), partial(note_lost, self._lost, label))
             for param, label in zip(engine.params, labels)
@@ -240,9 +239,9 @@ class _Memory:
         self._gradients: list[Any] = [
             None if gradient is None else weakref.ref(gradient, note) for gradient, note in zip(gradients, notes)
         ]
-        self._gradient_turns = _chunks(len(self._gradients), _GRADIENTS_AT_ONCE)
+        self._gradient_turns = _chunks(len(self._gradients), _AT_ONCE)
         self._listed = [(group, index) for group, own in enumerate(plan.groups) for index in range(len(own["params"]))]
-        self._listed_turns = _chunks(len(self._listed), _GRADIENTS_AT_ONCE)
+        self._listed_turns = _chunks(len(self._listed), _AT_ONCE)
         self._turn = 0
 
     def reason(self) -> str:
@@ -254,10 +253,8 @@ class _Memory:
         engine = plan.engines[0]
         turn = self._turn
         self._turn += 1
-        if not addresses_equal(engine.params, self._addresses, self._turns[turn % len(self._turns)]):
-            return "parameters have moved"
-        if not engine.states_are_unmoved:
-            return STATES_MOVED
+        if engine.table.look(1) != SAME:
+            return "parameters have moved" if engine.table.states_are_same() else STATES_MOVED
         for place in self._listed_turns[turn % len(self._listed_turns)]:
             group, index = self._listed[place]
             own = plan.groups[group]["params"]

@@ -19,7 +19,7 @@ from ..placement import Share
 from ..placement.local import is_distributed, local_part, logical_coordinates
 from ..runtime import passes_class
 from ..runtime.outputs import WORD, extent_of
-from ..tensor_watch import sum_of_versions
+from ..tensor_table import sum_of_versions
 
 Change = tuple[str, torch.Tensor, torch.Tensor]  # a parameter's name, flat indices of weights, and their values
 

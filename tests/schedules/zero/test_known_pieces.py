@@ -27,18 +27,15 @@ def with_the_native_module(one_rank: None) -> None:
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What steps do before they update, one after the other."""
     looks: list[str] = []
-    repeats, scanned = StepPlan.repeats, StepPlan.scanned
+    refresh = StepPlan.refresh
 
-    def repeating(self: StepPlan, optimizer: Any) -> bool:
-        looks.append("known" if repeats(self, optimizer) else "not as known")
-        return looks[-1] == "known"
-
-    def looking(self: StepPlan, optimizer: Any, *, norm: bool) -> bool:
+    def looking(self: StepPlan, **given: Any) -> bool:
         looks.append("look")
-        return scanned(self, optimizer, norm=norm)
+        is_known = refresh(self, **given)
+        looks[-1] = "known" if is_known else "not as known" if given.get("unmoved") else "look"
+        return is_known
 
-    monkeypatch.setattr(StepPlan, "repeats", repeating)
-    monkeypatch.setattr(StepPlan, "scanned", looking)
+    monkeypatch.setattr(StepPlan, "refresh", looking)
     return looks
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from ...compat import is_capturing
+from ...devices import copy_to
 from ...runtime.capturing import WARM_UP, require
 from ...runtime.decision import StepInputs
-from ...runtime.gradients import copy_to
 from ...runtime.outputs import chunks_of
 from ...runtime.passes import Passes
 from ...runtime.segment import Entry, Segment, TileRange

@@ -23,7 +23,7 @@ from ...optimizer.parameters import iter_params, require_listed_once, require_sh
 from ...optimizer.plan import StepPlan
 from ...optimizer.schedule import Schedule
 from ...placement.local import is_distributed
-from ...tensor_watch import memory_of, taken_gradients
+from ...tensor_table import memory_of, taken_gradients
 from ...timeline.guards import Publication, guard_forwards, guard_model, guard_sharers
 from ...timeline.side_stream import SideStream, Ticket
 from ...timeline.timeline import refuse_taken_by_another
@@ -202,7 +202,7 @@ class OverlapSchedule(Schedule):
         self.lane.join()
         optimizer = self._optimizer()
         with self.lane.after():
-            plan, gradients = optimizer.prepared()
+            plan = optimizer.prepared()
             if plan.are_others or not plan.engines:
                 if missing := [param for param in plan.params if param.grad is None]:
                     refuse_taken_by_another(missing, self.updates.timeline)
@@ -216,11 +216,10 @@ class OverlapSchedule(Schedule):
             self._count_versions(plan)
             groups = self._order()
             held = {group: taken_gradients(group.params) for group in groups}
-            plan.release()
             self._had_gradients = any(held.values())
             if not self._had_gradients:
                 self.updates.refuse_replaced()
-            works = [(group, self._work(plan, gradients, group, held[group])) for group in groups if held[group]]
+            works = [(group, self._work(plan, group, held[group])) for group in groups if held[group]]
             tickets = {group.index: Ticket(work) for group, work in works}
             # Who scales losses, changes hyperparameters or reads the norm next comes after the decision.
             decided = self.lane.mark()
@@ -267,18 +266,13 @@ class OverlapSchedule(Schedule):
 
     def _count_versions(self, plan: StepPlan) -> None:
         """Tell autograd which parameters are going to be written."""
-        for place, engine in enumerate(plan.engines):
-            if place in plan.scans:
-                plan.scans[place].mark_written(engine.looking_threads)
-            else:
-                torch.autograd.graph.increment_version(engine.gradients.active)
         for engine in plan.engines:
-            engine.note_written()
+            engine.table.count_writes()
+            if engine.wrote is not None:
+                engine.wrote(engine.written)
         plan.record_versions()
 
-    def _work(
-        self, plan: StepPlan, gradients: list[list[torch.Tensor | None]], group: Group, held: list[torch.Tensor]
-    ) -> Callable[[], None]:
+    def _work(self, plan: StepPlan, group: Group, held: list[torch.Tensor]) -> Callable[[], None]:
         places, is_measured = plan.places.get(group.index, ()), self._optimizer().reports is not None
         runs_later = self.lane.stream is None
 
@@ -292,15 +286,13 @@ class OverlapSchedule(Schedule):
                 try:
                     for place in places if runs_later else ():
                         plan.engines[place].follow_memory()
-                    plan.update(gradients, places, counts_versions=False, measures=is_measured)
+                    plan.update(places, counts_versions=False, measures=is_measured)
                 except BaseException as error:
                     if not isinstance(error, Exception) and not plan.progress:
                         raise  # Ctrl-C before its first pass: the next look-up runs it
                     held.clear()
                     raise
             held.clear()
-            for place in places:
-                gradients[place] = []
 
         return work
 

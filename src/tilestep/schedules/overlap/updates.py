@@ -174,14 +174,14 @@ class GroupUpdates(Row):
             plan, find = optimizer.plan, (self.reduced.gradient,) if self.reduced.of else ()
             places = plan.places.get(group.index, ())
             try:
-                gradients = plan.refresh_places(places, *find)
+                plan.refresh(places, *find)
             except Stale:
                 plan = optimizer.rebuild()
                 places = plan.places.get(group.index, ())
-                gradients = plan.refresh_places(places, *find)
+                plan.refresh(places, *find)
             with plan.masters.own_writes(group.params) if plan.has_masters else _NOTHING:
                 is_marked, measures = not step_is_ordinary(), optimizer.reports is not None
-                plan.update(gradients, places, counts_versions=True, marked=is_marked, measures=measures)
+                plan.update(places, counts_versions=True, marked=is_marked, measures=measures)
             mark = None if current is None else lane.next_mark()
         used_up = self._note_updated(group)
         if mark is None:
@@ -270,7 +270,7 @@ class GroupUpdates(Row):
                 self._update(group)
             elif not is_applied:
                 for place in plan.places.get(group.index, ()):
-                    plan.engines[place].gradients.have_none()
+                    plan.engines[place].have_none()
         if optimizer.reports is not None:
             with self.publication.lane.after():
                 optimizer.reports.finish()

@@ -14,7 +14,7 @@ from torch import nn
 from ...compat import copy_all, is_capturing, version_of, zero_all
 from ...placement import ARRIVED, PeerMemory
 from ...runtime.capturing import require
-from ...tensor_watch import SAME, Watch, sum_of_versions
+from ...tensor_table import SAME, Table, sum_of_versions
 from ...timeline.guards import Publication, guard_model, guard_sharers
 from ...timeline.side_stream import SideStream, Ticket
 from ...timeline.timeline import NONE, TAKEN, Row, Timeline, gradientless
@@ -518,7 +518,7 @@ class ParameterSync:
         self._groups += groups
         self._which = b""
         self.publication.of.update(own)
-        self.fixed = Watch(self.params, fixed=True)
+        self.fixed = Table(states=self.params)
         self.is_exact = any(bucket.exact is not None for bucket in self._buckets)
         self._updates.update((id(bucket), 0) for bucket in buckets)
         self._note_writes()
@@ -559,7 +559,7 @@ class ParameterSync:
         for bucket in self._updated:
             self._updates[id(bucket)] += 1
         if len(self._updated) == len(self._buckets):
-            self.fixed.count_writes(self.params)
+            torch.autograd.graph.increment_version(self.params)
             self.versions += len(self.params)
         else:
             written = [param for bucket in self._updated for param in bucket.params]
@@ -578,9 +578,9 @@ class ParameterSync:
         """The parameters that other code has written to since the last call; their values are taken over."""
         # Call it without gradients.
         moved: set[int] = set()
-        if self.fixed.look() != SAME:
+        if self.fixed.look(1) != SAME:
             moved = {id(param) for bucket in self._buckets for param in bucket.take_back()}
-            self.fixed = Watch(self.params, fixed=True)
+            self.fixed = Table(states=self.params)
         for bucket in self._buckets:
             # No version counts what is written through `param.data`.
             bucket.follow_writes()

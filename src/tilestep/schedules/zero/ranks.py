@@ -22,7 +22,7 @@ from ...optimizer.build import graphs_of
 from ...optimizer.groups import GROUP_OPTIONS, about_group, deciding_keys, described_numbers, plain_value
 from ...optimizer.parameters import iter_params
 from ...placement import Ranks, Received, is_distributed, message_length
-from ...tensor_watch import survey
+from ...tensor_table import survey
 from ...timeline.side_stream import SideStream
 from .buckets import Options, loses_bits, memory_order
 
