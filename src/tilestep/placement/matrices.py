@@ -15,7 +15,7 @@ from ..compat import copy_all
 from ..errors import GradientError
 from ..linalg.views import Cut
 from .local import local_part, logical_coordinates
-from .reduction import group_of
+from .reduction import all_gather_flat, group_of
 
 Bounds = tuple[slice, ...]  # of a part in the whole, for each dimension
 
@@ -248,7 +248,7 @@ class Bucket:
         """
         received = memory.new_empty(len(self._arriving))
         if self._everywhere:
-            work = dist.all_gather_into_tensor(_bytes(received), _bytes(memory), group=self._group, async_op=True)
+            work = all_gather_flat(_bytes(received), _bytes(memory), group=self._group, async_op=True)
         else:
             if self._leaving.sizes != self._here.sizes:
                 here = {run.places[0]: parts for run, _, parts in self._here.parts(memory)}

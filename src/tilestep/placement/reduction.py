@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Their names until torch 2.12.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _AVERAGED = (torch.bfloat16, torch.float32, torch.float64)
 """Not float16: a small gradient that is divided before it is added up loses bits, or becomes zero."""
@@ -400,7 +400,7 @@ class Ranks:
             return Awaited((work,))
         return Awaited(
             [
-                _all_gather(flat, section, group=self.shard, async_op=not flat.is_cuda)
+                all_gather_flat(flat, section, group=self.shard, async_op=not flat.is_cuda)
                 for flat, section in zip(flats, sections)
             ]
         )
