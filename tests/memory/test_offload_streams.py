@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,43 +13,47 @@ from tilestep.memory.offloaded import HostCopies, Mirrors
 
 
 class Stream:
-    """A stream that remembers which marks it has waited for; its own lane."""
+    """A stream that remembers which marks it has waited for."""
 
     def __init__(self) -> None:
         self.waited: set[int] = set()
 
-    def follow(self, *marks: int) -> None:
-        self.waited.update(marks)
 
-
-class Computing(Stream):
+class Computing:
     """Computation on whichever stream is current."""
-
-    def __init__(self) -> None:
-        self.now = Stream()
-
-    def of_current(self) -> Stream:
-        return self.now
-
-    def follow(self, *marks: int) -> None:
-        self.now.follow(*marks)
 
     def mark(self) -> int:
         return -1
 
 
-class Copies(Stream):
+class Copies:
     """The lane of copies, which numbers its marks."""
 
     last = 0
+    now: Any = None
 
     def copy(self, pairs: Any) -> None:
         for target, source in pairs:
             target.copy_(source)
 
+    def current(self) -> Stream:
+        return self.now  # type: ignore[no-any-return]
+
+    def follow(self, *marks: int) -> None:
+        pass
+
     def mark(self) -> int:
         self.last += 1
         return self.last
+
+    next_mark = mark
+
+    def wait_for(self, mark: int, streams: Sequence[Stream]) -> None:
+        for stream in streams:
+            stream.waited.add(mark)
+
+    def join(self) -> None:
+        pass
 
 
 def test_memory_goes_back_to_streams_that_have_waited() -> None:
@@ -61,10 +66,10 @@ def test_memory_goes_back_to_streams_that_have_waited() -> None:
 
     for place, param in enumerate(params):
         mirrors[param].is_taken = True
-        compute.now = own = streams[place % 2]
+        lane.now = own = streams[place % 2]
         gradient = torch.full((8,), float(place))
         copies.send(mirrors[param], gradient)
-        mark = copies._held[-1][1]
+        mark = copies._held._held[-1][1]
 
         def note(place: int = place, own: Stream = own, mark: Any = mark) -> None:
             let_go[place] = mark in own.waited
@@ -72,7 +77,7 @@ def test_memory_goes_back_to_streams_that_have_waited() -> None:
         weakref.finalize(gradient, note)
         del gradient
     assert 0 < len(let_go) < len(params), "some are pushed out by others, some wait for the step"
-    compute.now = streams[0]
+    lane.now = streams[0]
     copies.forget()
     assert let_go == {place: True for place in range(len(params))}
     assert [mirrors[param].gradient[0].item() for param in params] == list(range(8))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from ..placement.local import distribute, local_part
 from ..runtime import Stale, grad_dtype, is_dense
 from ..runtime.passes import Passes
 from ..runtime.segment import TileRange, same_walk
-from ..timeline.side_stream import Event, SideStream
+from ..timeline.side_stream import Event, Held, SideStream
 from ..timeline.timeline import Row, Timeline
 from .copies import HostMemory, check_device, gigabytes
 from .memory import StateMemory
@@ -237,8 +236,7 @@ class HostCopies:
         self._lane, self._compute, self._step = lane, compute, step_bytes
         self._marks: list[Event] = []
         self._open = 0
-        self._held: deque[tuple[torch.Tensor, Event, SideStream]] = deque()
-        self._held_bytes = 0
+        self._held = Held(lane)
 
     def begin(self) -> None:
         """Let the copies of a step wait for the computation so far."""
@@ -248,11 +246,8 @@ class HostCopies:
         """Forget the copies after a step."""
         self._marks, self._open = [], 0
         if self._held:
-            self._compute.follow(self._held[-1][1])
-            for home, mark in {home: mark for _, mark, home in self._held}.items():
-                home.follow(mark)
-            self._held.clear()
-            self._held_bytes = 0
+            self._lane.join()
+            self._held.give_back()
 
     def send(self, mirror: Mirror, gradient: torch.Tensor) -> None:
         """Begin to copy a gradient to the host; its memory is kept until it is copied."""
@@ -276,23 +271,15 @@ class HostCopies:
         mirror.present, mirror.arrival = True, len(self._marks)
         self._open += ordered.nbytes
         if mirror.is_taken:
-            self._hold(ordered)
+            # Its stream is the current one; when later gradients push it out, another may be current. Computation waits
+            # only for copies that are some chunks behind.
+            home = self._lane.current()
+            self._held.hold(ordered, self._lane.next_mark(), () if home is None else (home,), ordered.nbytes)
+            self._held.give_back(_BEHIND * self._step)
         else:
             self._lane.keep(ordered)
         if self._open >= self._step:
             self.close()
-
-    def _hold(self, gradient: torch.Tensor) -> None:
-        """Keep a gradient until its stream has waited for the copy, and may reuse the memory."""
-        # Its stream is the current one; when later gradients push it out, another may be current. The allocator would
-        # free the memory when the host sees that the copy has run: too late for a host far ahead of the device.
-        # Computation waits only for copies that are some chunks behind.
-        self._held.append((gradient, self._lane.mark(), self._compute.of_current()))
-        self._held_bytes += gradient.nbytes
-        while self._held_bytes > _BEHIND * self._step and len(self._held) > 1:
-            oldest, mark, home = self._held.popleft()
-            self._held_bytes -= oldest.nbytes
-            home.follow(mark)
 
     def close(self) -> None:
         """Mark the copies so far, for `wait`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -53,7 +54,6 @@ class SideStream:
         self._entered_from: torch.cuda.Stream | None = None
         self.writers: dict[int, torch.cuda.Stream] = {}  # by number those that `after_compute` waits for
         self._streams: dict[int, torch.cuda.Stream] = {}
-        self._others: dict[int, SideStream] = {}
         self._marks = 0
         self._reached: dict[int, int] = {}  # by number of a stream the last mark that it has waited for
 
@@ -69,16 +69,6 @@ class SideStream:
         if current is None:
             current = self._streams[number] = torch.cuda.current_stream(self._device)
         return current
-
-    def of_current(self) -> SideStream:
-        """The line that work goes to now, which stays with its stream when another one is current."""
-        if self.stream is not None or not self._is_gpu:
-            return self
-        stream = torch.cuda.current_stream(self._device)
-        if stream.cuda_stream not in self._others:
-            made = self._others[stream.cuda_stream] = SideStream(self._device, own=False)
-            made.stream = stream
-        return self._others[stream.cuda_stream]
 
     # Work in this stream.
 
@@ -215,3 +205,31 @@ class SideStream:
         """Have the host wait for all that was asked for here."""
         if self.stream is not None:
             self.stream.synchronize()
+
+
+class Held:
+    """Memory that work in a line still reads, until the streams that it belongs to have waited for that work."""
+
+    # So it is free at a point of each stream, however far the host is ahead of it: the allocator would free it when the
+    # host sees that the work has run. The stream of the next memory may be another: its waiting would not do.
+
+    def __init__(self, line: SideStream) -> None:
+        self._line, self._bytes = line, 0
+        self._held: deque[tuple[Any, Mark | None, Sequence[torch.cuda.Stream], int]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def hold(self, memory: Any, mark: Mark | None, streams: Sequence[torch.cuda.Stream], nbytes: int = 0) -> None:
+        """Keep memory of these streams, which is read before a mark."""
+        self._held.append((memory, mark, streams, nbytes))
+        self._bytes += nbytes
+
+    def give_back(self, most: int = -1) -> None:
+        """Let streams wait and have their memory back: all of it, or but for so many bytes and the last."""
+        while self._held and (most < 0 or (self._bytes > most and len(self._held) > 1)):
+            _, mark, streams, nbytes = self._held[0]
+            if mark is not None:
+                self._line.wait_for(mark, streams)
+            self._held.popleft()
+            self._bytes -= nbytes

@@ -105,7 +105,7 @@ def test_memory_goes_back_to_streams_that_have_waited() -> None:
     )
     places = {id(layer.weight): place for place, layer in enumerate(layers)}
     schedule: Any = optimizer.schedule
-    schedule.lane = schedule.publication.lane = schedule.updates.timeline._lane = lane
+    schedule.lane = schedule.publication.lane = schedule.updates.timeline._lane = schedule.updates._held._line = lane
     applied = schedule.updates._note_updated
 
     def note(group: Any) -> Any:

@@ -53,7 +53,6 @@ class OverlapSchedule(Schedule):
         # The optimizer has this: a circle would keep both until the garbage collector comes.
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
         self.model, self.grouping, self.during = model, grouping, during
-        self._missing: list[bool] = []  # which parameters had no gradient in the last step
         self._had_gradients = False
         self._knows_ranks = during != "backward"
         self.lane = SideStream(device)
@@ -188,11 +187,8 @@ class OverlapSchedule(Schedule):
         self.synchronize()
         self.updates.forget()
         params = self.params
-        missing = [param.grad is None for param in params]
-        self._had_gradients = not all(missing)
-        if any(missing) and missing != self._missing:
-            self.updates.refuse_replaced()
-        self._missing = missing
+        self._had_gradients = any(param.grad is not None for param in params)
+        self.updates.look_for_missing(self.grouping.groups)
         plain()
         taken_gradients(params)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -20,7 +19,7 @@ from ...optimizer.parameters import iter_params
 from ...placement.local import is_distributed
 from ...runtime import Stale
 from ...timeline.guards import Publication
-from ...timeline.side_stream import Mark, Ticket
+from ...timeline.side_stream import Held, Ticket
 from ...timeline.timeline import NONE, UPDATED, Row, Timeline, refuse_another_taker
 from .groups import Group, Grouping
 from .reduced import CommHook, ReducedGradients, wrappers_of
@@ -58,9 +57,8 @@ class GroupUpdates(Row):
         self.applied: list[Group] = []  # the groups that backward has updated since the last step
         self.meets_a_scaler = False  # whether updates have waited only because of a scaler that nothing has told of
         self._count_of_sharded = count_sharded(model)
-        self._missing: dict[Group, list[bool]] = {}  # which gradients of a group the last step without all had not
-        self._held: deque[tuple[list[torch.Tensor], Mark, list[torch.cuda.Stream]]] = deque()
-        """Gradients that are used up, until the streams whose memory they are have waited for their update."""
+        self._missing: list[int] = []  # the parameters without gradient in the last step, by `id`
+        self._held = Held(publication.lane)  # gradients that are used up
         self._scaled_losses = count_scaled_losses()
         """As it was after the last step: a loss that was scaled since may be that of the gradients to come."""
         self.timeline = Timeline(self, publication.lane)
@@ -193,10 +191,10 @@ class GroupUpdates(Row):
         # A stream that computes backward would stand still for this update; one that only communicates can wait for it.
         at_once = bool(used_up) and _come_from_collectives(group)
         if not at_once:
-            self._let_go()
-        self._held.append((used_up, mark, streams))
+            self._held.give_back()
+        self._held.hold(used_up, mark, streams)
         if at_once:
-            self._let_go()
+            self._held.give_back()
 
     def _take_writers(self, group: Group) -> list[torch.cuda.Stream]:
         """The streams that have written a group's gradients, on a GPU."""
@@ -225,15 +223,6 @@ class GroupUpdates(Row):
         meshes = (getattr(param, "device_mesh", None) for param in group.params)
         return any(mesh is not None and mesh.ndim > 1 for mesh in meshes)
 
-    def _let_go(self) -> None:
-        """Let the streams that gradients come from wait for the updates of those held, and have their memory back."""
-        # So memory is free at a point of each stream, however far the host is ahead of it. The next group's gradients
-        # may come from another stream: its waiting would not keep the first from using the memory again.
-        while self._held:
-            _, mark, streams = self._held[0]
-            self.publication.lane.wait_for(mark, streams)
-            self._held.popleft()
-
     def finish(self) -> None:
         """Update what is left, and let the current stream wait for all updates; the next round may begin."""
         optimizer = self._optimizer()
@@ -259,16 +248,12 @@ class GroupUpdates(Row):
             if any(plan.engines[place].hypers_changed for place in plan.places.get(group.index, ()))
         ]
         self.reduced.of.clear()
+        left = [group for group in self._grouping.groups if group not in self.applied]
+        self.look_for_missing(left)
         for group in self._grouping.groups:
-            is_applied = group in self.applied
-            if not is_applied and (missing := [param.grad is None for param in group.params]) != self._missing.get(
-                group
-            ):
-                self._missing[group] = missing
-                self.refuse_replaced()
             if any(param.grad is not None for param in group.params):
                 self._update(group)
-            elif not is_applied:
+            elif group in left:
                 for place in plan.places.get(group.index, ()):
                     plan.engines[place].have_none()
         if optimizer.reports is not None:
@@ -288,7 +273,7 @@ class GroupUpdates(Row):
     def forget(self) -> None:
         """Let the next round begin; the current stream has waited for the updates of this one."""
         if self._held:
-            self._let_go()
+            self._held.give_back()
         if self.updates:
             self.publication.tickets.clear()
         self._scaled_losses = count_scaled_losses()
@@ -303,6 +288,13 @@ class GroupUpdates(Row):
         scaled_losses = self._scaled_losses
         self.forget()
         self._scaled_losses = scaled_losses
+
+    def look_for_missing(self, groups: Sequence[Group]) -> None:
+        """If other parameters than in the last step have no gradient: raise if they are not the model's any more."""
+        missing = [id(param) for group in groups for param in group.params if param.grad is None]
+        if missing and missing != self._missing:
+            self.refuse_replaced()
+        self._missing = missing
 
     def refuse_replaced(self) -> None:
         """Raise if parameters are not the model's any more since FSDP2 has sharded it: they get no gradients."""
