@@ -27,9 +27,12 @@ import torch
 import torch.multiprocessing as mp
 from parity_layouts import LAYOUTS, PATIENCE, work
 from parity_page import LIBRARIES, PAGE, brought_up_to_date, described
-from parity_rows import ROWS, RUN, Resume, Row, library_of
+from parity_rows import ROWS, RUN, Beside, Resume, Row, library_of
 
 from tilestep.bench.results import environment
+
+COMPILE = ("torchao", "dion")
+"""Libraries that compile for a minute at their first step: they come last where time is short."""
 
 DISTRIBUTIONS = {"emerging_optimizers": "emerging-optimizers", "megatron": "megatron-core"}
 """Packages whose distribution has another name."""
@@ -55,7 +58,7 @@ def chosen(names: list[str], only: str) -> list[str]:
     return [name for name in names if not wanted or name in wanted or name.partition("/")[0] in wanted]
 
 
-def one_device(row: Row | Resume, device: torch.device) -> dict[str, Any]:
+def one_device(row: Row | Resume | Beside, device: torch.device) -> dict[str, Any]:
     """What came of a row on one device."""
     if row.needs and row.needs != device.type:
         return {"skipped": "needs a GPU"}
@@ -159,12 +162,14 @@ def main() -> None:
         for name in names:
             print(f"{name}\n  {EXPRESSIONS[name]['ours']}\n  {EXPRESSIONS[name]['theirs']}")
     alone = [row for row in ROWS if row.name in names]
+    alone.sort(key=lambda row: library_of(row.theirs) in COMPILE)
     if alone:
         results = Results(1, device, given.out, given.add)
         for row in alone:
             if time.monotonic() < until:
                 results.note(row.name, one_device(row, device))
     spread = [row.name for row in LAYOUTS if row.name in names]
+    spread.sort(key=lambda name: library_of(EXPRESSIONS[name]["theirs"]) in COMPILE)
     ranks = given.ranks if given.ranks is not None else 2
     if device.type == "cuda" and torch.cuda.device_count() < ranks:
         print(f"rows on {ranks} ranks are left out: there are fewer GPUs")

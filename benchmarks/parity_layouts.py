@@ -161,6 +161,26 @@ class TensorParallel(Placed):
         return self.mesh, [Shard(place % 2) if is_matrix else Replicate()]
 
 
+class MegatronParallel(TensorParallel):
+    """The same cuts as plain tensors with Megatron-Core's attributes."""
+
+    def __init__(self, row: LayoutRow, device: torch.device) -> None:
+        super().__init__(row, device)
+        self.params = [nn.Parameter(param.to_local()) for param in self.params]
+        for param, (_, (placement,)) in zip(self.params, self.places):
+            param.tensor_model_parallel, param.partition_dim = True, placement.dim
+
+    def set_gradients(self, optimizer: Any, step: int) -> None:
+        grads = per_rank(self.row, step, 0, 0)
+        for param, grad, (mesh, placements) in zip(self.params, grads, self.places):
+            param.grad = distribute_tensor(grad.to(self.device), mesh, placements).to_local()
+
+    def full(self, optimizer: Any) -> list[Tensor]:
+        cut = zip(self.params, self.places)
+        whole = [DTensor.from_local(param.detach(), mesh, placements) for param, (mesh, placements) in cut]
+        return [value.full_tensor().to("cpu", torch.float64, copy=True) for value in whole]
+
+
 class Experts(Placed):
     """Stacks of experts on a mesh of their own, other tensors on another, and small ones plain on every rank."""
 
@@ -245,7 +265,8 @@ def take_step(row: LayoutRow, place: Any, optimizer: Any, expression: str, step:
 def beside_one_device(row: LayoutRow, expression: str, alone: str, device: torch.device) -> dict[str, Any]:
     """How far a contender on the layout is from itself on one device."""
     one = trained(row, OneDevice(row, device), alone or expression)
-    there = trained(row, PLACES[row.layout](row, device), expression)
+    place = MegatronParallel if library_of(expression) == "megatron" else PLACES[row.layout]
+    there = trained(row, place(row, device), expression)
     bits = all(torch.equal(*pair) for step in zip(one, there) for pair in zip(*step))
     return {"bits": bits, "error": apart(there, one)}
 
@@ -341,6 +362,10 @@ _LIKE_EMERGING = (
     'ns_coefficients="quintic", adjust_lr_fn="spectral")'
 )
 _EMERGING = "emerging_optimizers.orthogonalized_optimizers.Muon(params, lr=1e-3, momentum=0.9, weight_decay=0.1)"
+_MEGATRON = (
+    "megatron.core.optimizer.emerging_optimizers.TensorParallelMuon(params, lr=1e-3, momentum=0.9, weight_decay=0.1, "
+    'nesterov=False, tp_mode="{}")'
+)
 _ADAMW, _TORCH_ADAMW = f"tilestep.AdamW(params, {ADAM})", f"torch.optim.AdamW(params, {ADAM}, fused=True)"
 _CLIPPED = f"tilestep.AdamW(params, {ADAM}, max_grad_norm=0.1)"
 _INT8 = f'tilestep.AdamW(params, {ADAM}, state_dtype="int8")'
@@ -386,6 +411,17 @@ LAYOUTS: list[LayoutRow] = [
     LayoutRow("tp/Muon", _TILESTEP_MUON, _TORCH_MUON, shapes=MATRICES),
     LayoutRow("tp/NorMuon-dion", _LIKE_DION, _DION, shapes=MATRICES),
     LayoutRow("tp/Muon-emerging_optimizers", _LIKE_EMERGING, _EMERGING, shapes=MATRICES),
+    *(
+        LayoutRow(
+            f"tp/Muon-megatron-{mode}",
+            _LIKE_EMERGING,
+            _MEGATRON.format(mode)[:-1]
+            + ", pg_collection=megatron.core.process_groups_config.ProcessGroupCollection(tp=mesh.get_group()))",
+            their_alone=_MEGATRON.format(mode),
+            shapes=MATRICES,
+        )
+        for mode in ("duplicated", "distributed", "blockwise")
+    ),
     LayoutRow("experts/AdamW", _ADAMW, _TORCH_ADAMW, shapes=_EXPERTS),
     LayoutRow("experts/AdamW-foreach", _ADAMW, f"torch.optim.AdamW(params, {ADAM}, foreach=True)", shapes=_EXPERTS),
     LayoutRow(

@@ -26,6 +26,7 @@ LIBRARIES = {
     "schedulefree": "pip install schedulefree",
     "emerging_optimizers": "pip install emerging-optimizers, for Python 3.12",
     "dion": "pip install git+https://github.com/microsoft/dion",
+    "megatron": "pip install megatron-core",
     "apex": "from the source of github.com/NVIDIA/apex, with nvcc",
 }
 """The libraries that rows name, and how to install them."""
@@ -51,8 +52,8 @@ def results() -> dict[str, Any]:
 
 def rows_of(part: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Name, device and result of the rows whose names begin with a part, name by name."""
-    names = dict.fromkeys(name for result in results().values() for name in result["rows"])
-    for name in names:
+    names = {name for result in results().values() for name in result["rows"]}
+    for name in sorted(names, key=str.lower):
         if name.partition("/")[0] == part:
             for device, result in results().items():
                 if name in result["rows"]:
@@ -174,7 +175,7 @@ def counts() -> Rows:
 
 
 TABLES = {"machines": machines, "missing": missing, "worse": worse, "counts": counts}
-SPREAD = ("fsdp2", "tp", "experts", "zero", "accumulation", "resume", "resume-fsdp2")
+SPREAD = ("fsdp2", "tp", "experts", "zero", "accumulation", "offload", "resume", "resume-fsdp2")
 
 
 def _text(name: str) -> str:

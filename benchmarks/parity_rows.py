@@ -24,7 +24,7 @@ from torch import Tensor
 import tilestep
 from tilestep.optimizer.masters import exact_values
 
-__all__ = ["ROWS", "Resume", "Row", "apart", "built", "drawn", "gradients", "library_of", "moved", "trained"]
+__all__ = ["Beside", "ROWS", "Resume", "Row", "apart", "built", "drawn", "gradients", "library_of", "moved", "trained"]
 
 Shapes = tuple[tuple[int, ...], ...]
 MIXED: Shapes = ((96, 64), (257, 33), (301,), (8, 3, 5, 5))
@@ -67,6 +67,21 @@ class Resume:
     theirs: str
     shapes: Shapes = LARGE
     dtype: torch.dtype = torch.float32
+    needs: str = ""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """An optimizer whose state is elsewhere, beside itself with its state on the device."""
+
+    name: str
+    ours: str
+    our_plain: str
+    theirs: str
+    their_plain: str
+    shapes: Shapes = LARGE
+    dtype: torch.dtype = torch.float32
+    max_norm: float | None = None
     needs: str = ""
 
 
@@ -128,7 +143,7 @@ class Run:
     overwrites: bool = False
 
 
-def trained(expression: str, row: Row, device: torch.device, dtype: torch.dtype) -> Run:
+def trained(expression: str, row: Row | Beside, device: torch.device, dtype: torch.dtype) -> Run:
     """Train with the gradients of a row."""
     params = [torch.nn.Parameter(value.to(dtype)) for value in drawn(row.shapes, row.dtype, device)]
     optimizer = built(expression, params)
@@ -239,7 +254,19 @@ def continued(row: Resume, device: torch.device) -> dict[str, Any]:
     return {"ours": resumed(row.ours, row, device), "theirs": resumed(row.theirs, row, device)}
 
 
-RUN: dict[type, Callable[[Any, torch.device], dict[str, Any]]] = {Row: moved, Resume: continued}
+def elsewhere(row: Beside, device: torch.device) -> dict[str, Any]:
+    """Run a row of states that are elsewhere."""
+    found = {}
+    for who, there, plain in (("ours", row.ours, row.our_plain), ("theirs", row.theirs, row.their_plain)):
+        runs = [trained(expression, row, device, row.dtype).weights for expression in (there, plain)]
+        found[who] = {
+            "bits": all(torch.equal(*pair) for step in zip(*runs) for pair in zip(*step)),
+            "error": apart(*runs),
+        }
+    return found
+
+
+RUN: dict[type, Callable[[Any, torch.device], dict[str, Any]]] = {Row: moved, Resume: continued, Beside: elsewhere}
 
 ADAM = "lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1"
 _adam = partial(formulas.adam, 1e-3, (0.9, 0.99), 1e-8, 0.1)
@@ -259,9 +286,9 @@ _TORCH = {
     "ASGD": "lr=1e-2, weight_decay=0.1",
     "Adafactor": "lr=1e-2, weight_decay=0.1",
 }
-_FUSED = ("Adam", "SGD", "Adagrad")
+_FUSED = ("Adam", "SGD")
 
-ROWS: list[Row | Resume] = [
+ROWS: list[Row | Resume | Beside] = [
     Row("torch/AdamW", f"tilestep.AdamW(params, {ADAM})", f"torch.optim.AdamW(params, {ADAM}, fused=True)", _adam()),
     Row(
         "torch/AdamW-clip",
@@ -534,6 +561,30 @@ ROWS: list[Row | Resume] = [
         "tilestep.LAMB(params, lr=1e-2, eps=1e-6, weight_decay=0.1)",
         "apex.optimizers.FusedLAMB(params, lr=1e-2, eps=1e-6, weight_decay=0.1, max_grad_norm=1e9)",
         formulas.lamb(1e-2, (0.9, 0.999), 1e-6, 0.1),
+        needs="cuda",
+    ),
+    Beside(
+        "offload/AdamW-torchao",
+        f"tilestep.offload(lambda: tilestep.AdamW(params, {ADAM}))",
+        f"tilestep.AdamW(params, {ADAM})",
+        f"torchao.optim.CPUOffloadOptimizer(params, torch.optim.AdamW, {ADAM}, fused=True)",
+        f"torch.optim.AdamW(params, {ADAM}, fused=True)",
+        needs="cuda",
+    ),
+    Beside(
+        "offload/AdamW-bitsandbytes",
+        f"tilestep.offload(lambda: tilestep.AdamW(params, {ADAM}))",
+        f"tilestep.AdamW(params, {ADAM})",
+        f"bitsandbytes.optim.PagedAdamW(params, {ADAM})",
+        f"bitsandbytes.optim.AdamW(params, {ADAM})",
+        needs="cuda",
+    ),
+    Beside(
+        "offload/AdamW8bit-bitsandbytes",
+        f'tilestep.offload(lambda: tilestep.AdamW(params, {ADAM}, state_dtype="int8"))',
+        f'tilestep.AdamW(params, {ADAM}, state_dtype="int8")',
+        f"bitsandbytes.optim.PagedAdamW8bit(params, {ADAM})",
+        f"bitsandbytes.optim.AdamW8bit(params, {ADAM})",
         needs="cuda",
     ),
     Resume("resume/torch-AdamW", f"tilestep.AdamW(params, {ADAM})", f"torch.optim.AdamW(params, {ADAM}, fused=True)"),
