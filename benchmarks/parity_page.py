@@ -34,7 +34,7 @@ LIBRARIES = {
 Rows = list[tuple[str, ...]]
 SAME = "same bits"
 FAR = 3.0
-"""An update this many times as far from the formula as tilestep's is another one."""
+"""The other's update that is this many times as far from the formula as tilestep's does something else."""
 
 
 @functools.cache
@@ -68,14 +68,14 @@ def failed(found: dict[str, Any]) -> str:
     """How a row or a contender failed, or why it did not run; nothing if it ran."""
     if "failure" in found:
         text = found["failure"].replace("|", "/").replace("<", "").replace(">", "")
-        return f"fails: {text if len(text) < 160 else text[:157] + '...'}"
+        return f"fails: {text if len(text) < 120 else text[:117] + '...'}"
     if "missing" in found:
         return "not installed here"
     return found.get("skipped", "")
 
 
 def differs(found: dict[str, Any]) -> bool:
-    """Whether the other does something else than the formula."""
+    """Whether the other's update is much further from the formula."""
     return "theirs_error" in found and found["theirs_error"] > FAR * found["ours_error"]
 
 
@@ -84,7 +84,9 @@ def what_instead(found: dict[str, Any]) -> str:
     said = []
     if differs(found):
         known = "instead" in found and found["instead_error"] <= FAR * found["ours_error"] + 1e-5
-        said.append(f"{found['instead']} (to {number(found['instead_error'])})" if known else "differs")
+        said.append(
+            f"{found['instead']} (to {number(found['instead_error'])})" if known else found.get("because", "differs")
+        )
     if "theirs" in found.get("overwrites", ()):
         said.append("overwrites gradients")
     return "; ".join(said)
@@ -164,8 +166,8 @@ def counts() -> Rows:
         return lambda found: bool(found.get(who, {}).get(key))
 
     count("rows that ran", lambda found: not failed(found))
-    count("updates on one device", lambda found: "ours_error" in found)
-    count("... where the other's update is another one than the formula's", differs)
+    count("updates on one device, beside a formula", lambda found: "ours_error" in found)
+    count("... whose error is more than three times tilestep's in the other library", differs)
     count("layouts and checkpoints, beside one device and an unbroken run", lambda found: "ours" in found)
     count("... tilestep: the same bits", of("ours", "bits"))
     count("... tilestep: fails", of("ours", "failure"))

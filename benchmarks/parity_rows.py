@@ -44,6 +44,7 @@ class Row:
         theirs: an expression that makes the other.
         formula: the published rule in float64; none if the other library's own code runs on float64 tensors.
         instead: what the other does where it does not follow the formula, in words and as a formula.
+        because: why the other's update is further from the formula, where no other formula is behind it.
         needs: "cuda" for a row that runs on GPUs only.
     """
 
@@ -55,6 +56,7 @@ class Row:
     shapes: Shapes = MIXED
     dtype: torch.dtype = torch.float32
     max_norm: float | None = None
+    because: str = ""
     needs: str = ""
 
 
@@ -212,6 +214,8 @@ def moved(row: Row, device: torch.device) -> dict[str, Any]:
         "referee": "formula" if row.formula else "float64",
         "overwrites": [name for name, run in (("ours", ours), ("theirs", theirs)) if run.overwrites],
     }
+    if row.because:
+        found["because"] = row.because
     follows = {words: apart(theirs.weights, refereed(formula, row).weights) for words, formula in row.instead}
     if follows:
         words = min(follows, key=follows.__getitem__)
@@ -310,6 +314,7 @@ ROWS: list[Row | Resume | Beside] = [
         f"torch.optim.AdamW(params, {ADAM}, fused=True)",
         _adam(),
         dtype=torch.bfloat16,
+        because="has no masters: rounds to bfloat16 weights",
     ),
     *(
         Row(
@@ -435,6 +440,7 @@ ROWS: list[Row | Resume | Beside] = [
             f"torchao.optim.{kind}(params, {ADAM})",
             _adam(),
             shapes=LARGE,
+            because="stores some second moments as 0" if kind == "AdamWFp8" else "",
         )
         for kind, ours in {"AdamW8bit": "int8", "AdamW4bit": "int4", "AdamWFp8": "float8_e4m3"}.items()
     ),
