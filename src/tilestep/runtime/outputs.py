@@ -34,8 +34,7 @@ class OutputTables:
         reported = [entry.output for entry in entries if entry.output.reduce != "or"]
         self.names, self.reduces = [one.name for one in reported], [one.reduce for one in reported]
         self._entries = entries
-        self._rest = [entry for entry in entries if not has_kernels or entry.tile is None]
-        """The outputs that torch evaluates."""
+        self._divide([entry for entry in entries if not has_kernels or entry.tile is None])
         self.measures = False
         self.has_run = False  # whether its passes have run in this step
         device, self._marks = segment.device, any(entry.output.reduce == "or" for entry in entries)
@@ -53,19 +52,19 @@ class OutputTables:
         self.writes = np.zeros(len(tensors), dtype=np.int64)
         """Versions of these that the step's own torch operations have counted."""
 
+    def _divide(self, rest: list[Traced]) -> None:
+        """Let torch evaluate these outputs, and kernels the others."""
+        self._rest = rest
+        self._marks_by_torch = any(entry.output.reduce == "or" for entry in rest)
+        self.by_kernels = any(entry.output.reduce != "or" for entry in self._entries if entry not in rest)
+        """Whether kernels compute reports."""
+        leaves = [leaf for entry in rest for leaf in entry.leaves]
+        self.reads_gradients = any(kind == "moves" or buffer == "grad" for kind, buffer, _ in leaves)
+        """Whether torch evaluates outputs of gradients."""
+
     def use_torch(self) -> None:
         """Evaluate the reports with torch: their kernels cannot be built."""
-        self._rest = [entry for entry in self._entries if entry in self._rest or entry.output.reduce != "or"]
-
-    @property
-    def by_kernels(self) -> bool:
-        """Whether kernels compute reports."""
-        return any(entry.output.reduce != "or" for entry in self._entries if entry not in self._rest)
-
-    @property
-    def reads_gradients(self) -> bool:
-        """Whether torch evaluates outputs of gradients."""
-        return any(kind == "moves" or buffer == "grad" for entry in self._rest for kind, buffer, _ in entry.leaves)
+        self._divide([entry for entry in self._entries if entry in self._rest or entry.output.reduce != "or"])
 
     def bits(self, position: int) -> torch.Tensor:
         """int32[words], a view of the bits of the tensor at this position."""
@@ -78,19 +77,18 @@ class OutputTables:
             self.has_run = True
 
     @property
+    def is_by_torch(self) -> bool:
+        """Whether torch evaluates outputs of this step."""
+        return bool(self._rest) and (self.measures or self._marks_by_torch)
+
+    @property
     def _due(self) -> list[Traced]:
         return [entry for entry in self._rest if self.measures or entry.output.reduce == "or"]
 
     @property
-    def is_by_torch(self) -> bool:
-        """Whether torch evaluates outputs of this step."""
-        return bool(self._due)
-
-    @property
     def _sees_writes(self) -> bool:
         """Whether torch operations write parameters: those of passes or of a streamer."""
-        is_by_torch = any(entry.output.reduce == "or" for entry in self._rest)
-        return self._marks and (is_by_torch or self._segment.streamer is not None)
+        return self._marks and (self._marks_by_torch or self._segment.streamer is not None)
 
     def begin(self) -> None:
         """Before the passes: copy old values for outputs that torch evaluates."""
@@ -99,7 +97,7 @@ class OutputTables:
             self.totals.zero_()  # no range of tiles has empty tensors
         if self._sees_writes:
             self._versions = list(map(sum_of_versions, self.watched))
-        self._before = [self._old(position) for position in self._settled()] if self._due else []
+        self._before = [self._old(position) for position in self._settled()] if self.is_by_torch else []
 
     def _settled(self) -> range:
         """The positions of tensors. Streamed arrays that are read have arrived."""
