@@ -15,15 +15,21 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import tilestep
+from tilestep.stats import Output
 
-PLACEMENTS = ([Shard(0)], [Shard(1)], [Replicate()])
+PLACEMENTS = ([Shard(0)], [Shard(1)], [Replicate()], [Shard(0)])
+FEW_ROWS = -9.0 - torch.arange(14.0).view(2, 7)  # of which a rank has none
+OUTPUTS = (
+    Output("highest", lambda stored: stored.new("param"), "max"),
+    Output("total", lambda stored: stored.new("param"), "sum"),
+)
 
 
 def pair(**options: Any) -> tuple[Any, list[Any], Any, list[Any]]:
     """An optimizer of DTensors, and one of the same whole tensors."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
-    whole = [nn.Parameter(torch.randn(5, 7)) for _ in PLACEMENTS]
+    whole = [*(nn.Parameter(torch.randn(5, 7)) for _ in PLACEMENTS[1:]), nn.Parameter(FEW_ROWS.clone())]
     parts = [
         nn.Parameter(distribute_tensor(param.detach().clone(), mesh, placements))
         for param, placements in zip(whole, PLACEMENTS)
@@ -45,7 +51,7 @@ def give(parts: list[Any], whole: list[Any], seed: int) -> None:
 
 
 def statistics_are_the_whole_tensors_in_one_message() -> None:
-    optimizer, parts, expected, whole = pair(stats=tilestep.Stats(every=2))
+    optimizer, parts, expected, whole = pair(stats=tilestep.Stats(every=2, outputs=OUTPUTS))
     messages = 0
     reduce = dist.all_reduce
 
@@ -63,6 +69,7 @@ def statistics_are_the_whole_tensors_in_one_message() -> None:
         assert messages == (step % 2 == 0)
     mine, theirs = optimizer.stats.read(), expected.stats.read()
     assert mine.keys() == theirs.keys()
+    assert theirs["0.3"]["highest"] == whole[3].max() < 0
     for name in mine:
         for column, number in theirs[name].items():
             assert mine[name][column] == pytest.approx(number, rel=1e-5, abs=1e-12), (name, column)

@@ -15,6 +15,7 @@ from ..tensor_table import sum_of_versions
 from .segment import Segment
 
 WORD = 32  # elements whose bits are in one word
+NOTHING = {"sum": 0.0, "max": -math.inf}  # the reduction of no elements
 
 
 def extent_of(tensor: torch.Tensor) -> int:
@@ -94,7 +95,8 @@ class OutputTables:
         """Before the passes: copy old values for outputs that torch evaluates."""
         self.has_run = True
         if self.measures and is_host(self.totals.device):
-            self.totals.zero_()  # no range of tiles has empty tensors
+            # No range of tiles has empty tensors.
+            self.totals.copy_(torch.tensor([NOTHING[reduce] for reduce in self.reduces], dtype=torch.float64))
         if self._sees_writes:
             self._versions = list(map(sum_of_versions, self.watched))
         self._before = [self._old(position) for position in self._settled()] if self.is_by_torch else []
@@ -167,8 +169,9 @@ class OutputTables:
         if output.reduce == "or":
             self._mark(position, values)
             return
-        largest = output.reduce == "max" and values.numel()
-        total = values.amax() if largest else values.sum(dtype=torch.float64)
+        total: torch.Tensor | float = NOTHING[output.reduce]
+        if values.numel():
+            total = values.amax() if output.reduce == "max" else values.sum(dtype=torch.float64)
         self.totals[position, self.names.index(output.name)] = total
 
     def _mark(self, position: int, flags: torch.Tensor) -> None:

@@ -325,7 +325,9 @@ class Measurer:
         raw = self._nothing.expand(len(self.names), len(self._raw)).clone()
         for part in self._parts:
             part.put_into(raw)
+        # The largest element of an empty parameter is 0.
         raw = self._together(raw)
+        raw = raw.masked_fill_((self._numel == 0)[:, None] & (raw == -math.inf), 0.0)
         column = dict(zip(self._raw, raw.unbind(1)))
         inverse = self._engines[0].control[INVERSE_SCALE]
         wrong = ~column["grad_max"].isfinite() & ~column["grad_zeros"].isnan()
@@ -354,7 +356,7 @@ class Measurer:
         missing = raw.isnan() & raw[:, 2:3].isnan()
         sums = torch.where(missing, 0.0, raw)[:, self._sums] * self._share
         present = (~missing[:, 2]).to(torch.float64)[:, None] * self._share
-        extremes = torch.where(missing, 0.0, raw)[:, self._extremes]
+        extremes = torch.where(missing, -math.inf, raw)[:, self._extremes]
         message = torch.cat([sums.reshape(-1), present.reshape(-1)])
         is_one = self._sharers.size <= _ONE_MESSAGE
         if is_one:

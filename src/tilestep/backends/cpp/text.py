@@ -197,9 +197,7 @@ class Reduced:
         """The statement that combines the results of a tensor's tiles."""
         tiles = f"launch->{self.prefix}partials + {self.slot}, {self.width}, first, stop"
         total = f"total_of<{OPERATIONS[self.reduction.operation]}>({tiles})"
-        # An output of an empty tensor stays 0.
-        there = "if (first < stop) " if self.prefix else ""
-        return f"    {there}launch->{self.prefix}sums[t * {self.width} + {self.slot}] = {total};"
+        return f"    launch->{self.prefix}sums[t * {self.width} + {self.slot}] = {total};"
 
 
 def clause_of(reduced: Iterable[Reduced]) -> str:

@@ -412,7 +412,7 @@ def add_count(totals, flags):
 def sum_up_reports(
     partials, starts, stops, extremes, results, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Combine runs of a table's rows in a fixed order: sums, or the largest in columns of extremes; 0 of no rows.
+    """Combine runs of a table's rows in a fixed order: sums, or the largest in columns of extremes, -inf of no rows.
 
     partials[rows][COLUMNS]; starts, stops [runs]; extremes[COLUMNS], 1 for those; results[runs][COLUMNS] in float64.
     """
@@ -432,7 +432,7 @@ def sum_up_reports(
         largest = larger(largest, tl.where(there, part, float("-inf")))
         row += BLOCK
     is_extreme = tl.load(extremes + tl.arange(0, WIDTH), mask=tl.arange(0, WIDTH) < COLUMNS, other=0.0) != 0.0
-    result = tl.where(is_extreme & (stop > start), tl.reduce(largest, 0, larger), tl.sum(added, 0))
+    result = tl.where(is_extreme, tl.reduce(largest, 0, larger), tl.sum(added, 0))
     tl.store(results + run * COLUMNS + tl.arange(0, WIDTH), result, mask=tl.arange(0, WIDTH) < COLUMNS)
 
 
