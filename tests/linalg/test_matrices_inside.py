@@ -13,8 +13,10 @@ from state_files import saved_and_loaded
 
 import tilestep
 from tilestep.backends.eager import EagerPasses
+from tilestep.linalg.orthogonal import work
 from tilestep.linalg.views import find_matrices
 from tilestep.runtime import engine
+from tilestep.schedules.zero.core import divisions_of
 
 
 class Case(NamedTuple):
@@ -360,3 +362,19 @@ def test_matrices_are_found_by_the_larger_dimensions() -> None:
     with pytest.raises(ValueError, match="convolution"):
         find_matrices((2, 8, 7, 7))
     assert find_matrices((2, 3, 4))[0].count(24) == 2
+
+
+def test_shard_deals_matrices_by_their_operations() -> None:
+    numbers = [1e-7, *[3.4445, -4.775, 2.0315] * 5]
+    expected = {
+        ((64, 32), ()): work(64, 32, numbers),
+        ((6, 64, 32), ()): 6 * work(64, 32, numbers),
+        ((64, 16, 3, 3), (("flatten", True),)): work(64, 144, numbers),
+        ((64, 32), (("heads", 4),)): 4 * work(16, 32, numbers),
+        ((64, 32), (("splits", (10, 6)),)): work(40, 32, numbers) + work(24, 32, numbers),
+        ((3, 64, 32), (("splits", (40, 24)),)): 3 * (work(40, 32, numbers) + work(24, 32, numbers)),
+    }
+    for (shape, given), operations in expected.items():
+        param = torch.nn.Parameter(torch.zeros(shape))
+        optimizer = tilestep.Muon([{"params": [param], **dict(given)}], lr=0.1)
+        assert divisions_of(optimizer)[param].cost == int(operations)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +17,6 @@ from ..compat import fake_mode_is_active, has_memory, is_fake, resolved
 from ..errors import GradientError, MatrixError, StateError
 from ..garbage import without_collections
 from ..graph import Graph
-from ..linalg.batches import work_of
 from ..linalg.views import Cut, Matrices, leading_dims
 from ..placement import (
     LocalGradients,
@@ -49,7 +47,7 @@ from ..storage import entries_of
 from .control import DeviceControl
 from .groups import about_group, check_flags, deciding_keys
 from .masters import MASTER_KEYS, Masters, check_master
-from .matrices import Seen, check_cut, check_matrices, check_patterns, is_cut, matrix_options, seen_by
+from .matrices import Seen, check_cut, check_matrices, check_patterns, is_cut, matrix_options, matrix_work, seen_by
 from .parameters import (
     Optimizer,
     check_not_shared,
@@ -171,12 +169,9 @@ class _Planned:
 
     def work(self, matrices: Matrices | None) -> float:
         """Floating-point operations for such matrices of this rank and of those that it shares them with."""
-        shape, lead = self.share.holder.shape, self.kind.lead
-        rows, columns = shape[-2:] if matrices is None else (matrices.rows, matrices.columns)
-        count = math.prod((*self.share.local.shape[:lead], *shape[lead:])) / max(rows * columns, 1)
-        if matrices is not None and matrices.cut is not None:
-            count = math.prod(self.share.local.shape[:lead])
-        return count * work_of(self.spec.program.matrices, self.share.group, rows, columns)
+        lead = self.kind.lead
+        shape = (*self.share.local.shape[:lead], *self.share.holder.shape[lead:])
+        return matrix_work(self.spec.program.matrices, self.share.group, shape, matrices)
 
 
 @dataclass

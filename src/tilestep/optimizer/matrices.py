@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,6 +11,8 @@ import torch
 
 from ..errors import GradientError, MatrixError
 from ..graph import Graph, combines, is_matrix_work, stacked
+from ..graph.partition import MatrixProgram
+from ..linalg.batches import work_of
 from ..linalg.views import Matrices, find_matrices, leading_dims
 from ..placement import Share, is_distributed, is_whole
 from ..placement.local import sharded_dims
@@ -140,6 +143,17 @@ def _graph_of_matrices(
     if cut is not None and graph.scalar_states:
         raise GradientError(f"{rule.name} keeps {graph.scalar_states[0]!r}, one number for all splits: leave them out")
     return graph if matrices.rows * matrices.columns == shape.numel() else stacked(graph)
+
+
+def matrix_work(
+    program: MatrixProgram, group: Mapping[str, Any], shape: Sequence[int], matrices: Matrices | None
+) -> float:
+    """Floating-point operations of a step for such matrices inside of a tensor of this shape."""
+    rows, columns = shape[-2:] if matrices is None else (matrices.rows, matrices.columns)
+    count = math.prod(shape) / max(rows * columns, 1)
+    if matrices is not None and matrices.cut is not None:
+        count = math.prod(shape[: matrices.cut.dim])
+    return count * work_of(program, group, rows, columns)
 
 
 def is_cut(seen: Sequence[Seen]) -> bool:

@@ -14,6 +14,7 @@ from ...errors import RuleError, StateError
 from ...optimizer import Optimizer
 from ...optimizer.build import spec_of
 from ...optimizer.masters import MASTER_KEYS
+from ...optimizer.matrices import matrix_work, seen_by
 from ...optimizer.parameters import iter_params
 from ...optimizer.states import TRAINING
 from ...placement import Listed, Placement, Ranks, ReductionGroup, Share, SharedSums
@@ -26,8 +27,8 @@ from .tensor_piece import ShardedTensorPiece
 def divisions_of(optimizer: Optimizer) -> dict[torch.Tensor, Division]:
     """For each parameter, whether one rank owns all of it, or where it may be cut."""
     # A parameter stays whole if its rule does more than elementwise operations and reductions over the whole tensor.
-    # The cost of a matrix product (Muon) is the number of elements times the shorter side; the cost of operations on
-    # rows and columns is the number of elements.
+    # The cost of matrix work (Muon) is its operations; the cost of operations on rows and columns is the number of
+    # elements.
     divisions: dict[torch.Tensor, Division] = {}
     for label, _, group, param in iter_params(optimizer):
         spec = spec_of(optimizer.rule_of(group), group, param, label=label)
@@ -40,8 +41,11 @@ def divisions_of(optimizer: Optimizer) -> dict[torch.Tensor, Division]:
                 f"{label}: rule {graph.title} needs whole tensors, which would be spread over the ranks, and reduces "
                 "over all of them; that is not supported by shard()"
             )
-        is_product = program.matrices.scratch and param.dim() > 1
-        divisions[param] = Division(cost=param.numel() * (min(param.shape[-2:]) if is_product else 1))
+        cost = float(param.numel())
+        if program.matrices.scratch and param.dim() > 1:
+            seen = seen_by(optimizer.rule_of(group), group, param.shape, label=label)
+            cost = sum(matrix_work(program.matrices, group, param.shape, one.matrices) for one in seen)
+        divisions[param] = Division(cost=int(cost))
     return divisions
 
 
