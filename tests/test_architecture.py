@@ -39,7 +39,7 @@ LAYERS = (
     ("stats",),
     ("optimizer", "memory.memory"),
     ("amp", "schedules", "memory"),
-    ("describe", "planning", "tracing", "checking"),
+    ("describe", "planning", "tracing", "checking", "eject"),
     ("bench", "cli", "integrations"),
 )
 """From the ground up. A module imports from its own layer and from those before it."""

@@ -18,6 +18,7 @@ TESTS = Path(__file__).parents[1]
 FOLDERS = (
     "amp",
     "combinations",
+    "eject",
     "fuzz",
     "memory",
     "placement",

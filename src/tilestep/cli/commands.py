@@ -178,6 +178,43 @@ def demo(
 
 
 @app.command()
+def eject(
+    rule: RuleName,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="File to write; without it the text is printed.")
+    ] = None,
+    clip: Annotated[bool, typer.Option("--clip", help="With max_grad_norm.")] = False,
+    masters: Masters = "",
+    state_dtype: StateDtype = "",
+    test: Annotated[
+        bool, typer.Option("--test", help="With -o x.py, write test_x.py too; alone, print the test.")
+    ] = False,
+    settings: Words = None,
+) -> None:
+    """Write a rule as one readable file that needs torch and Triton alone, to be copied into a project.
+
+    It has one optimizer, named as the rule, with the same arguments, state and steps as tilestep's.
+    """
+    from ..eject import Request, ejected, ejected_test
+
+    loaded = load_rule(rule)
+    formats = parse_formats(state_dtype, masters)
+    del formats["rounding"]
+    request = Request(loaded, parse_settings(settings, loaded), clip=clip, **formats)
+    if output is None:
+        print(ejected_test(request, loaded.name.lower()) if test else ejected(request), end="")
+        return
+    if not (output.suffix == ".py" and output.stem.isidentifier()):
+        raise typer.BadParameter(f"{output} is no name of a Python module: name it {loaded.name.lower()}.py, say")
+    files = {output: ejected(request)}
+    if test:
+        files[output.with_name(f"test_{output.name}")] = ejected_test(request, output.stem)
+    for path, text in files.items():
+        path.write_text(text, encoding="utf-8")
+        print(f"written: {path}")
+
+
+@app.command()
 def plan(
     size: Annotated[str, typer.Argument(help="Elements of all parameters: 1.2B, 350M, 7e9.")],
     rule: RuleOption = "AdamW",

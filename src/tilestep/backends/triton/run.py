@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -19,7 +20,7 @@ from ...runtime.decision import StepInputs
 from ...runtime.outputs import chunks_of
 from ...runtime.passes import Passes
 from ...runtime.segment import Entry, Segment, TileRange
-from ...tuning import tile_shape
+from ...tuning import TileShape, tile_shape
 from ..decision import Decision, numbers_of
 from ..outputs import PassOutputs
 from ..spec import KernelSpec, Output, Tiles, cut_tiles
@@ -57,6 +58,35 @@ def _module(spec: KernelSpec) -> ModuleType:
         _modules[id(spec)] = load_module(spec.name, triton_backend.source(spec))
         weakref.finalize(spec, _modules.pop, id(spec), None)
     return _modules[id(spec)]
+
+
+def tile_options(spec: KernelSpec, shape: TileShape) -> tuple[dict[str, int], dict[str, int]]:
+    """The constants of a pass over elements, but for what it unscales, and the options that limit its registers."""
+    constants = {"TILE": shape.tile, "SPAN": shape.span}
+    if not spec.has_blocks:
+        return constants, {}
+    constants["STAGES"] = shape.stages
+    constants["RUNS"] = min(max(shape.tile // (_run_of(spec) * shape.warps), 1), _MOST_RUNS)
+    is_small = spec.compute is torch.float32 and len(spec.arrays) <= _MOST_ARRAYS
+    return constants, {"maxnreg": _registers(spec, constants["RUNS"])} if is_small else {}
+
+
+def _run_of(spec: KernelSpec) -> int:
+    """Elements of a warp of which each thread has one run of neighbours."""
+    return 32 * _LOAD // spec.widest
+
+
+def _registers(spec: KernelSpec, runs: int) -> int:
+    """Registers of a thread of a pass over blocks that has so many runs of a block."""
+    count = len(spec.arrays)
+    if spec.widest > 2:
+        return _MORE_REGISTERS if count <= _MANY_ARRAYS else _WIDE_REGISTERS
+    if runs > 1:
+        # Two codes in a byte are worked out side by side.
+        has_pairs = any(array.elements == 2 for array in spec.arrays)
+        draws_more = spec.draws and (has_pairs or len(spec.draws) > 2)
+        return _MOST_REGISTERS if draws_more or count > _FEW_ARRAYS else _RUNS_REGISTERS
+    return _MORE_REGISTERS if spec.draws or count > _FEW_ARRAYS else _REGISTERS
 
 
 class TritonPasses(Passes):
@@ -213,11 +243,11 @@ class TritonPasses(Passes):
         """A tile pass over elements: over all tiles that these tables have, then over those walked by coordinates."""
         if not tiles:
             return []
-        size = {"TILE": self.shape.tile, "SPAN": span, "UNSCALE": unscale}
-        if spec.has_blocks:
-            # What measures has no registers left for more than one tile.
-            size["STAGES"] = self.shape.stages if spec is self._spec else 1
-            size["RUNS"] = min(max(self.shape.tile // (self._run * self._warps(spec)), 1), _MOST_RUNS)
+        # What measures has no registers left for more than one tile.
+        stages = self.shape.stages if spec is self._spec else 1
+        shape = replace(self.shape, warps=self._warps(spec), stages=stages)
+        own_constants = tile_options(spec, shape)[0]
+        size = {"TILE": own_constants.pop("TILE"), "SPAN": span, "UNSCALE": unscale, **own_constants}
         tile = spec.program.tiles[index]
         assert tile is not None
         own = triton_backend.output_pointers(PassOutputs(spec, tile))
@@ -235,34 +265,15 @@ class TritonPasses(Passes):
         # Sums that the update needs are added up in one order, measured or not.
         if spec is self._spec or not spec.has_blocks or spec.reduction_count:
             return self.shape.warps
-        return max(self.shape.warps, self.shape.tile // self._run)
-
-    @property
-    def _run(self) -> int:
-        """Elements of a warp of which each thread has one run of neighbours."""
-        return 32 * _LOAD // self._spec.widest
-
-    def _registers(self, runs: int) -> int:
-        """Registers of a thread of a pass over blocks that has so many runs of a block."""
-        spec, count = self._spec, len(self._spec.arrays)
-        if spec.widest > 2:
-            return _MORE_REGISTERS if count <= _MANY_ARRAYS else _WIDE_REGISTERS
-        if runs > 1:
-            # Two codes in a byte are worked out side by side.
-            has_pairs = any(array.elements == 2 for array in spec.arrays)
-            draws_more = spec.draws and (has_pairs or len(spec.draws) > 2)
-            return _MOST_REGISTERS if draws_more or count > _FEW_ARRAYS else _RUNS_REGISTERS
-        return _MORE_REGISTERS if spec.draws or count > _FEW_ARRAYS else _REGISTERS
+        return max(self.shape.warps, self.shape.tile // _run_of(spec))
 
     def _prepare(self, spec: KernelSpec, name: str, grid: int, constants: Mapping[str, int]) -> Launcher:
         kernel = getattr(_module(spec), f"{spec.name}_{name}")
         is_tile_pass, options = name.startswith("tile_pass"), {}
-        is_single = spec.compute is torch.float32
-        is_small = is_single and spec.has_blocks and len(spec.arrays) <= _MOST_ARRAYS
-        if is_single and spec is not self._spec:
+        if spec.compute is torch.float32 and spec is not self._spec:
             options = _MEASURING
-        elif is_small and is_tile_pass and not name.endswith("_strided"):
-            options = {"maxnreg": self._registers(constants.get("RUNS", 1))}
+        elif is_tile_pass and not name.endswith("_strided"):
+            options = tile_options(spec, self.shape)[1]
         warps = self._warps(spec) if is_tile_pass else 4
         return Launcher(kernel, grid, self._device, constants, num_warps=warps, **options, **EXACT)
 

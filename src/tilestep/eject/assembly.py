@@ -1,0 +1,497 @@
+"""One file of everything: the template with a rule's kernels, formulas, kinds and class in their places."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._version import __version__
+from ..backends.spec import KernelSpec
+from ..backends.triton.run import tile_options
+from ..optimizer.groups import check_group
+from ..optimizer.masters import MasterWeights, check_choice, master_kind
+from ..optimizer.states import SHORTEST, SMALLEST, starts_of
+from ..rules import Interval, Rule
+from ..storage import Array, codec_of
+from ..tuning import default_shape
+from .formulas import codec_functions, condition, formula, helpers_of
+from .kernels import Helpers, constant_lines, flat, merged, norm_functions, renamed
+from .kinds import SIZES, Kind, kinds_of
+from .layout import formatted
+
+_SCALAR_BLOCK = 128
+_FINISH_BLOCK = 1024
+
+
+class Code(str):
+    """Code in place of a value."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class Request:
+    """What a file is asked for: a rule, hyperparameters, and the options of the command."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        hyperparameters: Mapping[str, Any] | None = None,
+        *,
+        clip: bool = False,
+        master_weights: MasterWeights = False,
+        state_dtype: str | None = None,
+    ) -> None:
+        self.rule, self.clip, self.settings = rule, clip, dict(hyperparameters or {})
+        self.masters, self.state_dtype = master_weights, state_dtype
+        self.values = {**rule.hyperparameters, **self.settings}
+        check_choice(master_weights)
+        rule.check(self.values)
+        self.group = {**self.values, "master_weights": master_weights, "state_dtype": state_dtype}
+        check_group(rule, self.group)
+        kept = (torch.float32, torch.bfloat16)
+        masters = [dtype for dtype in kept if master_kind(dtype, self.group) is not None]
+        # Formats beside bfloat16 refuse other parameters.
+        self.dtypes = tuple(masters) if isinstance(master_weights, str) else kept
+        self.kinds = kinds_of(rule, self.group, self.dtypes)
+        self._name_kinds()
+
+    @property
+    def command(self) -> str:
+        """The command that makes the file."""
+        words = [f"tilestep eject {self.rule.name}"]
+        words += ["--clip"] if self.clip else []
+        words += [f"--masters {str(self.masters).lower()}"] if self.masters else []
+        words += [f"--state-dtype {self.state_dtype}"] if self.state_dtype else []
+        words += [f"--set {name}={_word(value)}" for name, value in self.settings.items()]
+        return " ".join(words)
+
+    def _name_kinds(self) -> None:
+        for kind in self.kinds:
+            alike = [other for other in self.kinds if other.dtype is kind.dtype]
+            name = _dtype(kind.dtype)
+            if len({frozenset(other.dims) for other in alike}) > 1 and any(o.graph.reads_shape for o in alike):
+                name += f"_{min(kind.dims)}d"
+            same = [other for other in alike if other.dims & kind.dims]
+            if len(same) > 1:
+                name += f"_{next(size for size in SIZES if size in kind.sizes)}"
+            kind.name = name
+
+    @property
+    def matters(self) -> tuple[bool, bool]:
+        """Whether dimensions, and sizes, make a difference."""
+        names = [kind.name for kind in self.kinds]
+        return any(re.search(r"_\dd", name) for name in names), any(name.endswith(SIZES) for name in names)
+
+
+def _word(value: Any) -> str:
+    text = str(value).replace(" ", "")
+    return text.lower() if isinstance(value, bool) or value is None else text
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def ejected(request: Request) -> str:
+    """The text of the file."""
+    rule, kinds = request.rule, request.kinds
+    specs = {kind.name: kind.spec for kind in kinds}
+    functions, names = merged(specs)
+    shape = ""
+    if request.clip:
+        own, shape = norm_functions(request.dtypes)
+        functions = own + functions
+    helpers, constants = Helpers().of(functions)
+    functions = helpers + functions
+    text = flat(functions)
+    formulas, called = _formulas(request)
+    regions: dict[str, str | bool] = {
+        "header": _header(request),
+        "globals": _globals(text, constants),
+        "settings": _settings(request),
+        "libdevice": "libdevice" in text,
+        "capability": "cuda_capability_geq" in text,
+        "constants": bool(constants),
+        "kernels": text + (f"{shape}\n\n" if shape else ""),
+        "formulas": flat(formulas),
+        "kinds": _kinds_text(request, names, called),
+        "signature": _signature(request),
+    }
+    has_codecs = any(not codec_of(storage).is_plain for kind in kinds for storage in kind.storages.values())
+    has_blocks = any(kind.spec.has_blocks for kind in kinds)
+    across = any(kind.spec.global_count for kind in kinds)
+    slices = any(kind.spec.program.slices.views or kind.graph.slice_states for kind in kinds)
+    whole = any(kind.spec.reduction_count or kind.spec.program.slices.views for kind in kinds)
+    follows = isinstance(request.masters, str)
+    for name, wanted in {
+        "codec": has_codecs,
+        "blocks": has_blocks,
+        "across": across,
+        "slice": slices,
+        "whole": whole,
+        "clip": request.clip,
+        "constexpr": "@constexpr_function" in text,
+        "versions": follows,
+    }.items():
+        regions[f"*{name}"] = wanted
+    return _filled(Path(__file__).with_name("template.py").read_text(), regions).replace("Ejected", rule.name)
+
+
+def _filled(template: str, regions: Mapping[str, str | bool]) -> str:
+    """The template with its regions replaced, kept or left out; a name with a star is the beginning of several."""
+    groups = {name[1:]: value for name, value in regions.items() if name.startswith("*")}
+    lines: list[str] = []
+    inside: list[tuple[str, str | bool]] = []
+    for line in template[template.index("# {header\n") :].splitlines():
+        opens, closes = re.fullmatch(r"\s*# \{(\w+)", line), re.fullmatch(r"\s*# (\w+)\}", line)
+        if opens:
+            name = opens[1]
+            wanted = regions.get(name, groups.get(name.partition("_")[0]))
+            if wanted is None:
+                raise KeyError(f"nothing says what becomes of the region {name}")
+            inside.append((name, wanted))
+            if isinstance(wanted, str):
+                lines += wanted.splitlines()
+        elif closes:
+            name, _ = inside.pop()
+            if name != closes[1]:
+                raise KeyError(f"the region {name} ends as {closes[1]}")
+        elif all(wanted is True for _, wanted in inside):
+            lines.append(line)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _header(request: Request) -> str:
+    rule = request.rule
+    about = (inspect.cleandoc(rule.__doc__ or rule.name)).splitlines()[0].rstrip(".")
+    kept = " and ".join(_dtype(dtype) for dtype in request.dtypes)
+    return f'''# Made by tilestep {__version__}:
+#     {request.command}
+# Make it anew instead of changing it. It needs torch, and Triton where parameters are on a GPU; not tilestep.
+"""{rule.name}: {about}.
+
+Parameters of {kept} are updated by a few launches, whatever their number; on CPUs by plain PyTorch.
+From top to bottom: Triton functions; the rule's formulas on torch tensors; the kinds of parameters that there are
+kernels for; the tables that kernels read; the optimizer.
+"""
+
+'''
+
+
+def _globals(text: str, constants: Mapping[str, Any]) -> str:
+    lines = [f"{name}: Any = None" for name in ("libdevice", "cuda_capability_geq") if name in text]
+    for name, value in constants.items():
+        lines += constant_lines(name, value)
+    lines += formatted([f"CONSTANTS = {_literal(tuple(constants))}"]) if constants else []
+    return "\n".join(lines)
+
+
+def _quoted(text: str) -> str:
+    return f'"{text}"'
+
+
+def _settings(request: Request) -> str:
+    lines = formatted([f"VALUES: dict[str, Any] = {_literal(request.values)}"])
+    lines.append('"""Hyperparameters as this file was made for them; those that are numbers may have other values."""')
+    lines.append("")
+    if request.clip:
+        order = [dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)]
+        lines += formatted([f"NORM_DTYPES = ({', '.join(map(str, order))})"])
+    if isinstance(request.masters, str):
+        keys = sorted({key for kind in request.kinds for key in [_master_key(kind, request.group)] if key})
+        lines.append(
+            f"FOLLOWING = {{{', '.join(map(_quoted, keys))}}}  # what a write by other code to a parameter voids"
+        )
+    by_rows = any(kind.spec.has_blocks or kind.spec.program.slices.views for kind in request.kinds)
+    lines.append(f"FREE_ORDER = {not by_rows}  # whether dimensions may lie in memory in any order")
+    return "\n".join(lines)
+
+
+def _master_key(kind: Kind, group: Mapping[str, Any]) -> str:
+    master = master_kind(kind.dtype, group)
+    return "" if master is None or master.sees_writes else master.key
+
+
+def _literal(value: Any) -> str:
+    """A value as code, in double quotes."""
+    if isinstance(value, Code):
+        return str(value)
+    if isinstance(value, str):
+        return _quoted(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_literal(key)}: {_literal(entry)}" for key, entry in value.items()) + "}"
+    if isinstance(value, (tuple, list)):
+        inside = ", ".join(map(_literal, value))
+        return f"({inside},)" if len(value) == 1 else f"({inside})"
+    if isinstance(value, float) and value in (float("inf"), float("-inf")):
+        return "math.inf" if value > 0 else "-math.inf"
+    return repr(value)
+
+
+def _formulas(request: Request) -> tuple[list[list[str]], dict[str, str]]:
+    """The formulas of all kinds and of their formats, each once; and the name of each kind's own."""
+    rule, functions = request.rule, list[list[str]]()
+    called: dict[str, str] = {}
+    seen: dict[str, str] = {}
+    about = "The rule, on numbers in float32; hyperparameters and sums are in float64."
+    for kind in request.kinds:
+        stem = kind.spec.name
+        lines = formula("FORMULA", kind.graph, rule.state_names, request.values, about)
+        text = "\n".join(lines)
+        if text not in seen:
+            seen[text] = stem if not seen else f"{stem}_{min(kind.dims)}d"
+            functions.append(renamed(lines, {"FORMULA": seen[text]}))
+        called[kind.name] = seen[text]
+    codecs: dict[str, list[list[str]]] = {}
+    for kind in request.kinds:
+        for storage in kind.storages.values():
+            codec = codec_of(storage)
+            if not codec.is_plain:
+                codecs.setdefault(storage.title, codec_functions(storage.title, codec))
+    own = [lines for listed in codecs.values() for lines in listed]
+    helpers = [text.strip().splitlines() for text in helpers_of(line for lines in own for line in lines).values()]
+    return [*helpers, *own, *functions], called
+
+
+def _kinds_text(request: Request, names: Mapping[str, Mapping[str, str]], called: Mapping[str, str]) -> str:
+    listed = {kind.name: _kind(request, kind, names[kind.name], called[kind.name]) for kind in request.kinds}
+    lines = formatted([f"KINDS = {_literal(listed)}"])
+    lines += ["", "", *formatted(_kind_of(request)), "", "", *formatted(_check(request)), "", ""]
+    return "\n".join(lines) + "\n"
+
+
+def _kind(request: Request, kind: Kind, names: Mapping[str, str], called: str) -> Code:
+    spec, rule = kind.spec, request.rule
+    starts = starts_of(rule, kind.graph.states, kind.dtype, request.group)
+    buffers = []
+    for name, storage in kind.storages.items():
+        if name == "grad":
+            continue
+        master = master_kind(kind.dtype, request.group)
+        begins: float | str = starts[name].init if name in starts else 0.0
+        if name == "param":
+            begins = "param" if master is None or master.begins_as_parameter else 0.0
+        arrays = tuple(_array(array) for array in storage.arrays(name))
+        words = [_literal(name), _literal(begins), _literal(arrays)]
+        if not codec_of(storage).is_plain:
+            words += [f"load_{storage.title}", f"store_{storage.title}"]
+        over = kind.graph.slice_states.get(name)
+        if over is not None:
+            words.append(f"over={kind.graph.dims - over[0]}")
+        buffers.append(Code(f"Buffer({', '.join(words)})"))
+    scalars = [(name, starts[name].init, Code(str(spec.scalar_dtype(name)))) for name in kind.graph.scalar_states]
+    fields: dict[str, Any] = {
+        "formula": Code(called),
+        "buffers": tuple(buffers),
+        "scalars": tuple(scalars),
+        "arrays": tuple(array.name for array in spec.arrays),
+        "hypers": spec.hypers,
+        "sizes": spec.sizes,
+        "columns": max(len(spec.program.columns), 1),
+        "reductions": max(spec.reduction_count, 1),
+        "span": default_shape(spec, "cuda").span,
+        "stages": tuple(_stages(spec, names)),
+    }
+    if any(kind.spec.global_count for kind in request.kinds):
+        fields["across"] = tuple(
+            tuple((slot, value.operation.removeprefix("global_")) for slot, value in scalar.global_reductions)
+            for scalar in spec.program.scalars
+        )
+    return Code(f"Kind({', '.join(f'{name}={_literal(value)}' for name, value in fields.items())})")
+
+
+def _array(array: Array) -> tuple[Any, ...]:
+    return array.name, Code(str(array.dtype)), array.elements
+
+
+def _stages(spec: KernelSpec, names: Mapping[str, str]) -> list[tuple[Any, ...]]:
+    """The launches of each stage: of the scalar pass, of the tiles' pass, and of what adds up sums."""
+    shape = default_shape(spec, "cuda")
+    constants, options = tile_options(spec, shape)
+    stages = []
+    for index, tile in enumerate(spec.program.tiles):
+        launches = [(names[f"scalar_pass_{index}"], "blocks", {"BLOCK": _SCALAR_BLOCK, "num_warps": 4})]
+        if tile is not None:
+            launches.append((names[f"tile_pass_{index}"], "tiles", {**constants, "num_warps": shape.warps, **options}))
+            if tile.reductions:
+                sums = {"SPAN": shape.span, "BLOCK": _FINISH_BLOCK, "num_warps": 4}
+                launches.append((names[f"finish_{index}"], "tensors", sums))
+        stages.append(tuple(launches))
+    return stages
+
+
+def _kind_of(request: Request) -> list[str]:
+    by_dims, by_size = request.matters
+    tree: dict[Any, Any] = {}
+    for kind in request.kinds:
+        own = tree.setdefault(Code(str(kind.dtype)), {} if by_dims or by_size else kind.name)
+        if not (by_dims or by_size):
+            continue
+        for dims in sorted(kind.dims) if by_dims else (None,):
+            if not by_size:
+                own[dims] = kind.name
+                continue
+            sizes = own.setdefault(dims, {}) if by_dims else own
+            sizes.update(dict.fromkeys(sorted(kind.sizes), kind.name))
+    dtypes = " and ".join(_dtype(dtype) for dtype in request.dtypes)
+    lines = [
+        f"BY_SHAPE: dict[Any, Any] = {_literal(tree)}",
+        "",
+        "",
+        "def kind_of(param: Any) -> str:",
+        '    """The kind of a parameter; raises for one that there are no kernels for."""',
+        "    kind = BY_SHAPE.get(param.dtype)",
+        "    if kind is None:",
+        f'        raise ValueError(f"a parameter is {{param.dtype}}; this file is for {dtypes}")',
+    ]
+    if by_dims:
+        lines += [
+            "    if param.ndim > 5:",
+            '        raise ValueError(f"a parameter has {param.ndim} dimensions; this file is for 5 at most")',
+            "    kind = kind[param.ndim]",
+        ]
+    if by_size:
+        lines += [
+            f"    if param.numel() < {SMALLEST}:",
+            '        return kind["small"]',
+        ]
+        if any(kind.spec.has_blocks for kind in request.kinds):
+            lines += [
+                "    columns = row_of(param.shape)[1]",
+                f"    if columns < {SHORTEST}:",
+                '        return kind.get("short", kind["large"])',
+                "    if param.shape[-1] % 2 or param.shape[-1] != columns:",
+                '        return kind.get("uneven", kind["large"])',
+            ]
+        lines.append('    return kind["large"]')
+    else:
+        lines.append("    return kind")
+    return lines
+
+
+def _check(request: Request) -> list[str]:
+    rule = request.rule
+    conditions = {name: _range(rule, name, value) for name, value in request.values.items()}
+    if request.clip:
+        conditions["max_grad_norm"] = 'group["max_grad_norm"] is None or group["max_grad_norm"] >= 0'
+    valid = ", ".join(f'"{name}": {text}' for name, text in conditions.items() if text)
+    again = f"tilestep eject {rule.name} --set"
+    lines = [
+        "def check(group: dict[str, Any]) -> None:",
+        '    """Raise for hyperparameters that are out of their ranges, or that this file has no kernels for."""',
+        "    for name, value in VALUES.items():",
+        "        if fixed(group[name]) != fixed(value):",
+        '            made = f"this file was made for {name}={value!r}"',
+        f'            another = f"make another: {again} {{name}}={{group[name]}}"',
+        '            raise ValueError(f"{name}={group[name]!r}: {made}; {another}")',
+        f"    valid = {{{valid}}}",
+        "    for name, holds in valid.items():",
+        "        if not holds:",
+        '            raise ValueError(f"Invalid {name}: {group[name]}")',
+    ]
+    for guard in dict.fromkeys(condition(guard) for kind in request.kinds for guard in kind.graph.guards):
+        lines += [
+            f"    if not ({guard}):",
+            f"        raise ValueError('this file was made for {_words(guard)}; make another: {again} NAME=VALUE')",
+        ]
+    return lines
+
+
+def _words(guard: str) -> str:
+    return re.sub(r'group\["(\w+)"\]', r"\1", guard)
+
+
+def _range(rule: Rule, name: str, value: Any) -> str:
+    """The condition on a hyperparameter, as code; empty where there is none."""
+    ranges = rule.ranges.get(name)
+    if isinstance(value, (tuple, list)):
+        own = [ranges[index] if isinstance(ranges, tuple) else ranges for index in range(len(value))]
+        texts = [
+            _inside(interval, f'group["{name}"][{index}]')
+            for index, (interval, entry) in enumerate(zip(own, value))
+            if isinstance(interval, Interval) and _is_number(entry)
+        ]
+        return " and ".join(filter(None, texts))
+    if not _is_number(value) or (ranges is not None and not isinstance(ranges, Interval)):
+        return ""
+    return _inside(ranges, f'group["{name}"]') if isinstance(ranges, Interval) else ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _inside(interval: Interval, text: str) -> str:
+    infinite = float("inf")
+    low = f"{interval.low:g} {'<' if interval.open_low else '<='} " if interval.low > -infinite else ""
+    high = f" {'<' if interval.open_high else '<='} {interval.high:g}" if interval.high < infinite else ""
+    if low and not high:
+        return f"{text} {'>' if interval.open_low else '>='} {interval.low:g}"
+    return f"{low}{text}{high}" if low or high else ""
+
+
+def _signature(request: Request) -> str:
+    rule = request.rule
+    plain = [key for key in rule.hyperparameters if key not in rule.keyword_only]
+    positional = [*plain, *(key for key in rule.positional if key in rule.hyperparameters)]
+    keyword = [key for key in rule.keyword_only if key in rule.hyperparameters and key not in positional]
+    defaults = {**request.values, **({"max_grad_norm": None} if request.clip else {})}
+    keyword += ["max_grad_norm"] if request.clip else []
+    arguments = [
+        "self",
+        "params: Any",
+        *(f"{key}: Any = {_literal(defaults[key])}" for key in dict.fromkeys(positional)),
+    ]
+    arguments += ["*", *(f"{key}: Any = {_literal(defaults[key])}" for key in keyword)] if keyword else []
+    about = inspect.cleandoc(rule.__doc__ or rule.name).splitlines()
+    docstring = [f'"""{about[0]}', *about[1:]] if len(about) > 1 else [f'"""{about[0]}']
+    if request.clip:
+        docstring += [
+            "",
+            "`max_grad_norm` clips gradients inside the step to this global 2-norm; they are not changed.",
+        ]
+    docstring += ['"""'] if len(docstring) > 1 else []
+    if len(docstring) == 1:
+        docstring[0] += '"""'
+    names = [*dict.fromkeys(positional), *keyword]
+    lines = [
+        *(f"    {line}".rstrip() for line in docstring),
+        "",
+        *formatted([f"    def __init__({', '.join(arguments)}) -> None:"]),
+        *formatted([f"        defaults = dict({', '.join(f'{name}={name}' for name in names)})"]),
+        "        super().__init__(params, defaults)",
+    ]
+    return "\n".join(lines)
+
+
+def ejected_test(request: Request, module: str) -> str:
+    """The text of a file that tests the ejected one, which is imported as `module`."""
+    rule = request.rule
+    formats = any(not codec_of(storage).is_plain for kind in request.kinds for storage in kind.storages.values())
+    narrow = any(storage.precision.itemsize < 4 for storage in request.kinds[0].storages.values())
+    own = getattr(torch.optim, rule.name, None)
+    limit = 'LIMIT: dict[str, Any] = {"max_grad_norm": 0.5}' if request.clip else "LIMIT: dict[str, Any] = {}"
+    tolerance = 0.02 if formats or narrow or request.state_dtype else 4e-6
+    header = f"""# Made by tilestep {__version__}:
+#     {request.command} --test
+# Run it with pytest beside {module}.py."""
+    regions: dict[str, str | bool] = {
+        "header": header,
+        "limit": f"{limit}\nTOLERANCE = {tolerance}",
+        "across": any(kind.spec.global_count for kind in request.kinds),
+        "torch": own is not None and not request.state_dtype,
+    }
+    text = _filled(Path(__file__).with_name("template_of_test.py").read_text(), regions)
+    text = re.sub(r"  # type: ignore\[[\w-]+\]", "", text)
+    return text.replace("Ejected", rule.name).replace(
+        "from . import template as ejected\n", f"import {module} as ejected\n"
+    )
+
+
+__all__ = ["Request", "ejected", "ejected_test"]

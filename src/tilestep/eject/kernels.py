@@ -1,0 +1,239 @@
+"""The text of kernels, as the library generates it, without what an ejected file has no use for."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ..backends.floats import input_of
+from ..backends.spec import NORM, KernelSpec
+from ..backends.triton import source as triton_source
+from ..backends.triton.text import TritonNames, writer_of
+from ..graph import Builder, ancestors
+from ..norm.tiles import Order
+from ..norm.triton_source import norm_source, tile_shape
+from ..optimizer.control import decide
+from ..rules.scalars import scalar_globals
+from .layout import formatted, logical_lines
+
+Function = tuple[str, list[str]]
+"""A name, and the lines of a function with its decorators."""
+
+
+def functions_of(source: str) -> list[Function]:
+    """The functions of a module of Triton's, with each statement on one line."""
+    functions: list[Function] = []
+    for block in re.split(r"\n\n\n+", source.strip()):
+        lines = logical_lines(block.splitlines())
+        defined = next((re.match(r"def (\w+)\(", line) for line in lines if line.startswith("def ")), None)
+        if defined is not None:
+            functions.append((defined[1], ["@jit" if line.startswith("@") else line for line in lines]))
+    return functions
+
+
+def update_functions(spec: KernelSpec) -> list[Function]:
+    """The kernels of a spec and what belongs to it alone; tensors are walked in memory order, without a loss scale."""
+    functions = functions_of(triton_source.source(spec))
+    kept = [(name, lines) for name, lines in functions if not name.endswith("_strided")]
+    return [(name, _narrowed(lines, keeps_sums=bool(spec.reduction_count))) for name, lines in kept]
+
+
+def _narrowed(lines: Sequence[str], *, keeps_sums: bool) -> list[str]:
+    """A kernel without strides, loss scales and, where nothing is reduced, sums."""
+    narrowed: list[str] = []
+    skipping = False
+    for line in lines:
+        if skipping:
+            skipping = False
+            continue
+        if line.strip() == "if UNSCALE:":
+            skipping = True
+        elif not re.match(r"\s+(layout_row|inverse_scale) = ", line):
+            narrowed.append(line.replace(" & (layout_row < 0)", ""))
+    narrowed = _without_unused(narrowed)
+    body = "\n".join(narrowed[2:])
+    heading = narrowed[1]
+    unused = ["layout_index", *([] if keeps_sums else ["partials"])]
+    for name in (*unused, "numel", "sizes", "sums", "global_parts", "totals"):
+        if not re.search(rf"\b{name}\b", body):
+            heading = re.sub(rf"(?<=[(,]) ?{name},", "", heading)
+    heading = re.sub(r", UNSCALE: tl\.constexpr", "", heading).replace("( ", "(")
+    return [narrowed[0], heading, *narrowed[2:]]
+
+
+def _without_unused(lines: Sequence[str]) -> list[str]:
+    """A function without the names that it only assigns."""
+    if len(lines) == 2:
+        return [*lines, "    pass"]
+    read = {node.id for node in ast.walk(ast.parse("\n".join(lines))) if isinstance(node, ast.Name) and _is_load(node)}
+    kept = [line for line in lines if (name := re.match(r"\s+(\w+) = ", line)) is None or name[1] in read]
+    return kept if len(kept) == len(lines) else _without_unused(kept)
+
+
+def _is_load(node: ast.Name) -> bool:
+    return isinstance(node.ctx, ast.Load)
+
+
+def renamed(lines: Iterable[str], names: dict[str, str]) -> list[str]:
+    """Lines with other names for functions."""
+    if not names:
+        return list(lines)
+    pattern = re.compile(rf"(?<![.\w])({'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})\b")
+    return [pattern.sub(lambda match: names[match[1]], line) for line in lines]
+
+
+def merged(specs: dict[str, KernelSpec]) -> tuple[list[list[str]], dict[str, dict[str, str]]]:
+    """The functions of several kinds, each text once, and for each kind the names of the functions that are its own."""
+    texts: dict[str, list[list[str]]] = {}
+    written: dict[tuple[str, ...], str] = {}
+    order: list[list[str]] = []
+    names: dict[str, dict[str, str]] = {}
+    for kind, spec in specs.items():
+        own = names[kind] = {}
+        for name, lines in update_functions(spec):
+            base = name.removeprefix(f"{spec.name}_")
+            body = renamed(lines, own)
+            key = (base, *renamed(body, {name: base}))
+            if key not in written:
+                others = texts.setdefault(base, [])
+                others.append(body)
+                written[key] = base if len(others) == 1 else f"{base}_{kind}"
+                order.append(renamed(body, {name: written[key]}))
+            own[name] = written[key]
+    return order, {
+        kind: {old.removeprefix(f"{specs[kind].name}_"): new for old, new in own.items()} for kind, own in names.items()
+    }
+
+
+def norm_functions(dtypes: Sequence[torch.dtype]) -> tuple[list[list[str]], str]:
+    """The kernels of the gradients' norm and of the decision, and the function of its tiles' shape."""
+    order = [dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64) if dtype in dtypes]
+    unused = ("root_of_squares", "finish_step", "norm_finish", "add")
+    functions = [lines for name, lines in functions_of(norm_source(order, Order.SQUARES)) if name not in unused]
+    functions = [_without_unused(lines) for lines in functions]
+    # Squares need no power.
+    functions = [[re.sub(r',? power(: "fp64")?(?=[,)])', "", line) for line in lines] for lines in functions]
+    total = ["@jit", "def norm_total(partials, partial_count, out, BLOCK: tl.constexpr):"]
+    total.append("    tl.store(out, sum_of_partials(partials, partial_count, BLOCK))")
+    return [*functions, total, _decision()], inspect.getsource(tile_shape)
+
+
+def _decision() -> list[str]:
+    """The decision of a step that is clipped and never skipped, which is the norm."""
+    build = Builder()
+    policy = SimpleNamespace(skip_above=math.inf, skip_nonfinite=False, check_overflow=False, limits=[])
+    decision = scalar_globals(decide)(input_of(build, "power_sum"), None, None, None, [], policy)
+    writer = writer_of("float64", "    ", TritonNames(["control", "partials", "partial_count", "first", "BLOCK"]))
+    values = ancestors([decision.norm.value])
+    for value in values:
+        if value.operation == "hyper":
+            writer.name(value, "sum_of_partials(partials, partial_count, BLOCK) + tl.zeros((1,), tl.float64)")
+    writer.write(values)
+    return [
+        "@jit",
+        "def decide(control, partials, partial_count, BLOCK: tl.constexpr):",
+        *writer.lines,
+        f"    tl.store(control + {NORM} + tl.zeros((1,), tl.int32), {writer[decision.norm.value]})",
+    ]
+
+
+class Helpers:
+    """The functions that all generated modules call, with the constants that they take."""
+
+    def __init__(self) -> None:
+        path = Path(inspect.getfile(triton_source)).with_name("support.py")
+        text = path.read_text()
+        self._functions: dict[str, list[str]] = {}
+        self._constants: dict[str, Any] = {}
+        # The numbers of constants are worked out without Triton.
+        scope: dict[str, Any] = {"tl": SimpleNamespace(constexpr=lambda value: value)}
+        lines = text.splitlines()
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.FunctionDef) and node.decorator_list:
+                first = node.decorator_list[0].lineno - 1
+                decorator = lines[first]
+                own = lines[first : node.end_lineno]
+                kept = "@constexpr_function" if "constexpr_function" in decorator else "@jit"
+                self._functions[node.name] = _compiled([kept, *own[1:]])
+            elif isinstance(node, (ast.FunctionDef, ast.Assign)):
+                code = ast.Module([node], [])
+                names = [target.id for target in getattr(node, "targets", []) if isinstance(target, ast.Name)]
+                if names == ["INTERPRETED"]:
+                    continue
+                exec(compile(code, str(path), "exec", dont_inherit=True), scope)
+                self._constants.update({name: scope[name] for name in names})
+
+    def of(self, functions: Iterable[Iterable[str]]) -> tuple[list[list[str]], dict[str, Any]]:
+        """The functions and the constants that these functions need."""
+        wanted, constants, waiting = set[str](), set[str](), ["\n".join(lines) for lines in functions]
+        while waiting:
+            read = _names_in(waiting.pop())
+            waiting += ["\n".join(self._functions[name]) for name in (read & self._functions.keys()) - wanted]
+            wanted |= read & self._functions.keys()
+            constants |= read & self._constants.keys()
+        listed = [lines for name, lines in self._functions.items() if name in wanted]
+        return listed, {name: value for name, value in self._constants.items() if name in constants}
+
+
+def _names_in(text: str) -> set[str]:
+    """The names that a function reads and does not assign."""
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)]
+    assigned = {node.id for node in nodes if isinstance(node.ctx, ast.Store)}
+    return {node.id for node in nodes} - assigned
+
+
+def _compiled(lines: Sequence[str]) -> list[str]:
+    """A function without its branches for Triton's interpreter."""
+    lines, kept, place = list(lines), list[str](), 0
+    while place < len(lines):
+        line = lines[place]
+        text, indent = line.strip(), len(line) - len(line.lstrip())
+        if text == "if INTERPRETED:" or text.startswith("if INTERPRETED and "):
+            place = _after(lines, place, indent)
+            if lines[place].strip() == "else:":
+                stop = _after(lines, place, indent)
+                lines[place:stop] = [each[4:] for each in lines[place + 1 : stop]]
+            else:
+                lines[place] = lines[place].replace("elif ", "if ", 1)
+            continue
+        kept.append(line.replace("INTERPRETED or ", "").replace("not INTERPRETED and ", ""))
+        place += 1
+    if any("INTERPRETED" in line for line in kept):
+        raise ValueError(f"a branch for the interpreter is left: {kept}")
+    return kept
+
+
+def _after(lines: Sequence[str], place: int, indent: int) -> int:
+    """The first line behind a block."""
+    place += 1
+    while place < len(lines) and (not lines[place].strip() or len(lines[place]) - len(lines[place].lstrip()) > indent):
+        place += 1
+    return place
+
+
+def constant_lines(name: str, value: Any) -> list[str]:
+    """A constant's definition; long strings in pieces."""
+    if isinstance(value, str) and len(name) + len(value) > 110:
+        pieces = textwrap.wrap(value, 105, drop_whitespace=False, break_long_words=False, break_on_hyphens=False)
+        return [f"{name} = (", *(f'    "{piece}"' for piece in pieces), ")"]
+    if isinstance(value, tuple):
+        lines = [f"{name} = ("]
+        for entry in value:
+            lines += constant_lines("", entry)[1:-1] or [f'    "{entry}"']
+            lines[-1] += ","
+        return [*lines, ")"]
+    return [f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {value!r}"]
+
+
+def flat(functions: Iterable[Sequence[str]]) -> str:
+    """Functions as text, two empty lines behind each."""
+    return "".join("\n".join(formatted(lines)) + "\n\n\n" for lines in functions)

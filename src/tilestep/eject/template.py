@@ -1,0 +1,705 @@
+"""The parts that every ejected file has: tables, tensors and the class.
+
+`assembly.py` takes this text apart. A region between `# {name` and `# name}` is replaced, or left out where a rule has
+no use for it.
+"""
+
+# {header
+# header}
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+tl: Any = None  # triton.language, once a parameter is on a GPU
+# {globals
+libdevice: Any = None
+cuda_capability_geq: Any = None
+CONSTANTS: tuple[str, ...] = ()
+# globals}
+# {settings
+BY_SHAPE: dict[Any, Any] = {}
+VALUES: dict[str, Any] = {}
+NORM_DTYPES: tuple[torch.dtype, ...] = ()
+FOLLOWING: set[str] = set()
+FREE_ORDER = True
+# settings}
+POINTERS: dict[str, list[str]] = {}  # the Triton functions of this file, with the parameters that are tables
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """Mark a Triton function; it stays as it is until a parameter is on a GPU."""
+    parameters = inspect.signature(function).parameters.values()
+    POINTERS[function.__name__] = [each.name for each in parameters if each.annotation is inspect.Parameter.empty]
+    return function
+
+
+# {constexpr
+SHAPES: list[str] = []
+
+
+def constexpr_function(function: Callable[..., Any]) -> Any:
+    """Mark a function that Triton runs while it compiles."""
+    SHAPES.append(function.__name__)
+    return function
+
+
+# constexpr}
+def load_triton() -> None:
+    """Import Triton and compile the marked functions at their first launch."""
+    import triton
+    import triton.language
+
+    globals()["tl"] = triton.language
+    # {libdevice
+    from triton.language.extra import libdevice
+
+    globals()["libdevice"] = libdevice
+    # libdevice}
+    # {capability
+    from triton.language.target_info import cuda_capability_geq
+
+    globals()["cuda_capability_geq"] = cuda_capability_geq
+    # capability}
+    # {constexpr_load
+    for name in SHAPES:
+        globals()[name] = triton.constexpr_function(globals()[name])
+    # constexpr_load}
+    # {constants
+    for name in CONSTANTS:
+        globals()[name] = triton.language.constexpr(globals()[name])
+    # constants}
+    for name, pointers in POINTERS.items():
+        # One build serves all addresses: kernels look at the alignment themselves.
+        globals()[name] = triton.jit(globals()[name], do_not_specialize_on_alignment=pointers)
+
+
+# {kernels
+@jit
+def norm_tiles(addresses, table, tile_tensor, partials): ...  # type: ignore[no-untyped-def]
+
+
+@jit
+def norm_total(partials, partial_count, out): ...  # type: ignore[no-untyped-def]
+
+
+@jit
+def decide(control, partials, partial_count): ...  # type: ignore[no-untyped-def]
+
+
+def tile_shape(elements: int) -> tuple[int, int, int]:
+    """Elements of a tile, elements of a step within it, and warps of its program."""
+    return 0, 0, 0
+
+
+# kernels}
+# {formulas
+# formulas}
+class Buffer(NamedTuple):
+    """A tensor like the parameter, as formulas see it, and what keeps it."""
+
+    name: str
+    begins: float | str  # a number, "param" for the parameter's values, or the name of a hyperparameter
+    arrays: tuple[tuple[str, torch.dtype, int], ...]  # key, dtype, and of how many neighbours an entry is
+    # {codec_fields
+    load: Callable[..., Any] | None = None  # from these tensors to numbers; None for one tensor as it is
+    store: Callable[..., Any] | None = None  # from numbers to these tensors
+    # codec_fields}
+    # {slice_buffer
+    over: int = 0  # the dimension that the buffer has one entry of, from the end; 0 for none
+    # slice_buffer}
+
+
+class Kind(NamedTuple):
+    """Parameters that have the same kernels."""
+
+    formula: Callable[..., Any]
+    buffers: tuple[Buffer, ...]
+    scalars: tuple[tuple[str, float | str, torch.dtype], ...]  # states of one number: name, beginning, dtype
+    arrays: tuple[str, ...]  # what kernels read and write beside the gradient, in the order of their table
+    hypers: tuple[str, ...]  # columns of the table of hyperparameters
+    sizes: tuple[int, ...]  # sizes that kernels read, from the last dimension as 1; 0 for their product
+    columns: int  # numbers that the scalar passes leave for the tiles of a tensor
+    reductions: int  # sums over a tensor
+    span: int  # elements that one program updates
+    stages: tuple[tuple[tuple[str, str, dict[str, Any]], ...], ...]  # launches: kernel, grid, constants and options
+    # {across_kind
+    across: tuple[tuple[tuple[int, str], ...], ...] = ()  # for each stage, numbers of all tensors to combine, and how
+    # across_kind}
+    # {slice_kind
+    slices: Any = None  # how tensors are cut into rows and columns
+    # slice_kind}
+
+
+# {kinds
+KINDS: dict[str, Kind] = {}
+
+
+def kind_of(param: Any) -> str:
+    """The kind of a parameter."""
+    return ""
+
+
+def check(group: dict[str, Any]) -> None:
+    """Raise for hyperparameters of a param group that are out of their ranges, or need other kernels."""
+
+
+# kinds}
+def local(tensor: Any) -> Any:
+    """This rank's part of a DTensor; another tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "placements") else tensor
+
+
+def placed(part: torch.Tensor, param: Any, shape: tuple[int, ...]) -> Any:
+    """A part of a state as a DTensor where the parameter is one; checkpoints need that."""
+    if not hasattr(param, "placements"):
+        return part
+    stride = param.stride() if shape == param.shape else torch.empty(shape, device="meta").stride()
+    layout = {"run_check": False, "shape": torch.Size(shape), "stride": stride}
+    return type(param.data).from_local(part, param.device_mesh, param.placements, **layout)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor fills its memory without gaps, in any order of its dimensions."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def runs_kernels(tensor: torch.Tensor) -> bool:
+    """Whether Triton updates a tensor; plain PyTorch does elsewhere."""
+    return tensor.is_cuda
+
+
+# {blocks
+BLOCK = 128  # neighbours along a row that share a scale; the last block of a row is shorter
+
+
+def row_of(shape: Any) -> tuple[tuple[int, ...], int]:
+    """The dimensions that count rows of blocks, and the elements of a row."""
+    if not shape:
+        return (), 1
+    dim, columns = len(shape) - 1, int(shape[-1])
+    while dim > 1 and columns < BLOCK:
+        dim -= 1
+        columns *= int(shape[dim])
+    return tuple(shape[:dim]), columns
+
+
+def cut(tensor: torch.Tensor, columns: int, elements: int = 1) -> torch.Tensor:
+    """The entries of a tensor, a row for each block, with zeros behind a short block."""
+    rows = tensor.reshape(-1, -(-columns // elements))
+    missing = -(-columns // BLOCK) * (BLOCK // elements) - rows.shape[1]
+    if missing:
+        rows = torch.cat([rows, rows.new_zeros(1).expand(len(rows), missing)], 1)
+    return rows.reshape(-1, BLOCK // elements)
+
+
+def joined(blocks: torch.Tensor, shape: Any, columns: int, elements: int = 1) -> torch.Tensor:
+    """The inverse of `cut`."""
+    per_row = -(-columns // BLOCK) * (BLOCK // elements)
+    return blocks.reshape(-1, per_row)[:, : -(-columns // elements)].reshape(tuple(shape))
+
+
+# blocks}
+def shape_of(shape: Any, buffer: Buffer, elements: int) -> tuple[int, ...]:
+    """The shape of a tensor that keeps a buffer of a parameter of this shape."""
+    # {blocks_shape
+    if elements > 1:
+        lead, columns = row_of(shape)
+        return (*lead, -(-columns // elements))
+    # blocks_shape}
+    # {slice_shape
+    if buffer.over:
+        return tuple(1 if dim == len(shape) - buffer.over else size for dim, size in enumerate(shape))
+    # slice_shape}
+    return tuple(shape)
+
+
+def values_of(buffer: Buffer, tensors: dict[str, Any], shape: Any) -> torch.Tensor:
+    """The numbers that a buffer keeps, in float32."""
+    kept = [local(tensors[key]) for key, _, _ in buffer.arrays]
+    # {blocks_load
+    if buffer.load is not None and any(elements > 1 for _, _, elements in buffer.arrays):
+        columns = row_of(shape)[1]
+        blocks = [cut(tensor, columns, elements) for tensor, (_, _, elements) in zip(kept, buffer.arrays)]
+        return joined(buffer.load(*blocks), shape, columns)
+    # blocks_load}
+    # {codec_load
+    if buffer.load is not None:
+        return buffer.load(*kept)
+    # codec_load}
+    return kept[0].float()
+
+
+def keep(buffer: Buffer, tensors: dict[str, Any], shape: Any, values: torch.Tensor) -> None:
+    """Write new numbers into what keeps a buffer."""
+    kept = [local(tensors[key]) for key, _, _ in buffer.arrays]
+    # {blocks_store
+    if buffer.store is not None and any(elements > 1 for _, _, elements in buffer.arrays):
+        columns = row_of(shape)[1]
+        entries = buffer.store(cut(values.float().expand(shape), columns))
+        for tensor, entry, (_, _, elements) in zip(kept, entries, buffer.arrays):
+            tensor.copy_(joined(entry, tensor.shape, columns, elements))
+        return
+    # blocks_store}
+    # {codec_store
+    if buffer.store is not None:
+        for tensor, entry in zip(kept, buffer.store(values.float())):
+            tensor.copy_(entry)
+        return
+    # codec_store}
+    kept[0].copy_(values)
+
+
+# {clip_shares
+def shares(params: list[Any]) -> tuple[Any, list[float]]:
+    """The mesh over which sums are added up, and how much each parameter's part counts on this rank.
+
+    A part that several ranks hold counts as one over their number, so that the sum over the mesh has each element once.
+    """
+    meshes = {param.device_mesh for param in params if hasattr(param, "placements")}
+    if not meshes:
+        return None, [1.0] * len(params)
+    largest = max(meshes, key=lambda mesh: mesh.size())
+    ranks, counts = set(largest.mesh.flatten().tolist()), []
+    for place, param in enumerate(params):
+        parts = 1
+        if hasattr(param, "placements"):
+            if not ranks.issuperset(param.device_mesh.mesh.flatten().tolist()):
+                raise ValueError(f"parameter {place} lies on {param.device_mesh}, no part of {largest}: no common norm")
+            if any(placement.is_partial() for placement in param.placements):
+                raise ValueError(f"parameter {place} has the placements {param.placements}; shard or replicate it")
+            sizes = zip(param.device_mesh.shape, param.placements)
+            parts = math.prod(size for size, placement in sizes if not placement.is_replicate())
+        counts.append(parts / largest.size())
+    return largest, counts
+
+
+def add_up(total: torch.Tensor, mesh: Any) -> torch.Tensor:
+    """The sum of a number over all ranks of a mesh."""
+    for dim in range(mesh.ndim):
+        torch.distributed.all_reduce(total, group=mesh.get_group(dim))
+    return total
+
+
+# clip_shares}
+# {across_together
+def together(formulas: list[Any]) -> list[Any]:
+    """Run formulas side by side; a number that they yield, with "sum" or "max", is combined over all of them."""
+    results: list[Any] = [None] * len(formulas)
+    combined = None
+    while True:
+        yielded = []
+        for place, formula in enumerate(formulas):
+            try:
+                yielded.append(formula.send(combined))
+            except StopIteration as end:
+                results[place] = end.value
+        if not yielded:
+            return results
+        numbers = torch.stack([number.double() for _, number in yielded])
+        combined = numbers.sum() if yielded[0][0] == "sum" else numbers.amax()
+
+
+# across_together}
+def gradient_scale(norm: torch.Tensor, limit: Any) -> torch.Tensor:
+    """The factor of gradients: the limit over their norm where that is less than 1; NaN for a norm of NaN."""
+    if limit is None or limit == math.inf:
+        return torch.ones((), dtype=torch.float64)
+    return torch.clamp(limit / (norm + 1e-6), max=1.0)
+
+
+def upload(values: list[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A table on a device; the host does not wait for the copy."""
+    table = torch.tensor(values or [0], dtype=dtype)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
+
+
+def tiles_of(lengths: list[int], size: int) -> tuple[list[int], list[int]]:
+    """Tensors of these lengths in tiles: the first tile of each tensor, and the tensor of each tile."""
+    first: list[int] = []
+    owners: list[int] = []
+    for place, length in enumerate(lengths):
+        first.append(len(owners))
+        owners += [place] * -(-length // size)
+    return first, owners
+
+
+class Tables:
+    """What the kernels of one kind read: tensors, tiles, addresses and hyperparameters."""
+
+    def __init__(self, kind: Kind, members: list[Any], grads: torch.Tensor, control: torch.Tensor) -> None:
+        self.kind, self.members, self.device = kind, members, grads.device
+        count = len(members)
+        lengths = [local(param).numel() for param, _, _ in members]
+        # {blocks_tables
+        columns = [0] * count
+        if any(elements > 1 for buffer in kind.buffers for _, _, elements in buffer.arrays):
+            rows = [row_of(local(param).shape)[1] for param, _, _ in members]
+            columns = [row if row % BLOCK else length for row, length in zip(rows, lengths)]
+            lengths = [size // max(row, 1) * -(-row // BLOCK) * BLOCK for size, row in zip(lengths, columns)]
+        # blocks_tables}
+        first, owners = tiles_of(lengths, kind.span)
+        sizes = [
+            math.prod(param.shape) if place == 0 else param.shape[-place] if place <= param.ndim else 1
+            for param, _, _ in members
+            for place in kind.sizes
+        ]
+        self.groups = sorted({group for _, _, group in members})
+        self.programs = {"tensors": count, "blocks": -(-count // 128), "tiles": len(owners)}
+        self.tables = {
+            "counts": self.table([count]),
+            "grads": grads,
+            "group": self.table([self.groups.index(group) for _, _, group in members], torch.int32),
+            "numel": self.table(lengths),
+            "sizes": self.table(sizes),
+            "tile_tensor": self.table(owners, torch.int32),
+            "first_tile": self.table(first),
+            "control": control,
+            "rows": self.numbers(count * kind.columns, torch.float32),
+            "partials": self.numbers(len(owners) * kind.reductions),
+            "sums": self.numbers(count * kind.reductions),
+            # {across_tables
+            "global_parts": self.numbers(count * sum(map(len, kind.across))),
+            "totals": self.numbers(sum(map(len, kind.across))),
+            # across_tables}
+            # {blocks_columns
+            "columns": self.table(columns),
+            # blocks_columns}
+        }
+        self.addresses: list[int] = []
+        self.hypers: list[float] = []
+        self.views: list[Any] = []
+        # Numbers of all tensors lie side by side for kernels; a state has views of its own.
+        for name, dtype in [("step", torch.float32), *((name, dtype) for name, _, dtype in kind.scalars)]:
+            numbers = torch.stack([state[name].to(self.device, dtype) for _, state, _ in members])
+            self.tables[name if name == "step" else f"{name}_state"] = numbers
+            for (_, state, _), view in zip(members, numbers.unbind()):
+                state[name] = view
+                self.views.append((state, name, view))
+
+    def table(self, values: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """A table on the device of the kernels."""
+        return upload(values, dtype, self.device)
+
+    def numbers(self, count: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """Room for numbers that kernels write."""
+        return torch.zeros(max(count, 1), dtype=dtype, device=self.device)
+
+    def refresh(self, groups: list[dict[str, Any]]) -> None:
+        """Bring addresses and hyperparameters up to date."""
+        addresses = []
+        for param, state, _ in self.members:
+            addresses += [local(param if key == "param" else state[key]).data_ptr() for key in self.kind.arrays]
+        if addresses != self.addresses:
+            self.addresses, self.tables["addresses"] = addresses, self.table(addresses)
+        hypers = [number_of(groups[group], name) for group in self.groups for name in self.kind.hypers]
+        if hypers != self.hypers:
+            self.hypers, self.tables["hyper"] = hypers, self.table(hypers, torch.float64)
+
+    def launch(self, name: str, grid: str, options: dict[str, Any]) -> None:
+        """Launch a kernel with the tables that its parameters name."""
+        if self.programs[grid]:
+            pointers = [self.tables[pointer] for pointer in POINTERS[name]]
+            globals()[name][(self.programs[grid],)](*pointers, **options, enable_fp_fusion=False)
+
+
+def fixed(value: Any) -> Any:
+    """What of a hyperparameter formulas and kernels were made for: numbers may have any value."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(fixed, value))
+    return float if isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool) else value
+
+
+def number_of(group: dict[str, Any], name: str) -> float:
+    """A hyperparameter as kernels read it; `betas.0` is the first of `betas`."""
+    key, _, place = name.partition(".")
+    value = group.get(key)
+    value = value[int(place)] if place and value is not None else value
+    return math.inf if value is None else float(value)
+
+
+def as_numbers(value: Any) -> Any:
+    """A hyperparameter as formulas take it: numbers in float64."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(as_numbers, value))
+    return value if value is None or isinstance(value, (bool, str)) else torch.tensor(float(value), dtype=torch.float64)
+
+
+class Ejected(torch.optim.Optimizer):
+    # {signature
+    """An optimizer."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    # signature}
+
+    tables: list[Tables] | None = None  # for kernels; made again when parameters or states are other ones
+    grads: torch.Tensor
+    control: torch.Tensor
+    addresses: list[int]
+    # {clip_attributes
+    grad_norm: torch.Tensor | None = None  # of the gradients of the last step
+    norm: tuple[Any, ...] = ()
+    # clip_attributes}
+    # {versions_attribute
+    versions: dict[Any, int] = {}  # of parameters after their last step  # noqa: RUF012
+    # versions_attribute}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group, as torch's."""
+        super().add_param_group(param_group)
+        try:
+            check(self.param_groups[-1])
+            for param in self.param_groups[-1]["params"]:
+                kind_of(param)
+        except ValueError:
+            del self.param_groups[-1]
+            raise
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint, as torch's; states keep the dtypes that they have here."""
+        super().load_state_dict(state_dict)
+        # torch casts states to the dtypes of parameters.
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        owners = [(param, group) for group in self.param_groups for param in group["params"]]
+        for number, (param, group) in zip(numbers, owners):
+            if number in state_dict["state"]:
+                self.state[param] = self.begin(param, group, state_dict["state"][number])
+        self.tables = None
+        # {versions_load
+        self.versions = {param: param._version for param, _ in owners}
+        # versions_load}
+
+    def begin(self, param: Any, group: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+        """The state of a parameter, with the values that a checkpoint has of it."""
+        part, kind = local(param).detach(), KINDS[kind_of(param)]
+        # {whole
+        if part.shape != param.shape:
+            raise ValueError(f"a parameter is sharded, {param.placements}, and this rule sums over whole tensors")
+        # whole}
+        if not (part.is_contiguous() or (FREE_ORDER and is_dense(part))):
+            raise ValueError(
+                f"a parameter of shape {tuple(part.shape)} has strides {part.stride()}; make it contiguous"
+            )
+        state: dict[str, Any] = {}
+        for name, begins, dtype in (("step", 0.0, torch.float32), *kind.scalars):
+            value = values.get(name, group[begins] if isinstance(begins, str) else begins)
+            state[name] = torch.as_tensor(value, dtype=dtype).to(part.device, copy=True)
+        for buffer in kind.buffers:
+            tensors = {
+                key: torch.empty_like(part, dtype=dtype)
+                if shape_of(part.shape, buffer, elements) == part.shape
+                else part.new_empty(shape_of(part.shape, buffer, elements), dtype=dtype)
+                for key, dtype, elements in buffer.arrays
+            }
+            start: Any = group.get(str(buffer.begins), buffer.begins)
+            if all(key in values for key in tensors if key != "param"):
+                for key in tensors.keys() - {"param"}:
+                    tensors[key].copy_(local(values[key]))
+            elif buffer.name in values:  # of another format
+                keep(buffer, tensors, part.shape, local(values[buffer.name]).to(part.device).float())
+            elif values and buffer.name != "param":
+                raise ValueError(f"the checkpoint has no state {buffer.name!r}: it is of another optimizer")
+            elif start == "param":
+                keep(buffer, tensors, part.shape, part.float())
+            else:
+                for tensor in tensors.values():
+                    tensor.fill_(float(start))
+            for key, _, elements in buffer.arrays:
+                if key != "param":
+                    state[key] = placed(tensors[key], param, shape_of(param.shape, buffer, elements))
+        unknown = values.keys() - state.keys() - {buffer.name for buffer in kind.buffers}
+        if unknown:
+            raise ValueError(f"the checkpoint has the states {sorted(unknown)}, which this optimizer does not keep")
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have gradients."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            check(group)
+        members, gradients = self.members()
+        if not members:
+            return loss
+        # {versions
+        for param, state, _ in members:
+            if self.versions.get(param, param._version) != param._version:
+                for key in FOLLOWING & state.keys():
+                    local(state[key]).zero_()  # other code has written to the parameter
+        # versions}
+        run = self.step_by_kernels if runs_kernels(local(members[0][0])) else self.step_in_torch
+        run(members, gradients)
+        torch.autograd.graph.increment_version(
+            [member[0] for member, grad in zip(members, gradients) if grad is not None]
+        )
+        # {versions_record
+        self.versions = {param: param._version for param, _, _ in members}
+        # versions_record}
+        return loss
+
+    def members(self) -> tuple[list[Any], list[Any]]:
+        """Parameters with their states and groups, and the gradients; by kinds, as kernels have them."""
+        found: dict[str, list[Any]] = {}
+        for number, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                if param.grad is None and not self.state.get(param):
+                    continue
+                part, grad = local(param), local(param.grad)
+                if grad is not None:
+                    if grad.layout is not torch.strided or (grad.dtype, grad.shape) != (part.dtype, part.shape):
+                        what = f"{grad.layout}, {grad.dtype}, {tuple(grad.shape)}"
+                        raise ValueError(f"a gradient is {what}; its parameter is {part.dtype}, {tuple(part.shape)}")
+                    if grad.stride() != part.stride():  # kernels walk both in the order of their memory
+                        grad = torch.empty_like(part).copy_(grad)
+                if not self.state.get(param):
+                    self.state[param] = self.begin(param, group, {})
+                found.setdefault(kind_of(param), []).append(((param, self.state[param], number), grad))
+        pairs = [pair for pairs in found.values() for pair in pairs]
+        devices = {local(member[0]).device for member, _ in pairs}
+        if len(devices) > 1:
+            raise ValueError(f"parameters lie on {devices}: give each device an optimizer of its own")
+        return [member for member, _ in pairs], [grad for _, grad in pairs]
+
+    def step_in_torch(self, members: list[Any], gradients: list[Any]) -> None:
+        """A step tensor by tensor: what CPUs run, and the same numbers as kernels compute."""
+        norm = torch.zeros((), dtype=torch.float64)
+        # {clip_in_torch
+        if any(group["max_grad_norm"] is not None for group in self.param_groups):
+            mesh, counts = shares([param for param, _, _ in members])
+            squares = [
+                grad.double().square().sum() * count for grad, count in zip(gradients, counts) if grad is not None
+            ]
+            norm = torch.stack([norm.to(members[0][1]["step"].device), *squares]).sum()
+            self.grad_norm = norm = (norm if mesh is None else add_up(norm, mesh)).sqrt()
+        # clip_in_torch}
+        running: list[Any] = []
+        for (param, state, number), grad in zip(members, gradients):
+            if grad is None:
+                continue
+            state["step"] += 1
+            group, part, kind = self.param_groups[number], local(param).detach(), KINDS[kind_of(param)]
+            tensors = {**state, "param": part}
+            given = {name: as_numbers(group[name]) for name in VALUES}
+            given.update({buffer.name: values_of(buffer, tensors, part.shape) for buffer in kind.buffers})
+            given.update({name: state[name].double() for name, _, _ in kind.scalars})
+            given.update(grad=grad.float(), step=state["step"].double(), shape=param.shape)
+            given["gradient_scale"] = gradient_scale(norm, group.get("max_grad_norm"))
+            given["machine_epsilon"] = torch.finfo(part.dtype).eps
+            wanted = inspect.signature(kind.formula).parameters
+            if part.numel():
+                results = kind.formula(**{name: given[name] for name in wanted})
+                running.append((kind, tensors, part.shape, results))
+        # {across_run
+        combined = together([results for _, _, _, results in running])
+        running = [(*one[:3], results) for one, results in zip(running, combined)]
+        # across_run}
+        for kind, tensors, shape, results in running:
+            for buffer in kind.buffers:
+                if buffer.name in results:
+                    keep(buffer, tensors, shape, results[buffer.name])
+            for name, _, _ in kind.scalars:
+                if name in results:
+                    tensors[name].copy_(results[name])
+
+    def step_by_kernels(self, members: list[Any], gradients: list[Any]) -> None:
+        """A step by a few launches over all tensors; the host waits for nothing."""
+        if tl is None:
+            load_triton()
+        known = [member for tables in self.tables or () for member in tables.members]
+        unchanged = len(known) == len(members) and all(
+            old[0] is new[0] and old[1] is new[1] and old[2] == new[2] for old, new in zip(known, members)
+        )
+        if not unchanged or any(
+            state[name] is not view for one in self.tables or () for state, name, view in one.views
+        ):
+            self.build(members)
+        assert self.tables is not None
+        addresses = [0 if grad is None else grad.data_ptr() or 1 for grad in gradients]
+        if addresses != self.addresses:
+            self.addresses = addresses
+            self.grads.copy_(upload(addresses, torch.int64, self.grads.device))
+        for tables in self.tables:
+            tables.refresh(self.param_groups)
+        # {clip_by_kernels
+        self.control[0] = 0.0
+        if any(group["max_grad_norm"] is not None for group in self.param_groups):
+            mesh, (tile, step, warps), table, owners, partials, weights = self.norm
+            norm_tiles[(len(owners),)](self.grads, table, owners, partials, TILE=tile, STEP=step, num_warps=warps)
+            size = table[-1:]
+            if mesh is not None:
+                partials *= weights
+                total = torch.zeros(1, dtype=torch.float64, device=self.grads.device)
+                norm_total[(1,)](partials, size, total, BLOCK=8192, num_warps=32, enable_fp_fusion=False)
+                partials, size = add_up(total, mesh), torch.ones_like(size)
+            decide[(1,)](self.control, partials, size, BLOCK=8192, num_warps=32, enable_fp_fusion=False)
+            self.grad_norm = self.control[0].clone()
+        # clip_by_kernels}
+        for stage in range(max(len(tables.kind.stages) for tables in self.tables)):
+            running = [tables for tables in self.tables if stage < len(tables.kind.stages)]
+            for tables in running:
+                tables.launch(*tables.kind.stages[stage][0])
+            # {across_step
+            combine(running, stage)
+            # across_step}
+            for tables in running:
+                for launch in tables.kind.stages[stage][1:]:
+                    tables.launch(*launch)
+
+    def build(self, members: list[Any]) -> None:
+        """Make the tables of these parameters."""
+        device = local(members[0][0]).device
+        self.grads = torch.zeros(len(members), dtype=torch.int64, device=device)
+        self.addresses = []
+        # The norm, whether the step is skipped, one over a loss scale, unused, another limit, skipped steps.
+        self.control = torch.tensor([0.0, 0.0, 1.0, 0.0, math.inf, 0.0], dtype=torch.float64).to(device)
+        # {clip_build
+        lengths = [local(param).numel() for param, _, _ in members]
+        sizes = tile_shape(sum(lengths))
+        first, owners = tiles_of(lengths, sizes[0])
+        codes = [NORM_DTYPES.index(param.dtype) for param, _, _ in members]
+        table = [number for row in zip(lengths, first, codes) for number in row]
+        mesh, counts = shares([param for param, _, _ in members])
+        self.norm = (
+            mesh,
+            sizes,
+            upload([*table, len(owners)], torch.int64, device),
+            upload(owners, torch.int32, device),
+            torch.zeros(max(len(owners), 1), dtype=torch.float64, device=device),
+            upload([counts[owner] for owner in owners], torch.float64, device),
+        )
+        # clip_build}
+        self.tables, start = [], 0
+        kinds = [kind_of(param) for param, _, _ in members]
+        for name in dict.fromkeys(kinds):
+            stop = start + kinds.count(name)
+            own = Tables(KINDS[name], members[start:stop], self.grads[start:stop], self.control)
+            self.tables.append(own)
+            start = stop
+
+
+# {across_combine
+def combine(running: list[Tables], stage: int) -> None:
+    """Combine the numbers that scalar passes leave for each tensor over all tensors."""
+    for slot, way in running[0].kind.across[stage] if running else ():
+        numbers = [one.tables["global_parts"].view(len(one.members), -1)[:, slot] for one in running]
+        parts = torch.stack([part.sum() if way == "sum" else part.amax() for part in numbers])
+        total = parts.sum() if way == "sum" else parts.amax()
+        for one in running:
+            one.tables["totals"][slot] = total
+
+
+# across_combine}

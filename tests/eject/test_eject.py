@@ -1,0 +1,280 @@
+"""Ejected files: the same steps as tilestep's on a CPU, nothing but torch imported, formatted, refused by name."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ejected_modules import Pair, imported, made, names
+from scripts import all_equal_in_the_interpreter
+
+import tilestep
+from tilestep.cli import main
+from tilestep.eject import Request, ejected, ejected_test
+from tilestep.errors import RuleError
+
+ROOT = Path(__file__).parents[2]
+NAMES = list(names())
+MATRICES = sorted(set(tilestep.registry) - set(NAMES))
+
+
+def test_all_rules_but_those_of_matrices() -> None:
+    assert MATRICES == ["AdaMuon", "Adafactor", "Muon", "MuonH", "NorMuon", "SOAP", "Scion"]
+    for name in set(MATRICES) - {"Adafactor"}:
+        with pytest.raises(RuleError, match=f"^{name} works on whole matrices"):
+            Request(tilestep.registry[name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_agree_with_tilesteps(name: str, tmp_path: Path) -> None:
+    for clip in (False, True):
+        pair = Pair(made(name, tmp_path, clip=clip), name, clip=clip)
+        pair.step(4)
+        assert pair.error() < 4e-6
+        list(pair.tensors())  # the states have the same keys
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "AdamW": {"amsgrad": True, "maximize": True},
+    "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    "RMSprop": {"momentum": 0.5, "centered": True},
+    "AdEMAMix": {"betas": (0.0, 0.999, 0.9999)},
+    "ScheduleFreeAdamW": {"inner_momentum": 0.9, "warmup_steps": 3},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_hyperparameters_that_change_kernels(name: str, tmp_path: Path) -> None:
+    settings = SETTINGS[name]
+    pair = Pair(made(name, tmp_path, settings), name, settings=settings)
+    pair.step(4)
+    assert pair.error() < 4e-6
+    plain = made(name, tmp_path)
+    with pytest.raises(ValueError, match=r"this file was made for .*; make another: tilestep eject"):
+        getattr(plain, name)([torch.nn.Parameter(torch.ones(2))], **settings).step()
+        optimizer = getattr(plain, name)([torch.nn.Parameter(torch.ones(2))])
+        optimizer.param_groups[0].update(settings)
+        optimizer.step()
+
+
+FORMATS: list[dict[str, Any]] = [
+    {"master_weights": True},
+    {"master_weights": "remainder"},
+    {"master_weights": "kahan", "state_dtype": "int8"},
+    {"master_weights": "int8"},
+    {"state_dtype": "int8"},
+    {"state_dtype": "int4"},
+    {"state_dtype": "float8_e4m3"},
+    {"state_dtype": "scaled_float16"},
+]
+
+
+@pytest.mark.parametrize("options", FORMATS, ids=str)
+def test_formats_agree_with_tilesteps(options: dict[str, Any], tmp_path: Path) -> None:
+    dtype = torch.bfloat16 if "master_weights" in options else torch.float32
+    shapes = [(7,), (64, 130), (5000,), (64, 4097), (4096, 8), (40, 16, 3, 3), ()]
+    pair = Pair(made("AdamW", tmp_path, **options), "AdamW", dtype=dtype, shapes=shapes, **options)
+    pair.step(3)
+    for name, left, right in pair.tensors():
+        # A number that lies between two codes may become either, and what is beside a parameter goes with it.
+        left, right = left.double(), right.double()
+        near = 16.0 if name.startswith("remainder") else 4e-6 * right.abs().clamp(min=1)
+        differ = (left - right).abs() > near
+        assert differ.double().mean() < 0.01, name
+
+
+def test_the_interpreter_runs_its_kernels_with_equal_bits() -> None:
+    all_equal_in_the_interpreter(Path(__file__).with_name("interpreted_eject.py"))
+
+
+def test_a_bfloat16_model_and_param_groups(tmp_path: Path) -> None:
+    pair = Pair(made("AdamW", tmp_path, clip=True), "AdamW", dtype=torch.bfloat16, clip=True)
+    for optimizer in (pair.ejected, pair.whole):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))], "lr": 0.5, "max_grad_norm": None})
+    pair.step(3)
+    assert pair.error() < 0.02
+    with pytest.raises(ValueError, match="Invalid lr: -1"):
+        pair.ejected.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))], "lr": -1})
+    with pytest.raises(ValueError, match=r"a parameter is torch.float64; this file is for float32 and bfloat16"):
+        pair.ejected.add_param_group({"params": [torch.nn.Parameter(torch.ones(3).double())]})
+    assert len(pair.ejected.param_groups) == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"master_weights": True}, {"master_weights": "remainder"}], ids=str)
+def test_checkpoints_go_both_ways(options: dict[str, Any], tmp_path: Path) -> None:
+    dtype = torch.bfloat16 if options else torch.float32
+    module = made("AdamW", tmp_path, **options)
+    pair = Pair(module, "AdamW", dtype=dtype, **options)
+    pair.step(2)
+    with torch.no_grad():  # the same weights, so that remainders fit them
+        for left, right in zip(pair.ours, pair.theirs):
+            right.copy_(left)
+    saved = copy.deepcopy(pair.ejected.state_dict())
+    pair.whole.load_state_dict(saved)
+    other = module.AdamW(pair.theirs)
+    other.load_state_dict(copy.deepcopy(pair.whole.state_dict()))
+    for left, right in zip(pair.ours, pair.theirs):
+        for key, value in pair.ejected.state[left].items():
+            assert value.dtype is other.state[right][key].dtype
+            assert torch.equal(value, other.state[right][key]), key
+
+
+def test_a_checkpoint_of_torch_continues(tmp_path: Path) -> None:
+    module = made("AdamW", tmp_path)
+    first = [torch.randn(7, 5), torch.randn(3)]
+    ours, theirs = ([torch.nn.Parameter(tensor.clone()) for tensor in first] for _ in range(2))
+    referee = torch.optim.AdamW(theirs)
+    for param in theirs:
+        param.grad = torch.ones_like(param)
+    referee.step()
+    with torch.no_grad():
+        for left, right in zip(ours, theirs):
+            left.copy_(right)
+    optimizer = module.AdamW(ours)
+    optimizer.load_state_dict(copy.deepcopy(referee.state_dict()))
+    for param in (*ours, *theirs):
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    referee.step()
+    for left, right in zip(ours, theirs):
+        assert torch.allclose(left, right, rtol=4e-6, atol=1e-7)
+    wrong = copy.deepcopy(referee.state_dict())
+    wrong["state"][0]["momentum_buffer"] = torch.ones(7, 5)
+    with pytest.raises(ValueError, match="momentum_buffer"):
+        optimizer.load_state_dict(wrong)
+    del wrong["state"][0]["momentum_buffer"], wrong["state"][0]["exp_avg"]
+    with pytest.raises(ValueError, match="no state 'exp_avg'"):
+        optimizer.load_state_dict(wrong)
+
+
+def test_what_it_refuses(tmp_path: Path) -> None:
+    module = made("AdamW", tmp_path)
+    gaps = torch.nn.Parameter(torch.ones(4, 6)[:, :3])
+    gaps.grad = torch.ones(4, 3)
+    with pytest.raises(ValueError, match="make it contiguous"):
+        module.AdamW([gaps]).step()
+    sparse = torch.nn.Parameter(torch.ones(4, 2))
+    sparse.grad = torch.ones(4, 2).to_sparse()
+    with pytest.raises(ValueError, match=r"a gradient is torch\.sparse_coo"):
+        module.AdamW([sparse]).step()
+    assert torch.equal(sparse, torch.ones(4, 2))
+
+
+def test_transposed_parameters_and_gradients(tmp_path: Path) -> None:
+    module = made("AdamW", tmp_path)
+    ours = torch.nn.Parameter(torch.randn(5, 7).t())
+    theirs = torch.nn.Parameter(ours.detach().clone())
+    ours.grad, gradient = torch.randn(7, 5), None
+    theirs.grad = gradient = ours.grad.clone()
+    module.AdamW([ours]).step()
+    tilestep.AdamW([theirs]).step()
+    assert gradient is not None and torch.allclose(ours, theirs, rtol=4e-6, atol=1e-7)
+
+
+def test_other_code_may_write_to_a_parameter_with_remainders(tmp_path: Path) -> None:
+    pair = Pair(
+        made("AdamW", tmp_path, master_weights="remainder"), "AdamW", dtype=torch.bfloat16, master_weights="remainder"
+    )
+    pair.step(2)
+    with torch.no_grad():
+        for param in (*pair.ours, *pair.theirs):
+            param.mul_(2)
+    pair.step()
+    for name, left, right in pair.tensors():
+        if name.startswith("remainder"):
+            assert ((left.int() - right.int()).abs() > 16).double().mean() < 0.01, name
+
+
+def test_it_imports_torch_alone(tmp_path: Path) -> None:
+    path = tmp_path / "adamw.py"
+    path.write_text(ejected(Request(tilestep.registry["AdamW"], clip=True)))
+    script = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import adamw, torch; "
+        "p = torch.nn.Parameter(torch.ones(3)); o = adamw.AdamW([p], max_grad_norm=1.0); p.grad = torch.ones(3); "
+        "o.step(); print('tilestep' in sys.modules, adamw.tl, float(o.grad_norm))"
+    )
+    done = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "None", "1.7320508075688772"]
+
+
+def test_nothing_depends_on_the_machine(tmp_path: Path) -> None:
+    text = ejected(Request(tilestep.registry["AdamW"], clip=True))
+    assert text == ejected(Request(tilestep.registry["AdamW"], clip=True))
+    assert str(ROOT) not in text and "INTERPRETED" not in text
+    assert not re.search(r"^\s*(from|import) tilestep", text, re.MULTILINE)
+
+
+RULE_FILES = [("AdamW", {}), ("Prodigy", {}), ("LARS", {"clip": True}), ("AdamW", {"state_dtype": "int4"})]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ruff") is None, reason="ruff is not installed")
+def test_files_are_formatted(tmp_path: Path) -> None:
+    for place, (name, options) in enumerate([*RULE_FILES, *((name, {"clip": True}) for name in NAMES)]):
+        request = Request(tilestep.registry[name], **options)
+        (tmp_path / f"module_{place}.py").write_text(ejected(request))
+        (tmp_path / f"test_module_{place}.py").write_text(ejected_test(request, f"module_{place}"))
+    config = ["--config", str(ROOT / "pyproject.toml")]
+    for words in (["format", "--diff", *config], ["check", "--select", "E9,F,I", *config]):
+        done = subprocess.run([sys.executable, "-m", "ruff", *words, str(tmp_path)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Prodigy", "Rprop"])
+def test_the_command_and_the_tests_that_it_writes(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["eject", name, "-o", str(tmp_path / "fused_one.py"), "--clip", "--test"])
+    assert not end.value.code
+    assert capsys.readouterr().out.count("written: ") == 2
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_the_tests_fail_for_a_wrong_file(tmp_path: Path) -> None:
+    request = Request(tilestep.registry["AdamW"])
+    right = ejected(request)
+    wrong = right.replace("exp_avg_2 = exp_avg + ", "exp_avg_2 = exp_avg + 0.001 * ")
+    assert wrong != right
+    (tmp_path / "adamw.py").write_text(wrong)
+    (tmp_path / "test_adamw.py").write_text(ejected_test(request, "adamw"))
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1 and "test_steps_agree_with_torch" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["AdmaW"], "did you mean AdamW"),
+        (["Muon"], "Muon works on whole matrices"),
+        (["AdamW", "--masters", "float7"], "masters"),
+        (["AdamW", "--state-dtype", "float7"], "state"),
+        (["AdamW", "-o", "no-module.py"], "no name of a Python module"),
+    ],
+    ids=str,
+)
+def test_the_command_refuses(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["eject", *words])
+    assert end.value.code
+    assert said in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_it_can_be_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    texts = []
+    for words in ([], ["--test"]):
+        with pytest.raises(SystemExit):
+            main(["eject", "lion", *words])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == ejected(Request(tilestep.registry["Lion"]))
+    assert texts[1] == ejected_test(Request(tilestep.registry["Lion"]), "lion")
+    assert imported(texts[0], tmp_path / "lion.py").Lion
