@@ -24,6 +24,7 @@ from .kernels import Helpers, constant_lines, flat, merged, norm_functions, rena
 from .kinds import SIZES, Kind, kinds_of
 from .layout import formatted
 
+_FOR_MYPY = r"  # type: ignore\[[\w-]+\]"
 _SCALAR_BLOCK = 128
 _FINISH_BLOCK = 1024
 
@@ -140,7 +141,8 @@ def ejected(request: Request) -> str:
         "versions": follows,
     }.items():
         regions[f"*{name}"] = wanted
-    return _filled(Path(__file__).with_name("template.py").read_text(), regions).replace("Ejected", rule.name)
+    text = _filled(Path(__file__).with_name("template.py").read_text(), regions)
+    return re.sub(_FOR_MYPY, "", text).replace("Ejected", rule.name)
 
 
 def _filled(template: str, regions: Mapping[str, str | bool]) -> str:
@@ -488,7 +490,7 @@ def ejected_test(request: Request, module: str) -> str:
         "torch": own is not None and not request.state_dtype,
     }
     text = _filled(Path(__file__).with_name("template_of_test.py").read_text(), regions)
-    text = re.sub(r"  # type: ignore\[[\w-]+\]", "", text)
+    text = re.sub(_FOR_MYPY, "", text)
     return text.replace("Ejected", rule.name).replace(
         "from . import template as ejected\n", f"import {module} as ejected\n"
     )

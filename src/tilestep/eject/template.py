@@ -154,6 +154,14 @@ def local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "placements") else tensor
 
 
+# {versions_of
+def version_of(param: Any) -> int:
+    """How often a parameter was written to, as torch counts."""
+    read = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+    return int(read(param) + read(local(param)))
+
+
+# versions_of}
 def placed(part: torch.Tensor, param: Any, shape: tuple[int, ...]) -> Any:
     """A part of a state as a DTensor where the parameter is one; checkpoints need that."""
     if not hasattr(param, "placements"):
@@ -452,7 +460,7 @@ class Ejected(torch.optim.Optimizer):
     norm: tuple[Any, ...] = ()
     # clip_attributes}
     # {versions_attribute
-    versions: dict[Any, int] = {}  # of parameters after their last step  # noqa: RUF012
+    versions: dict[Any, int] = {}  # of parameters after their last step
     # versions_attribute}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -477,7 +485,7 @@ class Ejected(torch.optim.Optimizer):
                 self.state[param] = self.begin(param, group, state_dict["state"][number])
         self.tables = None
         # {versions_load
-        self.versions = {param: param._version for param, _ in owners}
+        self.versions = {param: version_of(param) for param, _ in owners}
         # versions_load}
 
     def begin(self, param: Any, group: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
@@ -537,7 +545,7 @@ class Ejected(torch.optim.Optimizer):
             return loss
         # {versions
         for param, state, _ in members:
-            if self.versions.get(param, param._version) != param._version:
+            if self.versions.get(param, version_of(param)) != version_of(param):
                 for key in FOLLOWING & state.keys():
                     local(state[key]).zero_()  # other code has written to the parameter
         # versions}
@@ -547,7 +555,7 @@ class Ejected(torch.optim.Optimizer):
             [member[0] for member, grad in zip(members, gradients) if grad is not None]
         )
         # {versions_record
-        self.versions = {param: param._version for param, _, _ in members}
+        self.versions = {param: version_of(param) for param, _, _ in members}
         # versions_record}
         return loss
 
