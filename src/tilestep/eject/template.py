@@ -460,7 +460,7 @@ class Ejected(torch.optim.Optimizer):
     norm: tuple[Any, ...] = ()
     # clip_attributes}
     # {versions_attribute
-    versions: dict[Any, int] = {}  # of parameters after their last step
+    versions: dict[Any, int] | None = None  # of parameters after their last step
     # versions_attribute}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -545,7 +545,7 @@ class Ejected(torch.optim.Optimizer):
             return loss
         # {versions
         for param, state, _ in members:
-            if self.versions.get(param, version_of(param)) != version_of(param):
+            if (self.versions or {}).get(param, version_of(param)) != version_of(param):
                 for key in FOLLOWING & state.keys():
                     local(state[key]).zero_()  # other code has written to the parameter
         # versions}
