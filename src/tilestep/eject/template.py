@@ -328,7 +328,7 @@ def gradient_scale(norm: torch.Tensor, limit: Any) -> torch.Tensor:
 def upload(values: list[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A table on a device; the host does not wait for the copy."""
     table = torch.tensor(values or [0], dtype=dtype)
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
+    return table.to(device) if device.index is None else table.pin_memory().to(device, non_blocking=True)
 
 
 def tiles_of(lengths: list[int], size: int) -> tuple[list[int], list[int]]:
