@@ -260,7 +260,9 @@ def _is_wide(node: ast.ClassDef) -> bool:
 
 
 def test_mechanisms_do_not_grow_back() -> None:
-    trees = {path: ast.parse(path.read_text()) for path in SOURCE.rglob("*.py")}
+    # What is ejected runs without the library: its template is text here.
+    paths = [path for path in SOURCE.rglob("*.py") if path != SOURCE / "eject" / "template.py"]
+    trees = {path: ast.parse(path.read_text()) for path in paths}
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
     named = {node.name for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
     assert named.isdisjoint(GONE), named.intersection(GONE)
