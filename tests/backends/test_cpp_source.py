@@ -139,8 +139,8 @@ def test_names_of_the_source_itself_are_reserved() -> None:
             names |= set(re.findall(rf"(?<!\w){kinds} (?:__restrict )?(\w+)(?:\[\d+\])?(?: =|[,;])", tiles))
         taken = text.scalars_of(kept, next(tile for tile in kept.program.tiles if tile is not None)).names
         assert {"skips", "log_gamma", "layout", "cut"} <= names
-        # Outputs have free names, and only truth values of operations are the rule's, under names of these.
-        outputs = [output.name for output in spec.outputs]
+        # Outputs and their leaves have free names. Truth values of operations are the rule's, under names of these.
+        outputs = ["changed_param", "moves_param", *(output.name for output in spec.outputs)]
         names = {name for name in names if re.sub(r"_\d+$", "", name) not in outputs}
         assert not [name for name in names if taken.fresh(name) == name and name.rstrip("_") not in text.SPELLING]
 

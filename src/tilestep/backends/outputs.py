@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable
 from functools import cached_property
 
 from ..graph import OPERATIONS, Builder, Level, TilePass, Value, ancestors
@@ -86,13 +86,17 @@ class PassOutputs:
         """The places of the parameter's arrays whose elements are compared with those before the step."""
         return [array for kind, _, array in self.leaves if kind == "changed"]
 
-    def write(self, writer: Writer, names: Mapping[Leaf, str], roots: Iterable[Value]) -> None:
-        """Write values of an element that outputs are made of, from the expressions of what they read."""
-        values = ancestors(roots)
+    def write(self, writer: Writer, root: Value, leaf: Callable[[str, str, int], str], names: dict[Leaf, str]) -> str:
+        """Write a value after the leaves that it reads, which get a name each; returns its expression."""
+        values = ancestors([root])
         for value in values:
             if value.operation == "load":
+                if value.attribute not in names:
+                    kind, buffer, _ = value.attribute
+                    names[value.attribute] = writer.name(value, leaf(*value.attribute), f"{kind}_{buffer}")
                 writer.bind(value, names[value.attribute])
         writer.write(values)
+        return writer[root]
 
     @property
     def move_values(self) -> list[Value]:

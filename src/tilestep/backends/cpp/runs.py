@@ -345,32 +345,28 @@ class OutputText:
     def _accumulate(self, body: RunBody, writer: Writer, given: Mapping[str, str], moves: str | None) -> None:
         """Write the outputs of an element that was written; `given` are numbers before they are rounded."""
 
-        def spelled(kind: str, buffer: str, place: int) -> str:
+        def leaf(kind: str, buffer: str, place: int) -> str:
             arrays = self._storages[buffer].arrays(buffer)
-            if kind == "new":
-                is_element = codec_of(self._storages[buffer]).is_element
-                return f"read({body.element(arrays[0])})" if is_element else given[buffer]
-            if kind == "update":
-                return f"{given[buffer]} - seen_old_{buffer}"
-            return f"bits_of({body.element(arrays[place])}) != seen_bits_{place}"
+            is_element = codec_of(self._storages[buffer]).is_element
+            return {
+                "old": f"seen_old_{buffer}",
+                "new": f"read({body.element(arrays[0])})" if is_element else given.get(buffer, ""),
+                "update": f"{given.get(buffer)} - seen_old_{buffer}",
+                "changed": f"bits_of({body.element(arrays[place])}) != seen_bits_{place}",
+                "moves": moves or "false",
+            }[kind]
 
-        names: dict[Leaf, str] = {}
-        for kind, buffer, place in self._outputs.leaves:
-            name = f"seen_{kind}_{place if kind == 'changed' else buffer}"
-            names[kind, buffer, place] = (moves or "false") if kind == "moves" else name
-            if kind not in ("old", "moves"):
-                own = "bool" if kind == "changed" else self._scalar
-                writer.lines.append(f"  const {own} {name} = {spelled(kind, buffer, place)};")
-        self._reduce(writer, names)
+        names = self._reduce(writer, leaf)
         if self._outputs.marks:
-            self._outputs.write(writer, names, [self._outputs.marks])
-            writer.lines.append(f"  seen_flags[{body.place}] = {writer[self._outputs.marks]};")
+            flag = self._outputs.write(writer, self._outputs.marks, leaf, names)
+            writer.lines.append(f"  seen_flags[{body.place}] = {flag};")
 
-    def _reduce(self, writer: Writer, names: Mapping[Leaf, str]) -> None:
-        roots = [entry.root for _, entry in self._outputs.reports]
-        self._outputs.write(writer, names, roots)
-        for one, root in zip(self.reported, roots):
-            writer.lines.append(f"  {accumulate(one.reduction, one.chunk, writer[root])}")
+    def _reduce(self, writer: Writer, leaf: Callable[[str, str, int], str]) -> dict[Leaf, str]:
+        names: dict[Leaf, str] = {}
+        for one, (_, entry) in zip(self.reported, self._outputs.reports):
+            term = self._outputs.write(writer, entry.root, leaf, names)
+            writer.lines.append(f"  {accumulate(one.reduction, one.chunk, term)}")
+        return names
 
     def skipped(self, body: RunBody) -> list[str]:
         """The statements of a run in a skipped step, of elements that stay as they are."""
@@ -378,6 +374,6 @@ class OutputText:
         arrays = [array for name, storage in storages.items() for array in read_arrays(storage, name)]
         writer = CppWriter(self._scalar, "  ", body.writer.names.within())
         writer.lines += [f"  const {self._scalar} seen_old_{name} = {body.load(name)};" for name in self.reads]
-        stays = {"old": "seen_old_{}", "new": "seen_old_{}", "update": f"{self._scalar}(0)"}
-        self._reduce(writer, {leaf: stays.get(leaf[0], "false").format(leaf[1]) for leaf in self._outputs.leaves})
+        stays = {"old": "seen_old_{}", "new": "seen_old_{}", "update": "0"}
+        self._reduce(writer, lambda kind, buffer, place: stays.get(kind, "false").format(buffer))
         return [*body.begin(arrays), *body.numbers(storages), *body.loop(clause_of(self.reported), writer.lines)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from ...graph import SCALAR_LEVELS, ScalarPass, TilePass, Value, scalar_needs
 from ...storage import BLOCK, Array, Leaf, codec_of, dtype_name, read_arrays
@@ -152,20 +153,11 @@ class OutputText:
         """Write the outputs of elements that were written: accumulate them, and set bits."""
         outputs, lines, indent = self._outputs, body.lines, body.indent
         writer = writer_of(self._math.type, indent, self._math.names.within())
-        writer.lines, names, rest = lines, {}, body.mask and self._in_blocks
-
-        def written(root: Value, leaves: Iterable[Leaf]) -> str:
-            for kind, buffer, place in leaves:
-                if (kind, buffer, place) not in names:
-                    name = names[kind, buffer, place] = f"seen_{kind}_{place if kind == 'changed' else buffer}"
-                    if kind != "old":
-                        lines.append(f"{indent}{name} = {self._leaf(kind, buffer, place, body)}")
-            outputs.write(writer, names, [root])
-            return writer[root]
-
+        writer.lines, leaf, rest = lines, partial(self._leaf, body), body.mask and self._in_blocks
+        names: dict[Leaf, str] = {}
         for slot, entry in outputs.reports:
             how, root = _accumulated(entry)
-            term = written(root, entry.leaves)
+            term = outputs.write(writer, root, leaf, names)
             if body.mask and not entry.ignores_zeros:
                 neutral = "float('-inf')" if entry.output.reduce == "max" else "0.0"
                 term = f"{body.mask} & ({term})" if root.is_bool else f"tl.where({body.mask}, {term}, {neutral})"
@@ -185,14 +177,16 @@ class OutputText:
             bit = f"words + seen_first + ({at} >> 5), 1 << ({at} & 31).to(tl.int32)"
             scattered = [f'tl.atomic_or({bit}, mask=seen_flag, sem="relaxed")']
             chosen = scattered if self._scatters(body, strided) else packed
-            flag = f"seen_flag = {written(outputs.marks, outputs.leaves)}"
+            flag = f"seen_flag = {outputs.write(writer, outputs.marks, leaf, names)}"
             lines += [indent + line for line in (flag, *chosen)]
 
-    def _leaf(self, kind: str, buffer: str, place: int, body: TileBody) -> str:
+    def _leaf(self, body: TileBody, kind: str, buffer: str, place: int) -> str:
         """The expression of what an output reads; 0 or false where elements are masked, the old where skipped."""
         inside, mask = " & ".join(filter(None, (body.keeps, body.mask))), body.mask
         storage = self._outputs.spec.storages[buffer]
         codec = codec_of(storage)
+        if kind == "old":
+            return f"seen_old_{buffer}"
         if kind == "update":
             update = f"new_{buffer} - seen_old_{buffer}"
             return f"tl.where({inside}, {update}, 0.0)" if inside else update
