@@ -71,8 +71,7 @@ struct Table {
 bool is_plain(const Tensor& tensor) {
   // A subclass may keep its values elsewhere; a nested tensor has no sizes to ask for.
   const bool subclass = tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
-  return !subclass && !tensor.is_nested() && tensor.layout() == at::kStrided && tensor.has_storage() && !tensor.is_complex() &&
-         !tensor.is_conj() && !tensor.is_neg() && !tensor._is_zerotensor();
+  return !subclass && !tensor.is_nested() && tensor.layout() == at::kStrided && tensor.has_storage() && !tensor.is_conj() && !tensor.is_neg() && !tensor._is_zerotensor();
 }
 
 void* address_of(const Tensor& tensor) {

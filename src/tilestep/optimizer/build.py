@@ -32,7 +32,6 @@ from ..placement import (
     take_in_matrix,
 )
 from ..placement.local import (
-    ViewedMembers,
     as_complex,
     as_real,
     first_index,
@@ -384,21 +383,14 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
         ahead=[one.share for one in planned if state[one.share.param].is_ahead],
     )
     if mesh_ranks is not None:
-        plan.local_gradients = [
-            LocalGradients([entry.label for entry in engine.entries], params)
-            for engine, params in zip(engines, plan.members)
-        ]
         plan.shared_sums = [SharedSums(mesh_ranks, engine.segments) for engine in engines]
         plan.sends = bool(exchanges) or any(sums.sends for sums in plan.shared_sums)
-    if any(param.is_complex() for params in plan.members for param in params) or any(
-        is_cut(one.kind.seen) for one in planned
-    ):
-        plan.viewed_members = [
-            ViewedMembers(
-                [entry.label for entry in engine.entries], params, engine.params, list(map(_cut, engine.entries))
-            )
-            for engine, params in zip(engines, plan.members)
-        ]
+    sources = [
+        LocalGradients([entry.label for entry in engine.entries], params, list(map(_cut, engine.entries)))
+        for engine, params in zip(engines, plan.members)
+    ]
+    if mesh_ranks is not None or any(source.views for source in sources):
+        plan.sources = sources
     return plan
 
 
@@ -584,6 +576,8 @@ def _engines(
             own.update({**entry.scalars, **entry.matrices})
             states += [own[name] for name in (*entry.arrays, *entry.scalars, *entry.matrices) if name in own]
         holders = [members[id(entry)].holder for entry in engine.entries]
+        # `param.data = ...` leaves views behind.
+        states += [holder for holder, entry in zip(holders, engine.entries) if holder.is_complex() or _cut(entry)]
         finds = not (optimizer.memory.looks_at_gradients or further_rounds(optimizer))
         engine.describe(holders, states, finds=finds)
     return engines, controls, places, [[members[id(entry)] for entry in engine.entries] for engine in engines]

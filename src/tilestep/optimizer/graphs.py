@@ -97,7 +97,7 @@ def _require_capturable(plan: StepPlan) -> None:
     require(plan.mesh_ranks is None, by_ranks)
     require(not plan.further_rounds, f"{LISTED_TWICE}, and a graph holds one update of it")
     of_views = "it has complex parameters, or splits of several sizes, whose views a graph does not follow"
-    require(not plan.viewed_members, of_views)
+    require(not any(source.views for source in plan.sources), of_views)
 
 
 def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> StepPlan:

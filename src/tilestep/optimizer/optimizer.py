@@ -409,10 +409,10 @@ class Optimizer(torch.optim.Optimizer):
         self.graphs = self.graphs.without(self._plan)
         self._plan = None
 
-    def fitting_plan(self, *, ahead: bool = False, parts: bool = True) -> StepPlan:
+    def fitting_plan(self, *, ahead: bool = False) -> StepPlan:
         """The plan, built anew if groups, parameters or states have changed; see `StepPlan.fit` and `build_plan`."""
         plan = self._plan
-        fits = plan is not None and plan.fit(self, parts=parts) and not (ahead and plan.leaves_out_training)
+        fits = plan is not None and plan.fit(self) and not (ahead and plan.leaves_out_training)
         return plan if fits and plan is not None else self.rebuild(ahead=ahead)
 
     def rebuild(self, *, ahead: bool = False) -> StepPlan:

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from ..compat import is_fake, local_parts
+from ..compat import is_fake
 from ..devices import combined
 from ..errors import GradientError, StateError
 from ..memory.memory import StateMemory
 from ..placement import LocalGradients, ReductionGroup, Share, SharedSums
-from ..placement.local import ViewedMembers
 from ..runtime import DeviceEngine, JointNorm, Stale, StepInputs, pass_calls, run_marked
 from ..runtime.engine import CALL, Calls
 from ..stats import Reports
@@ -47,12 +46,11 @@ class StepPlan:
     ranks: Any = None  # the ranks that decide steps together, if there are several
     sharers: Any = None  # the ranks that hold parts of the same parameters, if there are several
     sends: bool = False  # whether passes send something to other ranks
-    local_gradients: Sequence[LocalGradients] = ()  # for each engine the local parts of its gradients, with DTensors
+    sources: Sequence[LocalGradients] = ()  # for each engine its gradients, with DTensors, complex tensors or splits
     shared_sums: Sequence[SharedSums] = ()  # for each engine its reductions over tensors on several ranks
     places: Mapping[Any, tuple[int, ...]] = field(default_factory=dict)  # by part the places of its engines
     home: StateMemory = field(default_factory=StateMemory)  # where the state is
     further_rounds: tuple[frozenset[int], ...] = ()  # see `parameters.further_rounds`
-    viewed_members: Sequence[ViewedMembers] = ()  # for each engine the parameters that entries are views of, if any
     controls: Sequence[Any] = ()  # for each device its `control.DeviceControl`
     ahead: list[Share] = field(default_factory=list)  # those whose state was made before their first step
     are_others: bool = True  # whether other parameters have gradients than when it was asked who has taken the rest
@@ -96,19 +94,8 @@ class StepPlan:
         self.kind: Any = None  # the kind of the last step's decision, as far as passes depend on it
         self.decided_plainly = False  # whether control numbers are those of a step that does not clip, scale or skip
 
-    def fit(self, optimizer: Optimizer, *, parts: bool = True) -> bool:
+    def fit(self, optimizer: Optimizer) -> bool:
         """Whether these are the optimizer's groups, parameters and states, and no dormant one has a gradient."""
-        return (
-            self._fits_lists(optimizer)
-            and (not parts or self.mesh_ranks is None or self._same_parts())
-            and (not self.viewed_members or self._views_are_same())
-        )
-
-    def _views_are_same(self) -> bool:
-        return all(members.lie_as_before() for members in self.viewed_members)
-
-    def _fits_lists(self, optimizer: Optimizer) -> bool:
-        """The part of `fit` that lists and counts tell."""
         groups = optimizer.param_groups
         params = groups[0]["params"] if len(groups) == 1 else [param for group in groups for param in group["params"]]
         state = vars(optimizer)["state"]
@@ -127,17 +114,6 @@ class StepPlan:
         """Whether a parameter that trains has no gradient yet, so that a graph would leave it out forever."""
         return any(param.requires_grad and not is_lazy(param) and not param.is_meta for param in self.dormant)
 
-    def _same_parts(self) -> bool:
-        """Whether DTensors still have the local parts that the tables describe; moving a model replaces them."""
-        for place in self._every:
-            params, engine = self.members[place], self.engines[place]
-            parts = list(map(self.home.part, params, local_parts(params)))
-            for viewed in self.viewed_members[place].places if self.viewed_members else ():
-                parts[viewed] = engine.params[viewed]
-            if not same_list(parts, engine.params):
-                return False
-        return True
-
     def same_groups(self, optimizer: Optimizer) -> bool:
         """The part of `fit` that needs no look at every parameter."""
         groups, state = optimizer.param_groups, vars(optimizer)["state"]
@@ -152,9 +128,7 @@ class StepPlan:
     def gradients_at(self, place: int, find: Callable[[torch.Tensor], Any] = _GRAD) -> list[torch.Tensor | None]:
         """The gradients of one engine's entries; of DTensors the local parts."""
         gradients = list(map(find, self.members[place]))
-        if self.mesh_ranks is not None:
-            gradients = self.local_gradients[place].parts(gradients)
-        return self.viewed_members[place].gradients(gradients) if self.viewed_members else gradients
+        return self.sources[place].parts(gradients) if self.sources else gradients
 
     def refresh(
         self,
@@ -182,9 +156,7 @@ class StepPlan:
         Raises:
             Stale: if the plan must be built anew.
         """
-        if optimizer is not None and not self._fits_lists(optimizer):
-            raise Stale
-        if self.viewed_members and not self._views_are_same():
+        if optimizer is not None and not self.fit(optimizer):
             raise Stale
         norm = inputs is not None and inputs.needs_norm and self.sums_in_tiles and self.ranks is None
         unmoved = unmoved and self.home.is_beside

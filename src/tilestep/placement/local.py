@@ -241,15 +241,18 @@ _PLAIN_GRADIENTS = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
 
 class LocalGradients:
-    """Finds this rank's part of each gradient of a list of parameters."""
+    """Finds what kernels read of the gradients of a list of parameters: of DTensors this rank's parts, and views."""
 
-    def __init__(self, labels: Sequence[str], params: Sequence[torch.Tensor]) -> None:
+    def __init__(self, labels: Sequence[str], params: Sequence[torch.Tensor], cuts: Sequence[Cut | None]) -> None:
         self._labels = list(labels)
         self._params = list(params)
         self._layouts = layouts(params)
+        self.views = [place for place, cut in enumerate(cuts) if cut is not None or params[place].is_complex()]
+        """The parameters that entries are views of: complex ones, and those cut into splits."""
+        self._cuts = cuts
 
     def parts(self, gradients: Sequence[Any]) -> list[Any]:
-        """The local parts of gradients."""
+        """The local parts of gradients, or views of these."""
         # A gradient that is distributed otherwise than its parameter (a partial sum, say) is redistributed, and the
         # result becomes the parameter's `grad`: the same gradient, as later readers expect it.
         now = layouts(gradients)
@@ -269,7 +272,26 @@ class LocalGradients:
                     # The next gradients often come with the same description.
                     self._layouts[place] = layout
         parts = local_parts(gradients)
-        return parts if set(map(type, parts)) <= _PLAIN_GRADIENTS else list(map(ready, parts))
+        if not set(map(type, parts)) <= _PLAIN_GRADIENTS:
+            parts = list(map(ready, parts))
+        for place in self.views:
+            if parts[place] is not None:
+                parts[place] = self._viewed(place, parts[place])
+        return parts
+
+    def _viewed(self, place: int, gradient: Any) -> Any:
+        # A gradient that torch conjugates lazily is resolved, and that becomes the parameter's `grad`.
+        param, cut = self._params[place], self._cuts[place]
+        if param.is_complex() and gradient.dtype is not param.dtype:
+            raise GradientError(
+                f"the gradient of {self._labels[place]} has dtype {gradient.dtype}, the parameter has {param.dtype}"
+            )
+        plain = resolved(gradient)
+        if plain is not gradient and param.grad is gradient:
+            param.grad = plain
+        if cut is None or plain.layout is not torch.strided or plain.shape != local_part(param).shape:
+            return as_real(plain)
+        return cut.of(plain.detach())
 
     def _placed(self, place: int, gradient: Any, layout: Any) -> Any:
         param: Any = self._params[place]
@@ -311,57 +333,3 @@ def as_complex(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor, of which a complex one's memory holds its values: torch conjugates and negates lazily."""
     return tensor.resolve_conj().resolve_neg() if tensor.is_complex() else tensor
-
-
-class ViewedMembers:
-    """The parameters of an engine that entries are views of: complex ones, and those cut into splits."""
-
-    def __init__(
-        self,
-        labels: Sequence[str],
-        params: Sequence[torch.Tensor],
-        views: Sequence[torch.Tensor],
-        cuts: Sequence[Cut | None],
-    ) -> None:
-        self._members = [
-            (place, label, param, view, cut)
-            for place, (label, param, view, cut) in enumerate(zip(labels, params, views, cuts))
-            if param.is_complex() or cut is not None
-        ]
-        self.places = {place for place, *_ in self._members}
-
-    def __bool__(self) -> bool:
-        return bool(self._members)
-
-    def lie_as_before(self) -> bool:
-        """Whether the views are still those of their parameters: `param.data = ...` leaves them behind."""
-        # `param.data = param.data.conj()` has no view of reals before it is resolved.
-        parts = [(local_part(param), view, cut) for _, _, param, view, cut in self._members]
-        return all(not part.is_conj() and _place(_viewed(part, cut)) == _place(view) for part, view, cut in parts)
-
-    def gradients(self, gradients: list[Any]) -> list[Any]:
-        """Gradients as kernels read them."""
-        # One that torch conjugates lazily is resolved, and that becomes the parameter's `grad`.
-        gradients = list(gradients)
-        for place, label, param, _, cut in self._members:
-            gradient = gradients[place]
-            if gradient is None:
-                continue
-            if param.is_complex() and gradient.dtype is not param.dtype:
-                raise GradientError(
-                    f"the gradient of {label} has dtype {gradient.dtype}, the parameter has {param.dtype}"
-                )
-            plain = resolved(gradient)
-            if plain is not gradient and param.grad is gradient:
-                param.grad = plain
-            fits = plain.layout is torch.strided and plain.shape == local_part(param).shape
-            gradients[place] = _viewed(plain, cut if fits else None)
-        return gradients
-
-
-def _viewed(tensor: torch.Tensor, cut: Cut | None) -> torch.Tensor:
-    return as_real(tensor) if cut is None else cut.of(tensor.detach())
-
-
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device

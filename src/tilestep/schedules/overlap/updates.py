@@ -108,7 +108,7 @@ class GroupUpdates(Row):
         if not timeline.is_alone:
             refuse_another_taker(timeline)
         moved: Set[int] = self.reduced.follow_later() if self.reduced.later else NONE
-        plan = optimizer.fitting_plan(parts=False)
+        plan = optimizer.fitting_plan()
         control, scaler = optimizer.control, self._scaler
         scaled = control.gradients_scaled or (scaler is not None and scaler.is_enabled())
         if scaled or control.needs_norm(optimizer.param_groups):
@@ -241,7 +241,7 @@ class GroupUpdates(Row):
                     if id(param) not in self.reduced.of and late is None:
                         late = self._late(param, group)
                     param.grad = None
-        plan = optimizer.fitting_plan(parts=False)
+        plan = optimizer.fitting_plan()
         changed = [
             group.name
             for group in self.applied
