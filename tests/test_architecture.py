@@ -238,7 +238,7 @@ GONE = (
     *("UpdateInParts", "measure_bandwidths", "FixedTensors", "TensorFingerprint", "TapText", "SegmentTaps"),
     *("GradientSync", "GradientRounds", "GradReadiness", "BackwardTracker", "DeferredUpdates", "TakesGradients"),
     *("begin_again", "begin_ahead_again"),
-    *("Scan", "Gradients"),
+    *("Scan", "Gradients", "GroupWatch", "ViewedMembers"),
 )
 """Mechanisms that others have taken in."""
 

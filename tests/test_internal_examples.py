@@ -146,14 +146,18 @@ def of_runtime() -> None:
     >>> grad_dtype(weight)
     torch.float32
 
-    >>> from tilestep.runtime.gradients import GroupWatch
+    >>> from tilestep.runtime.gradients import GroupNumbers
+    >>> from tilestep.tensor_table import CHANGED, MOVED, SAME
     >>> group = {"lr": 0.1, "nesterov": False}
-    >>> watch = GroupWatch(0, group, ["lr", "nesterov"])
-    >>> watch.changed()
-    False
+    >>> numbers = GroupNumbers(0, group, ["lr", "nesterov"])
+    >>> numbers.look() == SAME
+    True
     >>> group["lr"] = 0.2
-    >>> watch.changed(), watch.same_statics()
-    (True, True)
+    >>> numbers.look() == MOVED
+    True
+    >>> group["nesterov"] = True
+    >>> numbers.look() == CHANGED
+    True
 
     >>> from tilestep.runtime.kernel_cache import statics_of
     >>> statics_of({"lr": 0.1, "amsgrad": False})

@@ -180,8 +180,8 @@ class StepPlan:
                 engine.start_norm()
         for place in self._every if places is None else places:
             engine = self.engines[place]
-            for watch in engine.group_watches:
-                if watch.is_mutable or not all(map(operator.is_, map(watch.value_of, watch.keys), watch.values)):
+            for own in engine.group_numbers:
+                if own.is_mutable or not all(map(operator.is_, map(own.value_of, own.keys), own.values)):
                     engine.push_hypers()
                     break
             if engine.has_device_hypers:

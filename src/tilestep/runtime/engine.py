@@ -21,7 +21,7 @@ from ..norm import NormTable
 from ..tensor_table import CHANGED, MOVED, SAME, Table, same_list
 from .capturing import PREPARE, WARM_UP, GraphTables, nothing_skipped, require, require_no_branches
 from .decision import StepInputs
-from .gradients import GroupWatch, Inspected, Stale, inspect
+from .gradients import GroupNumbers, Inspected, Stale, inspect
 from .norms import JointNorm, SharedNorm, norm_table
 from .overlaps import WrittenMemory
 from .passes import Passes
@@ -175,8 +175,8 @@ class DeviceEngine:
         self._started_norm: tuple[torch.Tensor, torch.Tensor] | None = None
         used = sorted({entry.group for entry in self.entries})
         self.is_large = len(self.entries) >= _WORTH_THREADS  # whether threads look at its tensors
-        self.group_watches = [GroupWatch(index, groups[index], keys[index]) for index in used]
-        self.has_device_hypers = any(watch.on_device for watch in self.group_watches)
+        self.group_numbers = [GroupNumbers(index, groups[index], keys[index]) for index in used]
+        self.has_device_hypers = any(numbers.tensors for numbers in self.group_numbers)
         for passes in self.passes:
             passes.set_hypers(passes.segment.hyper_rows())
         self._unscales = False
@@ -276,32 +276,23 @@ class DeviceEngine:
     @property
     def hypers_changed(self) -> bool:
         """Whether hyperparameters on the host differ from those on the device."""
-        return any(watch.changed() for watch in self.group_watches)
+        return any(numbers.look() for numbers in self.group_numbers)
 
     def push_hypers(self) -> None:
         """`push` for hyperparameters alone; steps read those that are tensors on a GPU there."""
-        changed = [watch for watch in self.group_watches if watch.changed()]
-        if changed:
-            self._take_hypers(changed)
-
-    def refresh_device_hypers(self) -> None:
-        """Copy hyperparameters that are tensors on a GPU to the table, on the device."""
-        if self.has_device_hypers:
-            for passes in self.passes:
-                for row, column, tensor in passes.segment.device_hypers():
-                    passes.set_device_hyper(row, column, tensor)
-
-    def _take_hypers(self, changed: Sequence[GroupWatch]) -> None:
-        if not all(watch.same_statics() for watch in changed):
+        looks = [(numbers, numbers.look()) for numbers in self.group_numbers]
+        changed = [numbers for numbers, seen in looks if seen != SAME]
+        if not changed:
+            return
+        if any(seen == CHANGED for _, seen in looks):
             raise Stale("a flag, or what kind of value a hyperparameter has, has changed")
-        if self.captured and not all(watch.same_tensors() for watch in changed):
+        if self.captured and not all(numbers.same_tensors() for numbers in changed):
             raise Stale("a hyperparameter that is a tensor on a device was replaced; write into the tensor instead")
-        indices = {watch.index for watch in changed}
+        indices = {numbers.index for numbers in changed}
         touched = [passes for passes in self.passes if not indices.isdisjoint(passes.segment.group_indices)]
-        affected = [passes.segment for passes in touched]
-        for segment in affected:
-            own = [watch for watch in changed if watch.index in segment.group_indices]
-            if not all(segment.keeps_graph(watch.index, watch.chosen) for watch in own):
+        for passes in touched:
+            own = [numbers for numbers in changed if numbers.index in passes.segment.group_indices]
+            if not all(passes.segment.keeps_graph(numbers.index, numbers.chosen) for numbers in own):
                 raise Stale
         if any(passes.matrices is not None and passes.matrices.outdated() for passes in touched):
             raise Stale("a number that matrix operations take has changed")
@@ -309,9 +300,16 @@ class DeviceEngine:
             passes.set_hypers(passes.segment.hyper_rows())
             if passes.segment.follow_seeds():
                 passes.upload()
-        for watch in changed:
-            watch.remember()
-        self.has_device_hypers = any(watch.on_device for watch in self.group_watches)
+        for numbers in changed:
+            numbers.remember()
+        self.has_device_hypers = any(numbers.tensors for numbers in self.group_numbers)
+
+    def refresh_device_hypers(self) -> None:
+        """Copy hyperparameters that are tensors on a GPU to the table, on the device."""
+        if self.has_device_hypers:
+            for passes in self.passes:
+                for row, column, tensor in passes.segment.device_hypers():
+                    passes.set_device_hyper(row, column, tensor)
 
     def build(self, inputs: StepInputs) -> None:
         """Build every kernel of a step with these inputs, without changing anything."""
@@ -342,7 +340,7 @@ class DeviceEngine:
         require(unchanged, f"parameters have moved or changed their shape since the last step; {PREPARE}")
         require(self.table.states_are_same(), f"state was given other memory since the last step; {PREPARE}")
         require(
-            not any(watch.changed() for watch in self.group_watches),
+            not self.hypers_changed,
             f"hyperparameters have changed since they were brought to the device; {PREPARE}",
         )
         seen = inspect(self.entries, self.memory, gradients)

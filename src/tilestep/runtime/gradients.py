@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from ..compat import has_memory, is_zero_tensor, ready, resolved
 from ..errors import GradientError
 from ..graph import flat_numbers
+from ..tensor_table import CHANGED, MOVED, SAME, same_list
 from .kernel_cache import statics_of
 from .overlaps import WrittenMemory
 from .segment import Entry, is_dense, same_walk
@@ -160,71 +160,52 @@ def _check(entry: Entry, gradient: torch.Tensor) -> None:
             raise GradientError(f"the gradient of {entry.label} has {what} {actual}, the parameter has {wanted}")
 
 
-class GroupWatch:
-    """Watches the hyperparameters of one param group."""
+class GroupNumbers:
+    """The hyperparameters of one param group as tables have them."""
 
     def __init__(self, index: int, group: Mapping[str, Any], keys: Sequence[str]) -> None:
-        self.index = index
-        self.group = group
-        self.keys = tuple(keys)
-        self.value_of = group.get
-        self._only_numbers_differ = False
+        self.index, self._group, self.keys, self.value_of = index, group, tuple(keys), group.get
+        self.values: tuple[Any, ...] = ()
+        """While the group has these objects, and none is mutable, nothing has changed."""
+        self._are_plain = False  # whether the last look has found other plain numbers, and nothing else
         self.remember()
 
-    is_mutable: bool  # whether a value can change and stay the same object
-    values: tuple[Any, ...]
-    """The remembered values; while they are these objects, and none is mutable, nothing has changed."""
-
-    def _get(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
-        return tuple(map(group.get, self.keys))
+    def chosen(self) -> dict[str, Any]:
+        """The entries of the group as they are now."""
+        return dict(zip(self.keys, map(self.value_of, self.keys)))
 
     def remember(self) -> None:
-        """Remember the present values."""
-        self.values = self._get(self.group)
-        if self._only_numbers_differ:
-            self._only_numbers_differ = False
-            return
+        """Take the present values."""
         chosen = self.chosen()
-        self._statics = statics_of(chosen)
-        self._tensors = [value for _, value in flat_numbers(chosen) if isinstance(value, torch.Tensor)]
-        self._device_tensors = {name: value for name, value in flat_numbers(chosen) if _on_device(value)}
-        self.is_mutable = bool(self._tensors) or any(map(_has_list, self.values))
-        self._seen = _numbers(chosen) if self.is_mutable else []
+        self.values = tuple(chosen.values())
+        if not self._are_plain:
+            self._statics, self._numbers = statics_of(chosen), _numbers(chosen)
+            self.tensors = [value for _, value in flat_numbers(chosen) if _on_device(value)]
+            """Hyperparameters on a GPU, which only the device can read."""
+            self.is_mutable = any(map(_is_mutable, self.values))  # whether a value may change and stay the same object
+        self._are_plain = False
 
-    @property
-    def on_device(self) -> bool:
-        """Whether a hyperparameter is a tensor on a GPU, which only the device can read."""
-        return bool(self._device_tensors)
-
-    def changed(self) -> bool:
-        """Whether a hyperparameter has another value, or another kind of value, than the remembered one."""
-        now = self._get(self.group)
-        self._only_numbers_differ = False
-        if not self.is_mutable:
-            if all(map(operator.is_, now, self.values)):
-                return False
-            if all(map(_both_numbers, now, self.values)):
-                return self._other_numbers(now)
-        chosen = self.chosen()
-        numbers = _numbers(chosen)
-        before = self._seen if self.is_mutable else _numbers(dict(zip(self.keys, self.values)))
-        if numbers == before and statics_of(chosen) == self._statics:
-            if not self.is_mutable:
-                self.values = now
-            return False
+    def look(self) -> int:
+        """SAME; MOVED for other numbers; CHANGED where a flag or the kind of a value is another one."""
+        now, self._are_plain = self.chosen(), False
+        values = tuple(now.values())
+        if not self.is_mutable and all(map(_both_numbers, values, self.values)):
+            # Plain numbers in the place of plain numbers, as schedulers write at every step.
+            if values == self.values:
+                self.values = values
+                return SAME
+            limit = self._group.get("max_grad_norm")
+            if _has_nan(values) or (isinstance(limit, (float, int)) and limit < 0):
+                self._refuse_invalid(flat_numbers(now))
+            self._are_plain = True
+            return MOVED
+        before = self._numbers if self.is_mutable else _numbers(dict(zip(self.keys, self.values)))
+        numbers, statics = _numbers(now), statics_of(now)
+        if (numbers, statics) == (before, self._statics):
+            self.values = self.values if self.is_mutable else values
+            return SAME
         self._refuse_invalid(numbers)
-        return True
-
-    def _other_numbers(self, now: tuple[Any, ...]) -> bool:
-        """`changed` if plain numbers were replaced by plain numbers, as schedulers do at every step."""
-        if now == self.values:
-            self.values = now
-            return False
-        limit = self.group.get("max_grad_norm")
-        if _has_nan(now) or (limit is not None and type(limit) in _NUMBERS and limit < 0):
-            self._refuse_invalid(flat_numbers(self.chosen()))
-        self._only_numbers_differ = True
-        return True
+        return MOVED if statics == self._statics else CHANGED
 
     def _refuse_invalid(self, numbers: Sequence[tuple[str, Any]]) -> None:
         for name, value in numbers:
@@ -233,28 +214,17 @@ class GroupWatch:
             if name == "max_grad_norm" and value < 0:
                 raise ValueError(f"Invalid {name} of group {self.index}: {value}; it must be at least 0, or None")
 
-    def same_statics(self) -> bool:
-        """Whether flags, strings, None and the kinds of all values are the remembered ones."""
-        return self._only_numbers_differ or statics_of(self.chosen()) == self._statics
-
     def same_tensors(self) -> bool:
-        """Whether the same hyperparameters are on a GPU, in the same tensors."""
-        if self._only_numbers_differ:
-            return True
-        now = {name: value for name, value in flat_numbers(self.chosen()) if _on_device(value)}
-        before = self._device_tensors
-        return now.keys() == before.keys() and all(now[name] is before[name] for name in now)
-
-    def chosen(self) -> dict[str, Any]:
-        """The watched entries of the group as they are now."""
-        return dict(zip(self.keys, self._get(self.group)))
+        """Whether the same tensors on a GPU are hyperparameters."""
+        return same_list([value for _, value in flat_numbers(self.chosen()) if _on_device(value)], self.tensors)
 
 
 _NUMBERS = (float, int)
 
 
-def _has_list(value: Any) -> bool:
-    return isinstance(value, (list, Mapping)) or (type(value) is tuple and any(map(_has_list, value)))
+def _is_mutable(value: Any) -> bool:
+    is_entry = isinstance(value, (list, Mapping, torch.Tensor))
+    return is_entry or (type(value) is tuple and any(map(_is_mutable, value)))
 
 
 def _both_numbers(left: Any, right: Any) -> bool:
