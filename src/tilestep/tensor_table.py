@@ -234,8 +234,7 @@ class Table:
         self._may_find, self._is_known = finds, again
         if len(self.host) != len(gradients):
             self.host = np.zeros(len(gradients), dtype=np.int64)
-        self.host[:] = 0
-        self.host[self.places] = np.where(self._gradients.sizes == 0, 1, self._gradients.addresses)
+        self.host[:] = rows_of(gradients)
         self._upload()
         self.is_uploaded = True
 
@@ -280,9 +279,19 @@ def same_list(left: Sequence[Any], right: Sequence[Any]) -> bool:
     return len(left) == len(right) and all(map(operator.is_, left, right))
 
 
+address_of: Callable[[torch.Tensor | torch.UntypedStorage], int] = operator.methodcaller("data_ptr")
+"""Where a tensor begins, or the memory of several."""
+
+
 def addresses_of(tensors: Sequence[torch.Tensor]) -> np.ndarray:
     """int64[tensors], where tensors begin."""
-    return np.fromiter(map(torch.Tensor.data_ptr, tensors), dtype=np.int64, count=len(tensors))
+    return np.fromiter(map(address_of, tensors), dtype=np.int64, count=len(tensors))
+
+
+def rows_of(gradients: Sequence[torch.Tensor | None]) -> np.ndarray:
+    """int64[gradients], where they begin; 0 for none, 1 for an empty one, which may have no address."""
+    rows = [0 if one is None else address_of(one) if one.numel() else 1 for one in gradients]
+    return np.asarray(rows, dtype=np.int64)
 
 
 class Survey(NamedTuple):

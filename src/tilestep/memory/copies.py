@@ -17,6 +17,7 @@ from ..devices import has_streams
 from ..errors import HostMemoryError, OffloadError
 from ..placement.local import REAL_INSTEAD, local_part
 from ..runtime.segment import Segment, TileRange
+from ..tensor_table import address_of
 
 
 def check_device(label: str, param: torch.Tensor, device: torch.device) -> None:
@@ -146,7 +147,7 @@ class HostMemory:
 
     def holds(self, buffer: torch.Tensor) -> bool:
         """Whether a tensor is in a piece of this memory."""
-        address = buffer.data_ptr()
+        address = address_of(buffer)
         return (
             any(start <= address < start + size for start, size, piece in self._pieces if piece() is not None)
             or not buffer.numel()
@@ -179,7 +180,7 @@ class Run:
 
     def extend(self, storage: torch.UntypedStorage, start: int, length: int) -> bool:
         """Extend the run over bytes that follow closely in memory; returns whether they do."""
-        if storage.data_ptr() != self.storage.data_ptr() or not 0 <= start - self.stop < ALIGNMENT:
+        if address_of(storage) != address_of(self.storage) or not 0 <= start - self.stop < ALIGNMENT:
             return False
         self.stop = start + length
         return True
@@ -197,7 +198,7 @@ class Chunk:
 
     def tile_range(self, memory: torch.Tensor) -> TileRange:
         """The chunk's tiles, with their addresses in this buffer."""
-        address = memory.data_ptr()
+        address = address_of(memory)
         return TileRange(self.tiles, self.tensors, {name: begins + address for name, begins in self.begins.items()})
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from ..backends.spec import INVERSE_SCALE, SKIP, UNSCALE, KernelSpec, pass_traffic
@@ -15,6 +14,7 @@ from ..placement.local import local_part
 from ..runtime import DeviceEngine, Entry, JointNorm, SharedNorm, is_dense
 from ..runtime.passes import Passes
 from ..runtime.segment import TileRange
+from ..tensor_table import rows_of
 from .copies import HostMemory, cut_tiles, walked_part
 from .offloaded import ChunkedPasses, Mirror, Mirrors, StateOnHost, check_unchanged, checksums
 
@@ -95,8 +95,7 @@ class HostState(StateOnHost):
             self._total = torch.zeros(1, dtype=torch.float64, device=self.device)
         sent = [self.mirror_of[id(entry.param)].sent for entry in self._entries]
         dense = [one if one is None or is_dense(one) else one.contiguous() for one in sent]
-        addresses = [0 if one is None else one.data_ptr() for one in dense]
-        copy_to(self._addresses, np.asarray(addresses, dtype=np.int64))
+        copy_to(self._addresses, rows_of(dense))
         self._norm.launch(self._addresses, self._total)
         return [self._total]
 

@@ -16,14 +16,13 @@ from ..graph import Graph, size_from_end
 from ..placement import Listed, Share
 from ..rules import Rule
 from ..runtime import check_no_overlap
-from ..runtime.overlaps import intersect, nbytes_spanned
+from ..runtime.overlaps import intersect, spans_of
 
 
 def check_not_shared(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Raise if two tensors have an element in common; tensors that only interleave are fine."""
     filled = [(label, tensor) for label, tensor in tensors if tensor.numel()]
-    starts = np.asarray([tensor.data_ptr() for _, tensor in filled], dtype=np.int64)
-    ends = starts + np.asarray([nbytes_spanned(tensor) for _, tensor in filled], dtype=np.int64)
+    starts, ends = spans_of([tensor for _, tensor in filled])
     order = np.argsort(starts, kind="stable")
     if (np.maximum.accumulate(ends[order])[:-1] <= starts[order][1:]).all():
         return

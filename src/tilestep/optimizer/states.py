@@ -41,6 +41,7 @@ from ..storage import (
     stored_in,
     values_of,
 )
+from ..tensor_table import address_of
 from .masters import MASTER_KEYS, master_kind, other_master
 from .parameters import Optimizer, iter_params, name_in, shares_of
 
@@ -599,7 +600,7 @@ def _scalar(value: Any, dtype: torch.dtype, copies: bool) -> torch.Tensor:
 
 def _is_same(value: torch.Tensor, live: Any) -> bool:
     """Whether a checkpoint's buffer is the optimizer's own, as after `dcp.load` in place."""
-    return isinstance(live, torch.Tensor) and value.data_ptr() == live.data_ptr() and value.dtype is live.dtype
+    return isinstance(live, torch.Tensor) and address_of(value) == address_of(live) and value.dtype is live.dtype
 
 
 def _start(start: State, group: Mapping[str, Any]) -> float:

@@ -18,7 +18,7 @@ from ..compat import HOST_UPDATE, UPDATE, is_capturing, local_parts, marked
 from ..devices import combined, is_host, moved, thread_count
 from ..errors import StateError
 from ..norm import NormTable
-from ..tensor_table import CHANGED, MOVED, SAME, Table, same_list
+from ..tensor_table import CHANGED, MOVED, SAME, Table, rows_of, same_list
 from .capturing import PREPARE, WARM_UP, GraphTables, nothing_skipped, require, require_no_branches
 from .decision import StepInputs
 from .gradients import GroupNumbers, Inspected, Stale, inspect
@@ -350,7 +350,7 @@ class DeviceEngine:
     @contextmanager
     def into_graph(self, seen: Inspected) -> Iterator[None]:
         """A block whose launches are captured in a CUDA graph and read these gradients at every replay."""
-        table = self.graph_tables.table(seen.addresses())
+        table = self.graph_tables.table(rows_of(seen.gradients))
         self.captured, self._started_norm = True, None
         self._read_gradients_from(table)
         before, found = (self.inspected, self.written, self.table.count_writes), self.table.finds

@@ -12,7 +12,7 @@ import torch
 from ..compat import has_memory, is_zero_tensor, ready, resolved
 from ..errors import GradientError
 from ..graph import flat_numbers
-from ..tensor_table import CHANGED, MOVED, SAME, same_list
+from ..tensor_table import CHANGED, MOVED, SAME, rows_of, same_list
 from .kernel_cache import statics_of
 from .overlaps import WrittenMemory
 from .segment import Entry, is_dense, same_walk
@@ -58,11 +58,6 @@ class Inspected:
         """Whether gradients of an earlier step had the same layouts, at any addresses."""
         return before is not None and _strides(before.strided) == _strides(self.strided)
 
-    def addresses(self) -> np.ndarray:
-        """int64[entries], where gradients begin; 0 for none, 1 for an empty one."""
-        starts = [0 if one is None else one.data_ptr() if one.numel() else 1 for one in self.gradients]
-        return np.asarray(starts, dtype=np.int64)
-
     def copy_back(self) -> None:
         """Write the copies of gradients, which kernels have changed, back to the gradients."""
         for gradient, copy in self.copies:
@@ -95,7 +90,7 @@ def inspect(entries: Sequence[Entry], written: WrittenMemory, gradients: Sequenc
             # Shape and strides alone, so that the gradient is not kept alive after its step.
             seen.strided[place] = torch.empty_strided(gradient.shape, gradient.stride(), device="meta")
     sizes = np.asarray([0 if one is None else one.nbytes for one in seen.gradients], dtype=np.int64)
-    for place in np.nonzero(written.overlapped(seen.addresses(), sizes))[0].tolist():
+    for place in np.nonzero(written.overlapped(rows_of(seen.gradients), sizes))[0].tolist():
         _set_apart(seen, place)
     return seen
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ..tensor_table import addresses_of
 from .outputs import extent_of
 from .segment import Entry, is_dense
 
@@ -16,23 +17,30 @@ def nbytes_spanned(tensor: torch.Tensor) -> int:
     return tensor.nbytes if tensor.is_contiguous() else extent_of(tensor) * tensor.element_size()
 
 
+def spans_of(tensors: Sequence[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    """int64[tensors] each, the addresses of their first bytes and of those after their last."""
+    starts = addresses_of(tensors)
+    return starts, starts + np.asarray([nbytes_spanned(tensor) for tensor in tensors], dtype=np.int64)
+
+
 def intersect(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors whose spans overlap have a byte in common."""
     if is_dense(left) and is_dense(right):
         return True
-    first = min(left.data_ptr(), right.data_ptr())
-    taken = np.zeros(max(tensor.data_ptr() + nbytes_spanned(tensor) for tensor in (left, right)) - first, dtype=bool)
-    _bytes_of(taken, left, first)[...] = True
-    return bool(_bytes_of(taken, right, first).any())
+    starts, ends = spans_of((left, right))
+    taken = np.zeros(ends.max() - starts.min(), dtype=bool)
+    mine, theirs = (
+        _bytes_of(taken[start - starts.min() :], tensor) for start, tensor in zip(starts.tolist(), (left, right))
+    )
+    mine[...] = True
+    return bool(theirs.any())
 
 
-def _bytes_of(memory: np.ndarray, tensor: torch.Tensor, first: int) -> np.ndarray:
-    """The view of `memory`, one entry for each byte from address `first` on, that covers a tensor's elements."""
+def _bytes_of(memory: np.ndarray, tensor: torch.Tensor) -> np.ndarray:
+    """The view of `memory`, one entry for each byte from the tensor's first on, that covers its elements."""
     width = tensor.element_size()
-    begin = memory[tensor.data_ptr() - first :]
-    shape = (*tensor.shape, width)
     strides = (*(stride * width for stride in tensor.stride()), 1)
-    return np.lib.stride_tricks.as_strided(begin, shape=shape, strides=strides)
+    return np.lib.stride_tricks.as_strided(memory, shape=(*tensor.shape, width), strides=strides)
 
 
 class WrittenMemory:
@@ -45,10 +53,9 @@ class WrittenMemory:
             for name, array in entry.written
             if array.numel()
         ]
-        starts = np.asarray([array.data_ptr() for _, _, array in arrays], dtype=np.int64)
-        ends = starts + np.asarray([nbytes_spanned(array) for _, _, array in arrays], dtype=np.int64)
+        self._arrays, (starts, ends) = arrays, spans_of([array for _, _, array in arrays])
+        self._spans = starts, ends
         order = np.argsort(starts, kind="stable")
-        self._arrays = [arrays[index] for index in order]
         self._starts, self._ends = starts[order], np.maximum.accumulate(ends[order])
         self.arguments = self._starts.ctypes.data, self._ends.ctypes.data, len(arrays)
         """What C++ copies."""
@@ -65,10 +72,6 @@ class WrittenMemory:
 
     def sharing(self, tensor: torch.Tensor) -> list[tuple[int, str]]:
         """The arrays that share memory with a tensor: the place of the entry, and the name."""
-        start, stop = tensor.data_ptr(), tensor.data_ptr() + nbytes_spanned(tensor)
-        near = [one for one, at in zip(self._arrays, self._starts) if at < stop]
-        return [
-            (place, name)
-            for place, name, array in near
-            if array.data_ptr() + nbytes_spanned(array) > start and intersect(array, tensor)
-        ]
+        (starts, ends), ((start,), (stop,)) = self._spans, spans_of([tensor])
+        near = [self._arrays[place] for place in np.nonzero((starts < stop) & (ends > start))[0].tolist()]
+        return [(place, name) for place, name, array in near if intersect(array, tensor)]

@@ -18,6 +18,7 @@ from ..graph.tracer import group_value
 from ..linalg.batches import Exchange
 from ..linalg.views import Matrices
 from ..storage import BLOCK, rows_of, stream_of
+from ..tensor_table import addresses_of
 from .decision import clip_code
 from .kernel_cache import guards_hold
 
@@ -431,8 +432,16 @@ class Segment:
 
     def read_addresses(self) -> None:
         """Take the arrays' addresses as they are now."""
-        addresses = [[_address(entry, name) for entry in self.entries] for name in self.array_names]
-        self.addresses[: len(addresses)] = addresses
+        for row, name in enumerate(self.array_names):
+            arrays = [entry.arrays[name] for entry in self.entries]
+            for entry, array in zip(self.entries, arrays):
+                if not has_memory(array):
+                    what = entry.label if name == "param" else f"state {name!r} of {entry.label}"
+                    raise (GradientError if name == "param" else StateError)(
+                        f"{what} has no memory: its storage was freed, or it is of a type that keeps its values "
+                        "elsewhere"
+                    )
+            self.addresses[row] = addresses_of(arrays)
 
     def set_strided(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Describe the tensors that must be walked by coordinates."""
@@ -465,15 +474,6 @@ class Segment:
                 if isinstance(value, torch.Tensor) and value.is_cuda:
                     tensors.append((row, column, value))
         return tensors
-
-
-def _address(entry: Entry, name: str) -> int:
-    tensor = entry.arrays[name]
-    if not has_memory(tensor):
-        what = entry.label if name == "param" else f"state {name!r} of {entry.label}"
-        error = GradientError if name == "param" else StateError
-        raise error(f"{what} has no memory: its storage was freed, or it is of a type that keeps its values elsewhere")
-    return tensor.data_ptr()
 
 
 def strides_of(entry: Entry) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from ..optimizer.plan import StepPlan
 from ..runtime import Stale
 from ..runtime.capturing import HostBranches, require
 from ..runtime.engine import STATES_MOVED
-from ..tensor_table import SAME
+from ..tensor_table import SAME, rows_of
 
 _AT_ONCE = 32  # gradients and list entries that a replay looks at; other ones' turn is the next
 
@@ -68,7 +68,7 @@ def _captured(optimizer: Optimizer, work: Callable[[], Any] | None) -> CapturedS
         _require_unscaled(optimizer)
         with choices.left_out():
             seen = engine.check_capture(plan.gradients()[0])
-        table = engine.graph_tables.prepare(seen.addresses())
+        table = engine.graph_tables.prepare(rows_of(seen.gradients))
     before = [param.grad for param in engine.params]
     captured_before = optimizer.graphs.captured
     graph = torch.cuda.CUDAGraph()

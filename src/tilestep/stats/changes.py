@@ -19,7 +19,7 @@ from ..placement import Share
 from ..placement.local import is_distributed, local_part, logical_coordinates
 from ..runtime import passes_class
 from ..runtime.outputs import WORD, extent_of
-from ..tensor_table import sum_of_versions
+from ..tensor_table import address_of, addresses_of, sum_of_versions
 
 Change = tuple[str, torch.Tensor, torch.Tensor]  # a parameter's name, flat indices of weights, and their values
 
@@ -69,7 +69,7 @@ class _Tracked:
 def _state_of(handle: torch.Tensor) -> tuple[int, int]:
     """Where a parameter is, and how often it was written to."""
     versions = sum_of_versions([handle, local_part(handle)] if is_distributed(handle) else [handle])
-    return (-1 if handle.is_meta else local_part(handle).data_ptr()), versions
+    return (-1 if handle.is_meta else address_of(local_part(handle))), versions
 
 
 def _as_it_is(index: torch.Tensor) -> torch.Tensor:
@@ -206,7 +206,7 @@ class Changes:
     def _see_writes(self) -> None:
         """Note parameters that other code than steps has written to, or given other memory."""
         # Assigning to `param.data` counts no version.
-        lying = [local_part(one.watched[-1]).data_ptr() for one in self._tracked.values()]
+        lying = [address_of(local_part(one.watched[-1])) for one in self._tracked.values()]
         if self._version is not None and lying == self._lying and self._versions() == self._version:
             return
         self._fold_counts()
@@ -430,7 +430,7 @@ class _Run:
         self._dtype, self._bits = members[0].param.dtype, table
         words = np.asarray([one.bits.numel() for one in members])
         first = np.asarray([one.bits.storage_offset() for one in members])
-        addresses = np.asarray([one.param.data_ptr() for one in members])
+        addresses = addresses_of([one.param for one in members])
         counts = -(-words // WORDS)
         ends = np.cumsum(counts)
         owner = np.repeat(np.arange(len(members)), counts)
@@ -466,16 +466,16 @@ class _Blocks:
     def __init__(self, tracked: Sequence[_Tracked], device: torch.device) -> None:
         kinds: dict[tuple[Any, ...], list[_Tracked]] = {}
         for one in tracked:
-            key = (one.bits.untyped_storage().data_ptr(), one.param.dtype, one.dtype)
+            key = (address_of(one.bits.untyped_storage()), one.param.dtype, one.dtype)
             kinds.setdefault(key, []).append(one)
-        self._order, self._addresses = list(tracked), [one.param.data_ptr() for one in tracked]
+        self._order, self._addresses = list(tracked), addresses_of([one.param for one in tracked])
         self._runs = [_Run(members, device) for members in kinds.values()]
         self.tracked = [one for run in self._runs for one in run.members]  # in the order of counts and lists
 
     def fits(self, tracked: Sequence[_Tracked]) -> bool:
         """Whether these are the same parameters at the same addresses."""
         same = len(tracked) == len(self._order) and all(map(operator.is_, tracked, self._order))
-        return same and [one.param.data_ptr() for one in tracked] == self._addresses
+        return same and np.array_equal(addresses_of([one.param for one in tracked]), self._addresses)
 
     def counted(self) -> list[torch.Tensor]:
         """int64, the numbers of changed weights in parts, on the device."""

@@ -11,6 +11,7 @@ import torch
 
 from ..compat import UPDATE, current_stream_number, is_capturing, marked
 from ..devices import has_streams
+from ..tensor_table import memory_of
 
 Event = torch.cuda.Event | None  # a point in a stream's order; None on a CPU, where all before it has happened
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -141,7 +142,7 @@ class SideStream:
         """Let memory of these tensors be given to nothing else before the work so far has run."""
         if self.stream is not None:
             on_gpu = [tensor for tensor in tensors if tensor is not None and tensor.is_cuda]
-            for tensor in {tensor.untyped_storage().data_ptr(): tensor for tensor in on_gpu}.values():
+            for tensor in memory_of(on_gpu):
                 tensor.record_stream(self.stream)
 
     # Waiting for it, and its waiting for others.

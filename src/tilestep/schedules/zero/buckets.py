@@ -14,6 +14,7 @@ import torch
 from ...devices import has_streams
 from ...placement import WAYS, PeerMemory, Ranks, share_memory
 from ...runtime import is_dense
+from ...tensor_table import address_of
 
 ALIGNMENT = 16  # elements to which parameters and sections are aligned: 16 bytes in 8-bit types, more in others
 LEAST_PADDING = 2**20  # bytes of padding that are worth another mesh
@@ -399,7 +400,7 @@ class Bucket:
     @torch.no_grad()
     def take_back(self) -> list[torch.Tensor]:
         """Let parameters whose memory was replaced be views of the bucket again, with their values; which these are."""
-        moved = [(param, view) for param, view in zip(self.params, self.views) if param.data_ptr() != view.data_ptr()]
+        moved = [(one, view) for one, view in zip(self.params, self.views) if address_of(one) != address_of(view)]
         for param, view in moved:
             if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
                 raise RuntimeError(

@@ -20,6 +20,7 @@ from ...optimizer.checkpoint import unchanged_on_error
 from ...optimizer.optimizer import Attached, AttachedType, resolve_optimizer
 from ...optimizer.parameters import iter_params, require_listed_once, require_shapes
 from ...placement.local import REAL_INSTEAD
+from ...tensor_table import addresses_of
 from .buckets import Options
 from .checkpoint import full_state_dict, steps_behind
 from .core import Sharding
@@ -183,7 +184,7 @@ class ShardedMethods:
         if gradients:
             numels, dtypes = [one.numel() for one in gradients], [one.dtype for one in gradients]
             table = NormTable(device, numels, dtypes)
-            addresses = torch.tensor([gradient.data_ptr() for gradient in gradients], dtype=torch.int64, device=device)
+            addresses = torch.from_numpy(addresses_of(gradients)).to(device)
             table.launch(addresses, total)
         self._sharding.ranks.with_others(groups).add(total)
         wide = any(param.dtype is torch.float64 for param in listed)
