@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -334,6 +335,74 @@ def memory_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def sum_of_versions(tensors: list[torch.Tensor]) -> int:
     """The sum of the versions of tensors: versions only grow, so if it has not changed, no tensor was written to."""
     return survey(tensors).versions
+
+
+class Writes:
+    """Tells which of some parameters other code has written to in place, by versions; of DTensors also their parts'.
+
+    Args:
+        params: the parameters.
+        known: for each whether its present version is known to be no write of other code; by default all are.
+    """
+
+    # A write that counts no version, through `param.data`, is not seen.
+
+    def __init__(self, params: Sequence[torch.Tensor], known: Sequence[bool] | None = None) -> None:
+        self.params = list(params)
+        self._have_parts = not same_list(local_parts(self.params), self.params)
+        self._places = {id(param): place for place, param in enumerate(self.params)}
+        self.note()
+        if known is not None and not all(known):
+            self.known, self.total = np.asarray(known), -1  # no sum of versions
+
+    def note(self) -> None:
+        """Take the present versions."""
+        self.versions, self._counted = self._versions_of(self.params), 0
+        self.known = np.ones(len(self.params), dtype=bool)
+        self.total = int(self.versions.sum())
+
+    def _versions_of(self, params: list[torch.Tensor]) -> np.ndarray:
+        versions = np.fromiter(map(version_of, params), dtype=np.int64, count=len(params))
+        if self._have_parts:
+            versions += np.fromiter(map(version_of, local_parts(params)), dtype=np.int64, count=len(params))
+        return versions
+
+    def are_none(self, total: int | None = None) -> bool:
+        """Whether there were no such writes; `total` is the sum of the parameters' versions, if known."""
+        # Versions only grow: if their sum has not changed, none has.
+        if total is None and self.params:
+            total = sum_of_versions(self.params)
+            total += sum_of_versions(local_parts(self.params)) if self._have_parts else 0
+        return not self.params or total == self.total
+
+    def take(self) -> list[int]:
+        """The places of parameters that were written to, whose present versions are known from now on."""
+        now = self._versions_of(self.params) - self._counted
+        written = np.nonzero(self.known & (now != self.versions))[0]
+        self.versions[written] = now[written]
+        return written.tolist()
+
+    def count(self, params: list[torch.Tensor] | None = None) -> None:
+        """Count a version of parameters, of all by default, for a write that is not other code's."""
+        chosen = self.params if params is None else params
+        torch.autograd.graph.increment_version(chosen)
+        self.total += len(chosen)
+        if params is None:
+            self._counted += 1
+        else:
+            self.versions[[self._places[id(param)] for param in chosen]] += 1
+
+    @contextmanager
+    def own(self, params: Sequence[torch.Tensor] | None = None) -> Iterator[None]:
+        """A block whose writes to some parameters, or all, are not other code's."""
+        chosen = self.params if params is None else [param for param in params if id(param) in self._places]
+        before = self._versions_of(chosen)
+        try:
+            yield
+        finally:
+            counted = self._versions_of(chosen) - before
+            self.total += int(counted.sum()) if self.total >= 0 else 0
+            self.versions[[self._places[id(param)] for param in chosen]] += counted
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -17,7 +17,7 @@ from tilestep import native
 from tilestep.compat import DTENSOR_PARTS
 from tilestep.garbage import without_collections
 from tilestep.native.build import layout_flags
-from tilestep.tensor_table import CHANGED, MOVED, SAME, Table, memory_of, taken_gradients
+from tilestep.tensor_table import CHANGED, MOVED, SAME, Table, Writes, memory_of, taken_gradients
 
 SHAPES = [(4, 6), (5,), (), (0, 3), (2, 3, 4, 5)]
 
@@ -238,6 +238,40 @@ def test_versions_gradients_and_what_trains(natively: bool, monkeypatch: pytest.
     assert tensor_table.survey(listed).trains == bytes([1] * 7 + [0] + [1] * 33)
     assert tensor_table.sum_of_versions([]) == 0 and tensor_table.survey([]).trains == b""
     assert not tensor_table.survey([]).any_gradient
+
+
+@pytest.mark.parametrize("natively", [True, False])
+def test_writes_of_other_code_are_told_from_own(
+    natively: bool, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not natively:
+        monkeypatch.setattr(native, "module", lambda count: None)
+    mesh = init_device_mesh("cpu", (1,))
+    params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(20)]
+    params.append(torch.nn.Parameter(distribute_tensor(torch.zeros(3), mesh, [Shard(0)])))
+    writes = Writes(params)
+    assert writes.are_none() and writes.take() == []
+    with torch.no_grad():
+        params[4].add_(1)
+        params[20].to_local().add_(1)  # type: ignore[operator]
+        assert not writes.are_none() and writes.take() == [4, 20] and writes.take() == []
+        writes.note()
+        with writes.own(params[:6]):
+            params[5].mul_(2)
+            params[7].mul_(2)
+        assert not writes.are_none() and writes.take() == [7]
+        plain = Writes(params[:20])
+        plain.count()
+        plain.count(params[3:5])
+        assert plain.are_none() and plain.are_none(plain.total) and not plain.are_none(plain.total + 1)
+        params[3].add_(1)
+        assert not plain.are_none() and plain.take() == [3]
+    unknown = Writes(params[:3], [True, False, True])
+    with torch.no_grad():
+        params[1].add_(1)
+        params[2].add_(1)
+    assert not unknown.are_none() and unknown.take() == [2], "of the others nothing is known"
+    assert Writes([]).are_none()
 
 
 def test_a_survey_is_of_tensors_that_count_versions() -> None:

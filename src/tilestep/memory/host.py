@@ -14,7 +14,7 @@ from ..placement.local import local_part
 from ..runtime import DeviceEngine, Entry, JointNorm, SharedNorm, is_dense
 from ..runtime.passes import Passes
 from ..runtime.segment import TileRange
-from ..tensor_table import rows_of
+from ..tensor_table import Writes, rows_of
 from .copies import HostMemory, cut_tiles, walked_part
 from .offloaded import ChunkedPasses, Mirror, Mirrors, StateOnHost, check_unchanged, checksums
 
@@ -29,7 +29,7 @@ class HostState(StateOnHost):
         mirrors = Mirrors(HostMemory(device, "copies of parameters and gradients"))
         super().__init__(device, chunk_bytes, keeps_gradients, HostMemory(torch.device("cpu")), mirrors)
         self.mirror_of: dict[int, Mirror] = {}
-        self._versions = -1
+        self._writes: Writes | None = None
         self._sums: torch.Tensor | None = None
         self._entries: list[Entry] = []
         self._norm: SharedNorm | None = None  # of gradients on the device, where nothing is updated
@@ -41,8 +41,9 @@ class HostState(StateOnHost):
             check_parameter(local_part(param), label)
         check_not_shared([(label, local_part(param)) for label, param in params])
         self.wait()
-        if self.follow([param for _, param in params]):
-            self._versions, self._sums = -1, None
+        has_new, writes = self.follow([param for _, param in params]), self._writes
+        if has_new or (writes is not None and len(writes.params) != len(self.mirrors)):
+            self._writes, self._sums = None, None
         self.sync_masters()
         self.mirror_of = {id(mirror.host): mirror for mirror in self.mirrors.values()}
         self._entries, self._norm = [], None
@@ -102,16 +103,17 @@ class HostState(StateOnHost):
     def sync_masters(self) -> None:
         """Copy parameters that other code has written to: versions tell, and checksums of writes by `param.data`."""
         # Comparing checksums waits for backward.
-        if self.mirrors.versions() == self._versions and (
-            self._sums is None or torch.equal(self._sums, self._checksums())
-        ):
+        is_unwritten = self._writes is not None and self._writes.are_none()
+        if is_unwritten and (self._sums is None or torch.equal(self._sums, self._checksums())):
             return
         for mirror in self.mirrors.values():
             mirror.host.copy_(mirror.part.detach())
 
     def note_parameters(self) -> None:
         """Remember that parameters and copies agree; the checksums are launched, not waited for."""
-        self._versions = self.mirrors.versions()
+        if self._writes is None:
+            self._writes = Writes(list(self.mirrors))
+        self._writes.note()
         self._sums = self._checksums()
 
     def _checksums(self) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..backends.spec import KernelSpec, pass_traffic, total_traffic
-from ..compat import ready, version_of
+from ..compat import ready
 from ..devices import is_host
 from ..errors import OffloadError
 from ..optimizer import Optimizer
@@ -220,13 +220,6 @@ class Mirrors(dict[torch.Tensor, Mirror]):
         """Forget every gradient."""
         for mirror in self.values():
             mirror.present, mirror.sent = False, None
-
-    def versions(self) -> int:
-        """A number that grows with every write to a parameter in place."""
-        return sum(
-            version_of(mirror.param) + (0 if mirror.part is mirror.param else version_of(mirror.part))
-            for mirror in self.values()
-        )
 
 
 class HostCopies:

@@ -372,7 +372,7 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
         params=params,
         state=state,
         state_changes=state.changes,
-        masters=Masters(stated, fresh, have_parts=mesh_ranks is not None),
+        masters=Masters(stated, fresh),
         mesh_ranks=mesh_ranks,
         ranks=mesh_ranks,
         sharers=mesh_ranks,

@@ -145,7 +145,7 @@ def step_in_capture(optimizer: Optimizer, reports: Reports | None) -> None:
     engine, gradients = plan.engines[0], plan.gradients()
     seen = engine.check_capture(gradients[0])
     require(
-        plan.masters.same_versions(), f"parameters that have a master were written to since the last step; {PREPARE}"
+        plan.masters.writes.are_none(), f"parameters that have a master were written to since the last step; {PREPARE}"
     )
     with engine.into_graph(seen):
         optimizer.control.update_control(optimizer, plan)

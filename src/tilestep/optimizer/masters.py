@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..compat import local_parts, version_of
 from ..errors import GradientError
 from ..placement.local import local_part
 from ..storage import MASTER_FORMATS, MasterFormat, dtype_name
-from ..tensor_table import sum_of_versions
+from ..tensor_table import Writes
 
 MasterWeights = bool | str  # what `Optimizer` takes as `master_weights`: False, or a key of `MASTER_FORMATS`
 _CHOICES: Mapping[Any, MasterFormat | None] = {False: None, **MASTER_FORMATS}
@@ -76,73 +74,28 @@ class Masters:
         self,
         members: Sequence[tuple[torch.Tensor, Mapping[str, Any], Mapping[str, Any]]],
         fresh: set[int],
-        have_parts: bool,
     ) -> None:
         kinds = [(param, master_kind(param.dtype, group), state) for param, group, state in members]
         self._members = [
             (param, kind, state[kind.key]) for param, kind, state in kinds if kind is not None and not kind.sees_writes
         ]
-        self._params = [param for param, _, _ in self._members]
-        self._places = {id(param): place for place, param in enumerate(self._params)}
-        self._have_parts = have_parts
-        is_fresh = [id(buffer) in fresh for _, _, buffer in self._members]
-        self._sum = self._total() if all(is_fresh) else None
-        now = self._versions_of(self._params)
-        self._versions = [version if is_new else None for version, is_new in zip(now, is_fresh)]  # None: not looked at
+        self.writes = Writes([one[0] for one in self._members], [id(buffer) in fresh for _, _, buffer in self._members])
 
-    def __len__(self) -> int:
-        return len(self._params)
-
-    def _total(self) -> int:
-        # Versions only grow: if their sum has not changed, none has. A DTensor and its local part have one each.
-        own = sum_of_versions(self._params)
-        return own + sum_of_versions(local_parts(self._params)) if self._have_parts else own
-
-    def _versions_of(self, params: list[torch.Tensor]) -> list[int]:
-        versions = list(map(version_of, params))
-        if self._have_parts:
-            versions = [own + version_of(part) for own, part in zip(versions, local_parts(params))]
-        return versions
+    def __bool__(self) -> bool:
+        return bool(self._members)
 
     def carry(self, before: Masters | None) -> None:
         """Take over the versions of the masters of a previous plan of the same parameters."""
         if before is None:
             return
-        keys = [(id(param), kind) for param, kind, _ in self._members]
-        versions = dict(zip([(id(param), kind) for param, kind, _ in before._members], before._versions))
-        self._versions = [versions.get(key) if own is None else own for key, own in zip(keys, self._versions)]
-
-    def same_versions(self) -> bool:
-        """Whether no other code has written to a parameter since `record_versions`."""
-        return not self._params or self._total() == self._sum
+        places = {(id(param), kind): place for place, (param, kind, _) in enumerate(before._members)}
+        mine, theirs = self.writes, before.writes
+        for place, (param, kind, _) in enumerate(self._members):
+            earlier = places.get((id(param), kind))
+            if earlier is not None and theirs.known[earlier] and not mine.known[place]:
+                mine.versions[place], mine.known[place] = theirs.versions[earlier], True
 
     def follow(self) -> None:
-        """Zero the masters of parameters that other code has written to since `record_versions`."""
-        now = self._versions_of(self._params)
-        for place, ((_, _, master), version) in enumerate(zip(self._members, now)):
-            if self._versions[place] not in (None, version):
-                local_part(master).zero_()
-                self._versions[place] = version
-
-    def record_versions(self) -> None:
-        """Remember the present versions: parameters and masters agree."""
-        if self._params:
-            versions = self._versions_of(self._params)
-            self._versions, self._sum = list(versions), sum(versions)
-
-    @contextmanager
-    def own_writes(self, params: Sequence[torch.Tensor] | None = None) -> Iterator[None]:
-        """A block that writes parameters and masters together."""
-        chosen = self._params if params is None else [param for param in params if id(param) in self._places]
-        before = self._versions_of(chosen)
-        try:
-            yield
-        finally:
-            after = self._versions_of(chosen)
-            if self._sum is not None:
-                self._sum += sum(after) - sum(before)
-            for param, old, new in zip(chosen, before, after):
-                place = self._places[id(param)]
-                version = self._versions[place]
-                if version is not None:
-                    self._versions[place] = version + new - old
+        """Zero the masters of parameters that other code has written to."""
+        for place in self.writes.take():
+            local_part(self._members[place][2]).zero_()

@@ -21,7 +21,6 @@ from ..compat import (
     opaque,
     step_is_ordinary,
     step_is_watched,
-    version_of,
 )
 from ..errors import BuildInterrupted, did_you_mean
 from ..linalg import keeping_to, operations
@@ -34,7 +33,7 @@ from ..rules.limits import Limit
 from ..runtime import Stale, grad_dtype
 from ..stats import Change, Reports, Stats, StepStats, require_no_options
 from ..storage import entries_of, kept_in_blocks, values_of
-from ..tensor_table import taken_gradients
+from ..tensor_table import sum_of_versions, taken_gradients
 from ..timeline.timeline import refuse_taken_by_another
 from .build import (
     begin_at_once,
@@ -1015,7 +1014,7 @@ def held_averages(optimizer: Optimizer) -> dict[torch.Tensor, int]:
 
 
 def _version(param: torch.Tensor) -> int:
-    return version_of(param) + version_of(local_part(param))
+    return sum_of_versions([param, local_part(param)])
 
 
 @torch.no_grad()
@@ -1026,7 +1025,7 @@ def swap_in_averages(optimizer: Optimizer) -> None:
         plan.sync_masters()
         plan.record_versions()
     initialize(optimizer)
-    with nullcontext() if plan is None else plan.masters.own_writes():
+    with nullcontext() if plan is None else plan.masters.writes.own():
         for share in shares_of(optimizer):
             param, group, state = share.holder, share.group, optimizer.state.get(share.param)
             rule = optimizer.rule_of(group)
@@ -1061,7 +1060,7 @@ def swap_in_averages(optimizer: Optimizer) -> None:
 def swap_out_averages(optimizer: Optimizer) -> None:
     """Put the training weights back, bit for bit."""
     plan = optimizer.plan
-    with nullcontext() if plan is None else plan.masters.own_writes():
+    with nullcontext() if plan is None else plan.masters.writes.own():
         for param, state in param_states(optimizer):
             if TRAINING in state:
                 holder = optimizer.placement.holder(param)

@@ -293,14 +293,14 @@ class StepPlan:
     def sync_masters(self) -> None:
         """Apply what other code has written to parameters since the last step and kernels do not see."""
         self.home.sync_masters()
-        if not self.masters.same_versions():
+        if not self.masters.writes.are_none():
             self.home.wait()
             self.masters.follow()
 
     def record_versions(self) -> None:
         """Remember the versions of the parameters after a step."""
         self.home.note_parameters()
-        self.masters.record_versions()
+        self.masters.writes.note()
 
 
 def _power_sum(home: StateMemory, sources: Sequence[DeviceEngine | JointNorm]) -> torch.Tensor:

@@ -177,7 +177,7 @@ class GroupUpdates(Row):
                 plan = optimizer.rebuild()
                 places = plan.places.get(group.index, ())
                 plan.refresh(places, *find)
-            with plan.masters.own_writes(group.params) if plan.has_masters else _NOTHING:
+            with plan.masters.writes.own(group.params) if plan.has_masters else _NOTHING:
                 is_marked, measures = not step_is_ordinary(), optimizer.reports is not None
                 plan.update(places, counts_versions=True, marked=is_marked, measures=measures)
             mark = None if current is None else lane.next_mark()

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...compat import copy_all, is_capturing, version_of, zero_all
+from ...compat import copy_all, is_capturing, zero_all
 from ...placement import ARRIVED, PeerMemory
 from ...runtime.capturing import require
-from ...tensor_table import SAME, Table, sum_of_versions
+from ...tensor_table import SAME, Table, Writes
 from ...timeline.guards import Publication, guard_model, guard_sharers
 from ...timeline.side_stream import SideStream, Ticket
 from ...timeline.timeline import NONE, TAKEN, Row, Timeline, gradientless
@@ -496,8 +496,6 @@ class ParameterSync:
         self.publication = Publication(channel)
         self._overlaps = options.overlap_param_sync
         self.params: list[torch.Tensor] = []
-        self._updates: dict[int, int] = {}
-        """How often each bucket was updated, by id: as often `note_update` has counted a version of its parameters."""
         self._buckets: list[Bucket] = []
         self._groups: list[GatherGroup] = []
         self._which = b""  # for each bucket a one if it was updated the last time, else a zero
@@ -520,8 +518,7 @@ class ParameterSync:
         self.publication.of.update(own)
         self.fixed = Table(states=self.params)
         self.is_exact = any(bucket.exact is not None for bucket in self._buckets)
-        self._updates.update((id(bucket), 0) for bucket in buckets)
-        self._note_writes()
+        self.writes = Writes(self.params)
         if self._overlaps:
             guard_model(model, self.publication, lambda param: id(param) in own)
             guard_sharers(self.publication)
@@ -556,23 +553,8 @@ class ParameterSync:
         self._count_update()
 
     def _count_update(self) -> None:
-        for bucket in self._updated:
-            self._updates[id(bucket)] += 1
-        if len(self._updated) == len(self._buckets):
-            torch.autograd.graph.increment_version(self.params)
-            self.versions += len(self.params)
-        else:
-            written = [param for bucket in self._updated for param in bucket.params]
-            torch.autograd.graph.increment_version(written)
-            self.versions += len(written)
-
-    def _written_by_others(self) -> list[int]:
-        """For each parameter how many of its versions no update has counted, in the order of the buckets."""
-        return [version_of(param) - self._updates[id(bucket)] for bucket in self._buckets for param in bucket.params]
-
-    def _note_writes(self) -> None:
-        self.versions = sum_of_versions(self.params)
-        self._others = self._written_by_others()
+        is_all = len(self._updated) == len(self._buckets)
+        self.writes.count(None if is_all else [param for bucket in self._updated for param in bucket.params])
 
     def written(self, versions: int | None = None) -> list[torch.Tensor]:
         """The parameters that other code has written to since the last call; their values are taken over."""
@@ -584,13 +566,11 @@ class ParameterSync:
         for bucket in self._buckets:
             # No version counts what is written through `param.data`.
             bucket.follow_writes()
-        versions = sum_of_versions(self.params) if versions is None else versions
-        if versions == self.versions and not moved:
+        if self.writes.are_none(versions) and not moved:
             return []
-        before = self._others
-        self._note_writes()
-        counts = zip(self.params, before, self._others)
-        return [param for param, old, new in counts if old != new or id(param) in moved]
+        written = [self.params[place] for place in self.writes.take()]
+        self.writes.note()
+        return written + [param for param in self.params if id(param) in moved.difference(map(id, written))]
 
     def describe_gathers(self) -> list[str]:
         """How updated parameters come to the other ranks, a line for each way."""

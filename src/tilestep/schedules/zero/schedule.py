@@ -142,7 +142,7 @@ class ShardedSchedule(Schedule):
         if gradients.message.trains != gradients.trains:
             gradients.follow_trains()
         params = self.parameters
-        if params.publication.tickets or params.is_exact or versions != params.versions or params.fixed.look(1):
+        if params.publication.tickets or params.is_exact or versions != params.writes.total or params.fixed.look(1):
             self._follow_parameters(versions)
         before = self._ready
         sections = [sums.section for sums in gradients.sums]
