@@ -254,6 +254,15 @@ optimizer.placement, optimizer.schedule = Together(Twice()), AT_STEP
 tilestep.Optimizer.__init__(optimizer, [weight], "SGD", lr=0.5, track_grad_norm=True)
 optimizer.step()
 assert abs(optimizer.grad_norm.item() - 6.0**0.5) < 1e-6, optimizer.grad_norm
+
+from tilestep.schedules.peaks import Peaks
+
+model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(1, 1))
+peaks = Peaks([list(layer.parameters()) for layer in model])
+model(torch.ones(1, 2)).sum().backward()
+assert peaks.of == {
+    place: max(float(param.grad.abs().max()) for param in layer.parameters()) for place, layer in enumerate(model)
+}
 print("all added")
 """
 
@@ -264,7 +273,7 @@ def test_what_the_page_adds_works(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "how-it-works.md").read_text()
     section = page[page.index("## Adding a rule") : page.index("## Where things are")]
     changes = re.findall(r"^```diff\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
-    assert len(changes) == 9
+    assert len(changes) == 10
     shutil.copytree(Path(tilestep.__file__).parent, tmp_path / "src" / "tilestep")
     shutil.copytree(ROOT / "tests" / "helpers", tmp_path / "tests" / "helpers")
     for change in changes:
