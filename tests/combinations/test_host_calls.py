@@ -72,7 +72,7 @@ def test_a_sharded_step_and_its_backward() -> None:
 def test_a_backward_that_updates() -> None:
     model = layers(2)
     backward, step = counted(model, tilestep.overlap(AdamW(model.parameters()), model, during="backward"))
-    assert len(backward) <= 28, backward
+    assert len(backward) <= 29, backward
     assert len(step) <= 17, step
 
 

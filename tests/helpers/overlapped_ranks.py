@@ -118,7 +118,7 @@ def fully_sharded_updates_before_gathering() -> None:
     schedule: Any = pair.optimizer.schedule
 
     def look(*_: Any) -> None:
-        waiting.append({schedule.grouping.groups[number].name for number in schedule.publication.tickets})
+        waiting.append({group.name for group in schedule.publication.tickets})
 
     for block in pair.overlapped.blocks:  # type: ignore[union-attr]
         block.register_forward_hook(look)

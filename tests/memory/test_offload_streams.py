@@ -69,7 +69,7 @@ def test_memory_goes_back_to_streams_that_have_waited() -> None:
         lane.now = own = streams[place % 2]
         gradient = torch.full((8,), float(place))
         copies.send(mirrors[param], gradient)
-        mark = copies._held._held[-1][1]
+        mark = copies._held.pending[-1][1]
 
         def note(place: int = place, own: Stream = own, mark: Any = mark) -> None:
             let_go[place] = mark in own.waited

@@ -238,7 +238,7 @@ class HostCopies:
     def forget(self) -> None:
         """Forget the copies after a step."""
         self._marks, self._open = [], 0
-        if self._held:
+        if self._held.pending:
             self._lane.join()
             self._held.give_back()
 

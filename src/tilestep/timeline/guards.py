@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ class Publication:
 
     def __init__(self, lane: SideStream) -> None:
         self.lane = lane
-        self.of: dict[int, Any] = {}  # by `id` of a parameter its bucket
+        self.of: Mapping[int, Any] = {}  # by `id` of a parameter its bucket
         self.tickets: dict[Any, Ticket] = {}  # of the buckets that are on their way
         self.needed: dict[Any, None] = {}  # buckets in the order in which look-ups have waited for them
         self.compiled = False  # whether compiled code outside of compiled modules uses parameters

@@ -216,21 +216,18 @@ class Held:
 
     def __init__(self, line: SideStream) -> None:
         self._line, self._bytes = line, 0
-        self._held: deque[tuple[Any, Mark | None, Sequence[torch.cuda.Stream], int]] = deque()
-
-    def __bool__(self) -> bool:
-        return bool(self._held)
+        self.pending: deque[tuple[Any, Mark | None, Sequence[torch.cuda.Stream], int]] = deque()
 
     def hold(self, memory: Any, mark: Mark | None, streams: Sequence[torch.cuda.Stream], nbytes: int = 0) -> None:
         """Keep memory of these streams, which is read before a mark."""
-        self._held.append((memory, mark, streams, nbytes))
+        self.pending.append((memory, mark, streams, nbytes))
         self._bytes += nbytes
 
     def give_back(self, most: int = -1) -> None:
         """Let streams wait and have their memory back: all of it, or but for so many bytes and the last."""
-        while self._held and (most < 0 or (self._bytes > most and len(self._held) > 1)):
-            _, mark, streams, nbytes = self._held[0]
+        while self.pending and (most < 0 or (self._bytes > most and len(self.pending) > 1)):
+            _, mark, streams, nbytes = self.pending[0]
             if mark is not None:
                 self._line.wait_for(mark, streams)
-            self._held.popleft()
+            self.pending.popleft()
             self._bytes -= nbytes

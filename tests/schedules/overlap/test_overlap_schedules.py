@@ -139,3 +139,13 @@ def test_an_exception_in_backward(during: str, make: Make) -> None:
 def _names(twins: Twins, group: Any) -> set[str]:
     chosen = {id(param) for param in group.params}
     return {name for name, param in twins.overlapped.named_parameters() if id(param) in chosen}
+
+
+def test_a_second_backward_that_reaches_a_part_of_an_updated_group_raises_at_once() -> None:
+    model = torch.nn.ModuleList(torch.nn.Linear(2, 2, bias=False) for _ in range(2))
+    optimizer = tilestep.overlap(adamw(model.parameters()), model, "backward")
+    data = torch.ones(1, 2)
+    model[1](model[0](data)).sum().backward()
+    assert len(optimizer.applied_groups) == 1
+    with pytest.raises(RuntimeError, match=r"1\.weight.* came after .* was updated in backward"):
+        model[1](data).sum().backward()

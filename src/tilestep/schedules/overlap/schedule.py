@@ -101,7 +101,7 @@ class OverlapSchedule(Schedule):
                 self.grouping.divide(self._optimizer(), self.model)
                 self.updates.watch()
                 self.publication.wait_on_host()
-                self.publication.of = _numbered(self.grouping)
+                self.publication.of = self.grouping.of
                 guard_sharers(self.publication)
             yield
 
@@ -216,7 +216,7 @@ class OverlapSchedule(Schedule):
             if not self._had_gradients:
                 self.updates.refuse_replaced()
             works = [(group, self._work(plan, group, held[group])) for group in groups if held[group]]
-            tickets = {group.index: Ticket(work) for group, work in works}
+            tickets = {group: Ticket(work) for group, work in works}
             # Who scales losses, changes hyperparameters or reads the norm next comes after the decision.
             decided = self.lane.mark()
             if self.lane.stream is not None:
@@ -243,9 +243,8 @@ class OverlapSchedule(Schedule):
 
     def _order(self) -> list[Group]:
         """Groups in the order in which the last forward needed them; at first from the last to the first."""
-        places = {index: place for place, index in enumerate(self.publication.needed)}
-        unknown = len(places)
-        return sorted(reversed(self.grouping.groups), key=lambda group: places.get(group.index, unknown))
+        places = {group: place for place, group in enumerate(self.publication.needed)}
+        return sorted(reversed(self.grouping.groups), key=lambda group: places.get(group, len(places)))
 
     def _warn_of_ranks(self) -> None:
         """When backward has updated for the first time: say so if nothing has summed the gradients over the ranks."""
@@ -347,14 +346,14 @@ class OverlapSchedule(Schedule):
 def _publication(model: nn.Module, grouping: Grouping, lane: SideStream) -> Publication:
     """Let every look-up of a parameter, and every gather of FSDP2's, wait for the update of the parameter's group."""
     publication = Publication(lane)
-    publication.of = _numbered(grouping)
+    publication.of = grouping.of
     guard_model(model, publication, lambda param: True)
     guard_sharers(publication)
     guard_forwards(publication)
 
     def gather(module: nn.Module, streams: Sequence[torch.cuda.Stream]) -> None:
         for group in grouping.of_module.get(module, ()):
-            if group.index in publication.tickets:
+            if group in publication.tickets:
                 publication.wait(group.params[0], streams)
 
     # All of them: parameters of others may be added to the optimizer later.
@@ -362,11 +361,6 @@ def _publication(model: nn.Module, grouping: Grouping, lane: SideStream) -> Publ
         if not before_gathering(module, partial(gather, module)):
             module.register_forward_pre_hook(lambda *_: publication.wait_all(), prepend=True)
     return publication
-
-
-def _numbered(grouping: Grouping) -> dict[int, int]:
-    """By `id` of a parameter the number of its group."""
-    return {key: group.index for key, group in grouping.of.items()}
 
 
 def _end(publication: Callable[[], Publication | None]) -> None:

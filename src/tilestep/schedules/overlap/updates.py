@@ -184,7 +184,7 @@ class GroupUpdates(Row):
         used_up = self._note_updated(group)
         if mark is None:
             return
-        self.publication.tickets[group.index] = Ticket(mark=mark)
+        self.publication.tickets[group] = Ticket(mark=mark)
         if self._on_two_streams(group, streams):
             lane.keep(*map(ready, local_parts(used_up)))
             used_up = []
@@ -249,7 +249,8 @@ class GroupUpdates(Row):
         ]
         self.reduced.of.clear()
         left = [group for group in self._grouping.groups if group not in self.applied]
-        self.look_for_missing(left)
+        if left:
+            self.look_for_missing(left)
         for group in self._grouping.groups:
             if any(param.grad is not None for param in group.params):
                 self._update(group)
@@ -272,7 +273,7 @@ class GroupUpdates(Row):
 
     def forget(self) -> None:
         """Let the next round begin; the current stream has waited for the updates of this one."""
-        if self._held:
+        if self.publication.lane.in_order:
             self._held.give_back()
         if self.updates:
             self.publication.tickets.clear()

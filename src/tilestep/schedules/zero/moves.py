@@ -515,7 +515,7 @@ class ParameterSync:
         self._buckets += buckets
         self._groups += groups
         self._which = b""
-        self.publication.of.update(own)
+        self.publication.of = {**self.publication.of, **own}
         self.fixed = Table(states=self.params)
         self.is_exact = any(bucket.exact is not None for bucket in self._buckets)
         self.writes = Writes(self.params)
