@@ -358,7 +358,7 @@ class OrderedGroup:
 def test_what_there_is_no_work_of_is_not_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:
     group, flats = OrderedGroup(), [torch.zeros(4), torch.zeros(6)]
     assert compat.gather_together(group, flats, flats) == (True, None)
-    monkeypatch.setattr(groups, "_all_gather", lambda *args, **options: pytest.fail("gathered again, one by one"))
+    monkeypatch.setattr(groups, "all_gather_flat", lambda *args, **options: pytest.fail("gathered again, one by one"))
     ranks = Ranks.__new__(Ranks)
     ranks.shard = group
     ranks.all_gather(flats, flats).wait()
