@@ -5,10 +5,10 @@
     python benchmarks/parity.py --out benchmarks/results         # also writes parity_<device>_<gpus>.json
     python benchmarks/parity.py --page                           # writes the tables of docs/parity.md from these files
 
-Rows on one device are in parity_rows.py, judged by formulas in float64 (parity_formulas.py). Rows on several ranks,
-beside one device, are in parity_layouts.py. Ranks are processes with gloo on a CPU, and GPUs with NCCL. A library that
-is not installed is said to be missing; one that fails says how. With `--seconds` no row is begun that late, and `--add`
-keeps the rows of an earlier run of the same kind of device and torch.
+Rows on one device are in parity_rows.py; formulas in float64 judge them (parity_formulas.py). Rows on several ranks are
+in parity_layouts.py; one device judges them. Ranks are processes with gloo on a CPU, and GPUs with NCCL. The result of
+a library that raises is its error. `--seconds` starts no row after that time. `--add` keeps the rows of an earlier run
+on the same device with the same torch.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
-from parity_layouts import LAYOUTS, PATIENCE, work
-from parity_page import LIBRARIES, PAGE, brought_up_to_date, described
-from parity_rows import ROWS, RUN, Beside, Resume, Row, library_of
+from parity_layouts import LAYOUTS, PATIENCE, run_rank
+from parity_page import LIBRARIES, PAGE, brought_up_to_date, summary_line
+from parity_rows import ROWS, RUN, Offloaded, Resume, Row, library_of
 
 from tilestep.bench.results import environment
 
 COMPILE = ("torchao", "dion")
-"""Libraries that compile for a minute at their first step: they come last where time is short."""
+"""Libraries whose first step compiles for a minute: their rows run last, as `--seconds` may end the run."""
 
 DISTRIBUTIONS = {"emerging_optimizers": "emerging-optimizers", "megatron": "megatron-core"}
-"""Packages whose distribution has another name."""
+"""Names of distributions that differ from the package's."""
 
 
 def version_of(library: str) -> str:
@@ -49,8 +49,8 @@ def version_of(library: str) -> str:
     return f"{found.version} ({commit})" if commit else found.version
 
 
-def chosen(names: list[str], only: str) -> list[str]:
-    """The names that are asked for: whole, or by the part before the slash."""
+def select(names: list[str], only: str) -> list[str]:
+    """Select rows by whole names or by the part before the slash."""
     wanted = [word for word in only.split(",") if word]
     unknown = [word for word in wanted if not any(word in (name, name.partition("/")[0]) for name in names)]
     if unknown:
@@ -58,53 +58,53 @@ def chosen(names: list[str], only: str) -> list[str]:
     return [name for name in names if not wanted or name in wanted or name.partition("/")[0] in wanted]
 
 
-def one_device(row: Row | Resume | Beside, device: torch.device) -> dict[str, Any]:
-    """What came of a row on one device."""
+def run_row(row: Row | Resume | Offloaded, device: torch.device) -> dict[str, Any]:
+    """Return the result of a row on one device, or why there is none."""
     if row.needs and row.needs != device.type:
         return {"skipped": "needs a GPU"}
     try:
         return RUN[type(row)](row, device)
     except ImportError as error:
         return {"missing": library_of(row.theirs), "why": str(error)}
-    except Exception as error:  # what another library raises is the result
+    except Exception as error:  # an error of another library is the result
         return {"failure": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
 
 
-def on_ranks(names: list[str], ranks: int, until: float, note: Any) -> None:
-    """Run rows of several ranks; one that hangs is given up, and the next begin in new processes."""
+def run_layouts(names: list[str], ranks: int, until: float, record: Any) -> None:
+    """Run rows of several ranks. After a row that hangs or ends its process, new processes run the next rows."""
     while names and time.monotonic() < until:
         with tempfile.TemporaryDirectory() as folder:
             context = mp.get_context("spawn")
             processes = [
-                context.Process(target=work, args=(rank, ranks, folder, names, until)) for rank in range(ranks)
+                context.Process(target=run_rank, args=(rank, ranks, folder, names, until)) for rank in range(ranks)
             ]
             for process in processes:
                 process.start()
             done: list[str] = []
             while any(process.is_alive() for process in processes):
                 time.sleep(0.2)
-                done += _written(Path(folder), names, done, note)
-                if len({process.is_alive() for process in processes}) > 1:  # the rest would wait for it in vain
+                done += _new_results(Path(folder), names, done, record)
+                if len({process.is_alive() for process in processes}) > 1:  # the other rank would wait in a collective
                     _end(processes)
-            done += _written(Path(folder), names, done, note)
+            done += _new_results(Path(folder), names, done, record)
             begun = (Path(folder) / "begun").read_text() if (Path(folder) / "begun").exists() else names[0]
         if not any(process.exitcode for process in processes):
             return
         if begun not in done:
-            note(begun, {"failure": "ranks hang or end"})
+            record(begun, {"failure": "ranks hang or end"})
             done.append(begun)
         names = [name for name in names if name not in done]
 
 
-def _written(folder: Path, names: list[str], done: list[str], note: Any) -> list[str]:
+def _new_results(folder: Path, names: list[str], done: list[str], record: Any) -> list[str]:
     found = [name for name in names if name not in done and (folder / f"{name.replace('/', '+')}.json").exists()]
     for name in found:
-        note(name, json.loads((folder / f"{name.replace('/', '+')}.json").read_text()))
+        record(name, json.loads((folder / f"{name.replace('/', '+')}.json").read_text()))
     return found
 
 
 def _end(processes: list[Any]) -> None:
-    """Wait a little for all, then end those that are left."""
+    """Wait for the time limit of a collective, then kill processes that are still alive."""
     for process in processes:
         process.join(PATIENCE.total_seconds() + 10)
     for process in processes:
@@ -114,7 +114,7 @@ def _end(processes: list[Any]) -> None:
 
 
 class Results:
-    """The rows of one file, printed as they come and written after each."""
+    """The rows of one file: prints each result and rewrites the file."""
 
     def __init__(self, gpus: int, device: torch.device, out: Path | None, add: bool) -> None:
         self.rows: dict[str, Any] = {}
@@ -130,9 +130,9 @@ class Results:
                 raise SystemExit(f"{self.path} is of another device, torch or Python")
             self.rows = before["rows"]
 
-    def note(self, name: str, found: dict[str, Any]) -> None:
+    def record(self, name: str, found: dict[str, Any]) -> None:
         self.rows[name] = {**found, "expressions": EXPRESSIONS[name]}
-        print(f"{name}: {described(found)}", flush=True)
+        print(f"{name}: {summary_line(found)}", flush=True)
         if self.path:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             stored = {"environment": self.environment, "contenders": self.contenders, "rows": self.rows}
@@ -157,7 +157,7 @@ def main() -> None:
     warnings.simplefilter("ignore")  # other libraries' own
     until = time.monotonic() + given.seconds
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    names = chosen([row.name for row in (*ROWS, *LAYOUTS)], given.only)
+    names = select([row.name for row in (*ROWS, *LAYOUTS)], given.only)
     if given.only:
         for name in names:
             print(f"{name}\n  {EXPRESSIONS[name]['ours']}\n  {EXPRESSIONS[name]['theirs']}")
@@ -167,7 +167,7 @@ def main() -> None:
         results = Results(1, device, given.out, given.add)
         for row in alone:
             if time.monotonic() < until:
-                results.note(row.name, one_device(row, device))
+                results.record(row.name, run_row(row, device))
     spread = [row.name for row in LAYOUTS if row.name in names]
     spread.sort(key=lambda name: library_of(EXPRESSIONS[name]["theirs"]) in COMPILE)
     ranks = given.ranks if given.ranks is not None else 2
@@ -175,7 +175,7 @@ def main() -> None:
         print(f"rows on {ranks} ranks are left out: there are fewer GPUs")
     elif spread and ranks > 1:
         results = Results(ranks, device, given.out, given.add)
-        on_ranks(spread, ranks, until, results.note)
+        run_layouts(spread, ranks, until, results.record)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""Optimizers on layouts of several ranks, each beside itself on one device: rows of parity.py.
+"""Optimizers on layouts of several ranks, compared with themselves on one device: rows of parity.py.
 
-A contender gets, on the layout and on one device, parameters of the same values and gradients of the same values. What
-the layout makes of them, gathered, should be what one device makes of them: a layout is no hyperparameter.
+Both runs of an optimizer start from the same values and get the same gradients. The gathered weights should be equal.
 """
 
 from __future__ import annotations
@@ -21,7 +20,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from parity_rows import ADAM, MATRICES, MIXED, STEPS, Shapes, apart, built, drawn, gradients, library_of
+from parity_rows import (
+    ADAM,
+    MATRICES,
+    MIXED,
+    STEPS,
+    Shapes,
+    build_optimizer,
+    gradients,
+    initial_weights,
+    library_of,
+    update_error,
+)
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -29,13 +39,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["LAYOUTS", "LayoutRow", "work"]
+__all__ = ["LAYOUTS", "LayoutRow", "run_rank"]
 
 PATIENCE = timedelta(seconds=60 if torch.cuda.is_available() else 300)
 """How long ranks wait for each other in a collective; libraries that compile at their first step take long on a CPU."""
 
 UNEVEN: Shapes = (*MIXED, (1, 40))
-"""No two ranks hold as many rows; of the last, only one rank has any."""
+"""Ranks hold unequal parts; one rank holds all of the last tensor."""
 WIDE: Shapes = ((64, 128), (97, 256), (48, 384))
 UNEVEN_MATRICES: Shapes = ((64, 96), (97, 64), (48, 48))
 
@@ -45,11 +55,11 @@ class LayoutRow:
     """A comparison of an optimizer on a layout with itself on one device.
 
     Args:
-        name: the layout, and what runs on it.
-        ours: an expression that makes tilestep's optimizer from `params`, `model` and `mesh`, None on one device.
-        theirs: the other's; nothing if no other has this.
-        alone: what makes tilestep's optimizer on one device, where that is another expression.
-        their_alone: likewise.
+        name: `layout/optimizer`.
+        ours: an expression for tilestep's optimizer of `params`, `model` and `mesh`, which is None on one device.
+        theirs: an expression for the other library's optimizer.
+        alone: the expression for tilestep's optimizer on one device, if it differs.
+        their_alone: the same for the other library.
         micro_batches: backward passes of a step.
         needs: "cuda" for a row whose other optimizer runs on GPUs only.
     """
@@ -71,8 +81,8 @@ class LayoutRow:
         return self.name.partition("/")[0]
 
 
-class Given(nn.Module):
-    """A model whose parameters get the gradients that they are given."""
+class GradientModel(nn.Module):
+    """A model whose backward gives each parameter the gradient passed to forward."""
 
     def __init__(self, values: Sequence[Tensor]) -> None:
         super().__init__()
@@ -82,11 +92,8 @@ class Given(nn.Module):
         return sum(((weight * grad).sum() for weight, grad in zip(self.weights, grads)), torch.zeros(()))
 
 
-def on_one_device(row: LayoutRow, step: int, ranks: int) -> list[Tensor]:
-    """The gradients of a step, added up in the layout's order: over micro-batches on each rank, or over ranks first.
-
-    The mean of two ranks has only one order.
-    """
+def reference_gradients(row: LayoutRow, step: int, ranks: int) -> list[Tensor]:
+    """Sum the gradients of a step in the layout's order: over micro-batches first under ZeRO, over ranks first else."""
     found = [[per_rank(row, step, batch, rank) for batch in range(row.micro_batches)] for rank in range(ranks)]
     if row.layout == "zero":
         return _mean([_total(batches) for batches in found])
@@ -102,33 +109,33 @@ def _mean(lists: list[list[Tensor]]) -> list[Tensor]:
 
 
 def per_rank(row: LayoutRow, step: int, batch: int, rank: int) -> list[Tensor]:
-    """Gradients that a rank finds; on layouts that give every rank the whole batch's, the same on all."""
+    """Return a rank's gradients; they differ between ranks on layouts in `AVERAGED`."""
     return gradients(row.shapes, torch.float32, step + 100 * batch + (1000 * rank if row.layout in AVERAGED else 0))
 
 
 AVERAGED = ("zero", "accumulation")
-"""Layouts whose ranks have batches of their own."""
+"""Layouts that average the gradients of ranks."""
 
 
 class OneDevice:
-    """The parameters on one device."""
+    """Parameters on one device."""
 
     def __init__(self, row: LayoutRow, device: torch.device) -> None:
         self.row, self.device = row, device
-        self.model = Given(drawn(row.shapes, torch.float32, device))
+        self.model = GradientModel(initial_weights(row.shapes, torch.float32, device))
         self.params = list(self.model.parameters())
         self.mesh: DeviceMesh | None = None
 
     def set_gradients(self, optimizer: Any, step: int) -> None:
-        for param, grad in zip(self.params, on_one_device(self.row, step, dist.get_world_size())):
+        for param, grad in zip(self.params, reference_gradients(self.row, step, dist.get_world_size())):
             param.grad = grad.to(self.device)
 
     def full(self, optimizer: Any) -> list[Tensor]:
         return [param.detach().to("cpu", torch.float64, copy=True) for param in self.params]
 
 
-class Placed(OneDevice):
-    """Parameters that are DTensors, each with a mesh and placements."""
+class DTensorLayout(OneDevice):
+    """DTensors, each with a mesh and placements."""
 
     def __init__(self, row: LayoutRow, device: torch.device) -> None:
         super().__init__(row, device)
@@ -153,8 +160,8 @@ class Placed(OneDevice):
         return [value.detach().to("cpu", torch.float64, copy=True) for value in whole]
 
 
-class TensorParallel(Placed):
-    """Matrices cut by rows and by columns in turn, vectors on all ranks."""
+class TensorParallel(DTensorLayout):
+    """Matrices sharded by rows and by columns in turn, vectors replicated."""
 
     def place_of(self, place: int) -> tuple[DeviceMesh | None, list[Placement]]:
         is_matrix = len(self.row.shapes[place]) == 2
@@ -162,7 +169,7 @@ class TensorParallel(Placed):
 
 
 class MegatronParallel(TensorParallel):
-    """The same cuts as plain tensors with Megatron-Core's attributes."""
+    """The same shards as plain tensors with Megatron-Core's attributes."""
 
     def __init__(self, row: LayoutRow, device: torch.device) -> None:
         super().__init__(row, device)
@@ -181,8 +188,8 @@ class MegatronParallel(TensorParallel):
         return [value.full_tensor().to("cpu", torch.float64, copy=True) for value in whole]
 
 
-class Experts(Placed):
-    """Stacks of experts on a mesh of their own, other tensors on another, and small ones plain on every rank."""
+class Experts(DTensorLayout):
+    """Stacks of experts on one mesh, matrices on a second, vectors as plain tensors."""
 
     def __init__(self, row: LayoutRow, device: torch.device) -> None:
         self.experts = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("experts",))
@@ -193,8 +200,8 @@ class Experts(Placed):
         return {3: self.experts, 2: self.mesh}.get(dims), [Shard(0)]
 
 
-class FullyShard(Placed):
-    """torch's FSDP2, with gradients from its own backward."""
+class FullyShard(DTensorLayout):
+    """torch's FSDP2, with gradients from its backward."""
 
     def __init__(self, row: LayoutRow, device: torch.device) -> None:
         OneDevice.__init__(self, row, device)
@@ -209,7 +216,7 @@ class FullyShard(Placed):
 
 
 class Replicas(OneDevice):
-    """A plain module on every rank, whose optimizer shards the state; or DistributedDataParallel for the other."""
+    """A plain module for `tilestep.shard`, or DistributedDataParallel."""
 
     def __init__(self, row: LayoutRow, device: torch.device) -> None:
         super().__init__(row, device)
@@ -219,17 +226,17 @@ class Replicas(OneDevice):
         is_ours = type(optimizer).__module__.startswith("tilestep")
         if not is_ours and self.wrapped is None:
             self.wrapped = DistributedDataParallel(self.model)
-        trained = self.model if is_ours else self.wrapped
+        model = self.model if is_ours else self.wrapped
         for batch in range(self.row.micro_batches):
             grads = [grad.to(self.device) for grad in per_rank(self.row, step, batch, dist.get_rank())]
             if batch + 1 < self.row.micro_batches:
-                with (optimizer if is_ours else trained).no_sync():
-                    trained(grads).backward()
+                with (optimizer if is_ours else model).no_sync():
+                    model(grads).backward()
             else:
-                trained(grads).backward()
+                model(grads).backward()
 
     def full(self, optimizer: Any) -> list[Tensor]:
-        with torch.no_grad():  # parameters arrive with the next forward
+        with torch.no_grad():  # the next forward waits for the all-gathers
             self.model([torch.zeros(shape, device=self.device) for shape in self.row.shapes])
         return super().full(optimizer)
 
@@ -244,10 +251,10 @@ PLACES: dict[str, Callable[[LayoutRow, torch.device], Any]] = {
 }
 
 
-def trained(row: LayoutRow, place: Any, expression: str) -> list[list[Tensor]]:
-    """The weights of all ranks before the first step and after every one."""
+def train(row: LayoutRow, place: Any, expression: str) -> list[list[Tensor]]:
+    """Return full weights before the first step and after every step."""
     weights = [place.full(None)] if not isinstance(place, Replicas) else [OneDevice.full(place, None)]
-    optimizer = built(expression, place.params, model=place.model, mesh=place.mesh)
+    optimizer = build_optimizer(expression, place.params, model=place.model, mesh=place.mesh)
     for step in range(row.steps):
         take_step(row, place, optimizer, expression, step)
         weights.append(place.full(optimizer))
@@ -262,21 +269,21 @@ def take_step(row: LayoutRow, place: Any, optimizer: Any, expression: str, step:
     optimizer.step()
 
 
-def beside_one_device(row: LayoutRow, expression: str, alone: str, device: torch.device) -> dict[str, Any]:
-    """How far a contender on the layout is from itself on one device."""
-    one = trained(row, OneDevice(row, device), alone or expression)
+def layout_error(row: LayoutRow, expression: str, alone: str, device: torch.device) -> dict[str, Any]:
+    """Compare an optimizer on the layout with itself on one device."""
+    one = train(row, OneDevice(row, device), alone or expression)
     place = MegatronParallel if library_of(expression) == "megatron" else PLACES[row.layout]
-    there = trained(row, place(row, device), expression)
+    there = train(row, place(row, device), expression)
     bits = all(torch.equal(*pair) for step in zip(one, there) for pair in zip(*step))
-    return {"bits": bits, "error": apart(there, one)}
+    return {"bits": bits, "error": update_error(there, one)}
 
 
-def resumed(row: LayoutRow, expression: str, alone: str, device: torch.device) -> dict[str, Any]:
-    """Train on, from a distributed checkpoint in new objects, beside training without a break."""
-    whole = trained(row, FullyShard(row, device), expression)
+def resume_error(row: LayoutRow, expression: str, alone: str, device: torch.device) -> dict[str, Any]:
+    """Compare training resumed from a distributed checkpoint in new objects with training without a break."""
+    whole = train(row, FullyShard(row, device), expression)
     half = row.steps // 2
     place = FullyShard(row, device)
-    optimizer = built(expression, place.params, model=place.model, mesh=place.mesh)
+    optimizer = build_optimizer(expression, place.params, model=place.model, mesh=place.mesh)
     for step in range(half):
         take_step(row, place, optimizer, expression, step)
     folder = [tempfile.mkdtemp()]
@@ -284,7 +291,7 @@ def resumed(row: LayoutRow, expression: str, alone: str, device: torch.device) -
     model_state, optimizer_state = get_state_dict(place.model, optimizer)
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder[0])
     again = FullyShard(row, device)
-    optimizer = built(expression, again.params, model=again.model, mesh=again.mesh)
+    optimizer = build_optimizer(expression, again.params, model=again.model, mesh=again.mesh)
     model_state, optimizer_state = get_state_dict(again.model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=folder[0])
@@ -292,14 +299,17 @@ def resumed(row: LayoutRow, expression: str, alone: str, device: torch.device) -
     for step in range(half, row.steps):
         take_step(row, again, optimizer, expression, step)
     end = again.full(optimizer)
-    return {"bits": all(map(torch.equal, end, whole[-1])), "error": apart([whole[0], end], [whole[0], whole[-1]])}
+    return {
+        "bits": all(map(torch.equal, end, whole[-1])),
+        "error": update_error([whole[0], end], [whole[0], whole[-1]]),
+    }
 
 
-def compared(row: LayoutRow, device: torch.device) -> dict[str, Any]:
-    """Both contenders of a row; one that fails says how, and the other still runs."""
+def compare(row: LayoutRow, device: torch.device) -> dict[str, Any]:
+    """Run both optimizers of a row; an error of one does not stop the other."""
     if row.needs and row.needs != device.type:
         return {"skipped": "needs a GPU"}
-    measure = resumed if row.layout == "resume-fsdp2" else beside_one_device
+    measure = resume_error if row.layout == "resume-fsdp2" else layout_error
     found: dict[str, Any] = {}
     for who, expression, alone in (("ours", row.ours, row.alone), ("theirs", row.theirs, row.their_alone)):
         if expression:
@@ -314,13 +324,13 @@ def compared(row: LayoutRow, device: torch.device) -> dict[str, Any]:
         agreed: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(agreed, found.get(who))
         failures = [each for each in agreed if each and "failure" in each]
-        if failures:  # of ranks whose collectives never came, the reason is another rank's
+        if failures:  # a timeout is the consequence of an error on another rank
             found[who] = min(failures, key=lambda each: "imed out" in each["failure"])
     return found
 
 
-def work(rank: int, ranks: int, folder: str, names: list[str], until: float) -> None:
-    """What a rank does: row after row, of which rank 0 writes a file each. None is begun after `until`."""
+def run_rank(rank: int, ranks: int, folder: str, names: list[str], until: float) -> None:
+    """Run rows on this rank; rank 0 writes a file for each. No row starts after `until`."""
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank) if has_gpu else torch.device("cpu")
     if has_gpu:
@@ -341,7 +351,7 @@ def work(rank: int, ranks: int, folder: str, names: list[str], until: float) -> 
             break
         if rank == 0:
             (Path(folder) / "begun").write_text(name)
-        found = compared(rows[name], device)
+        found = compare(rows[name], device)
         if rank == 0:
             path = Path(folder) / f"{name.replace('/', '+')}.json"
             path.with_suffix(".part").write_text(json.dumps(found))

@@ -1,6 +1,6 @@
 """The tables of docs/parity.md, from the results of benchmarks/parity.py.
 
-A comment in the page says what follows it: `<!-- table: NAME -->`. A row stands there once for each result that has it.
+A comment in the page names the table that follows: `<!-- table: NAME -->`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LIBRARIES", "PAGE", "RESULTS", "brought_up_to_date", "described"]
+__all__ = ["LIBRARIES", "PAGE", "RESULTS", "brought_up_to_date", "summary_line"]
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, RESULTS = ROOT / "docs" / "parity.md", ROOT / "benchmarks" / "results"
@@ -29,17 +29,17 @@ LIBRARIES = {
     "megatron": "pip install megatron-core",
     "apex": "from the source of github.com/NVIDIA/apex, with nvcc",
 }
-"""The libraries that rows name, and how to install them."""
+"""Libraries and how to install them."""
 
 Rows = list[tuple[str, ...]]
 SAME = "same bits"
 FAR = 3.0
-"""The other's update that is this many times as far from the formula as tilestep's does something else."""
+"""The page explains errors of another library above this many times tilestep's."""
 
 
 @functools.cache
 def results() -> dict[str, Any]:
-    """Every result by its device: CPUs first."""
+    """Results by device, CPUs first."""
     found = {}
     for path in sorted(RESULTS.glob("parity_*.json")):
         kind, gpus = path.stem.split("_")[1:]
@@ -51,7 +51,7 @@ def results() -> dict[str, Any]:
 
 
 def rows_of(part: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Name, device and result of the rows whose names begin with a part, name by name."""
+    """Yield name, device and result of the rows of a library or layout."""
     names = {name for result in results().values() for name in result["rows"]}
     for name in sorted(names, key=str.lower):
         if name.partition("/")[0] == part:
@@ -64,8 +64,8 @@ def number(value: float) -> str:
     return "0" if value == 0 else f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+")
 
 
-def failed(found: dict[str, Any]) -> str:
-    """How a row or a contender failed, or why it did not run; nothing if it ran."""
+def failure_text(found: dict[str, Any]) -> str:
+    """Return why a row or an optimizer did not run; an empty string if it ran."""
     if "failure" in found:
         text = found["failure"].replace("|", "/").replace("<", "").replace(">", "")
         return f"fails: {text if len(text) < 120 else text[:117] + '...'}"
@@ -75,17 +75,17 @@ def failed(found: dict[str, Any]) -> str:
 
 
 def differs(found: dict[str, Any]) -> bool:
-    """Whether the other's update is much further from the formula."""
+    """Whether the other library's update is much further from the formula."""
     return "theirs_error" in found and found["theirs_error"] > FAR * found["ours_error"]
 
 
-def what_instead(found: dict[str, Any]) -> str:
-    """What the other does in place of the formula, with the error of that, and what it does to gradients."""
+def difference_text(found: dict[str, Any]) -> str:
+    """Describe what the other library does instead, with its error against that."""
     said = []
     if differs(found):
         known = "instead" in found and found["instead_error"] <= FAR * found["ours_error"] + 1e-5
         said.append(
-            f"{found['instead']} (to {number(found['instead_error'])})" if known else found.get("because", "differs")
+            f"{found['instead']} (to {number(found['instead_error'])})" if known else found.get("reason", "differs")
         )
     if "theirs" in found.get("overwrites", ()):
         said.append("overwrites gradients")
@@ -93,70 +93,62 @@ def what_instead(found: dict[str, Any]) -> str:
 
 
 def updates(library: str) -> Rows:
-    """Errors of updates on one device."""
-    rows: Rows = [("row", "on", "tilestep", "the other", "between them", "the other, where it does something else")]
+    """Table of errors of updates on one device."""
+    rows: Rows = [("row", "on", "tilestep", "other library", "difference", "the other library instead")]
     for name, device, found in rows_of(library):
-        if failed(found):
-            rows.append((f"`{name}`", device, "", "", "", failed(found)))
+        if failure_text(found):
+            rows.append((f"`{name}`", device, "", "", "", failure_text(found)))
             continue
         between = SAME if found["equal_bits"] else number(found["between"])
         errors = (number(found["ours_error"]), number(found["theirs_error"]))
-        rows.append((f"`{name}`", device, *errors, between, what_instead(found)))
+        rows.append((f"`{name}`", device, *errors, between, difference_text(found)))
     return rows
 
 
-def _beside_itself(found: dict[str, Any] | None) -> str:
+def _layout_cell(found: dict[str, Any] | None) -> str:
     if found is None:
         return "-"
-    return failed(found) or (SAME if found["bits"] else number(found["error"]))
+    return failure_text(found) or (SAME if found["bits"] else number(found["error"]))
 
 
 def layouts(layout: str) -> Rows:
-    """Each contender on a layout, or resumed, beside itself."""
-    rows: Rows = [("row", "on", "tilestep", "the other")]
+    """Table of optimizers on a layout compared with one device, or resumed."""
+    rows: Rows = [("row", "on", "tilestep", "other library")]
     for name, device, found in rows_of(layout):
-        if failed(found):
-            rows.append((f"`{name}`", device, "", failed(found)))
+        if failure_text(found):
+            rows.append((f"`{name}`", device, "", failure_text(found)))
         else:
-            rows.append((f"`{name}`", device, *(_beside_itself(found.get(who)) for who in ("ours", "theirs"))))
+            rows.append((f"`{name}`", device, *(_layout_cell(found.get(who)) for who in ("ours", "theirs"))))
     return rows
 
 
 def machines() -> Rows:
-    """What the results are of."""
-    rows: Rows = [("on", "device", "torch", "Python", "commit", *list(LIBRARIES)[1:])]
-    for device, result in results().items():
-        made = result["environment"]
-        versions = (result["contenders"].get(library) or "-" for library in list(LIBRARIES)[1:])
-        commit = made["commit"].partition("+")[0]
-        rows.append((device, made["device"], made["torch"], made["python"], commit, *versions))
-    return rows
-
-
-def missing() -> Rows:
-    """Libraries of rows, how to install them, and where none was."""
-    rows: Rows = [("library", "how to install it", "not installed on")]
-    for library, command in LIBRARIES.items():
-        without = [device for device, result in results().items() if not result["contenders"].get(library)]
-        rows.append((library, command, ", ".join(without) or "-"))
+    """Devices and versions of each result."""
+    rows: Rows = [("", *results(), "how to install it")]
+    for key in ("device", "torch", "python", "commit"):
+        made = (result["environment"][key].partition("+changes")[0] for result in results().values())
+        rows.append((key, *made, LIBRARIES.get(key, "")))
+    for library, command in list(LIBRARIES.items())[1:]:
+        versions = (result["contenders"].get(library) or "not installed" for result in results().values())
+        rows.append((library, *versions, command))
     return rows
 
 
 def worse() -> Rows:
-    """Rows that tilestep loses: it is further from the formula, or has other bits where the other has the same."""
-    rows: Rows = [("row", "on", "tilestep", "the other")]
+    """Table of rows that tilestep loses: a larger error, or other bits where the other library has the same."""
+    rows: Rows = [("row", "on", "tilestep", "other library")]
     for device, result in results().items():
         for name, found in result["rows"].items():
             if "theirs_error" in found and found["ours_error"] > 1.2 * found["theirs_error"]:
                 rows.append((f"`{name}`", device, number(found["ours_error"]), number(found["theirs_error"])))
             mine, other = found.get("ours"), found.get("theirs")
             if mine and other and other.get("bits") and not mine.get("bits"):
-                rows.append((f"`{name}`", device, _beside_itself(mine), _beside_itself(other)))
+                rows.append((f"`{name}`", device, _layout_cell(mine), _layout_cell(other)))
     return rows if len(rows) > 1 else [*rows, ("none", "", "", "")]
 
 
 def counts() -> Rows:
-    """The sums of all rows."""
+    """Table of numbers of rows."""
     rows: Rows = [("", *results())]
 
     def count(title: str, holds: Any) -> None:
@@ -165,18 +157,21 @@ def counts() -> Rows:
     def of(who: str, key: str) -> Any:
         return lambda found: bool(found.get(who, {}).get(key))
 
-    count("rows that ran", lambda found: not failed(found))
-    count("updates on one device, beside a formula", lambda found: "ours_error" in found)
-    count("... whose error is more than three times tilestep's in the other library", differs)
-    count("layouts and checkpoints, beside one device and an unbroken run", lambda found: "ours" in found)
+    count("rows that ran", lambda found: not failure_text(found))
+    count("updates on one device, compared with a formula", lambda found: "ours_error" in found)
+    count("... other library: error above three times tilestep's", differs)
+    count(
+        "layouts, offload and resumed training, compared with one device or an unbroken run",
+        lambda found: "ours" in found,
+    )
     count("... tilestep: the same bits", of("ours", "bits"))
     count("... tilestep: fails", of("ours", "failure"))
-    count("... the other: the same bits", of("theirs", "bits"))
-    count("... the other: fails", of("theirs", "failure"))
+    count("... other library: the same bits", of("theirs", "bits"))
+    count("... other library: fails", of("theirs", "failure"))
     return rows
 
 
-TABLES = {"machines": machines, "missing": missing, "worse": worse, "counts": counts}
+TABLES = {"machines": machines, "worse": worse, "counts": counts}
 SPREAD = ("fsdp2", "tp", "experts", "zero", "accumulation", "offload", "resume", "resume-fsdp2")
 
 
@@ -187,16 +182,16 @@ def _text(name: str) -> str:
 
 
 def brought_up_to_date(text: str) -> str:
-    """The page with the tables that the results give."""
+    """Return the page with tables of the current results."""
     return BLOCK.sub(lambda block: f"<!-- table: {block[1]} -->\n{_text(block[1])}", text)
 
 
-def described(found: dict[str, Any]) -> str:
-    """A result in one line, for the terminal."""
-    if failed(found):
-        return failed(found)
+def summary_line(found: dict[str, Any]) -> str:
+    """Return a result in one line, for the terminal."""
+    if failure_text(found):
+        return failure_text(found)
     if "ours_error" in found:
         between = SAME if found["equal_bits"] else number(found["between"])
-        text = f"tilestep {number(found['ours_error'])}, the other {number(found['theirs_error'])}, between {between}"
-        return "; ".join(filter(None, (text, what_instead(found))))
-    return f"tilestep {_beside_itself(found['ours'])}, the other {_beside_itself(found.get('theirs'))}"
+        text = f"tilestep {number(found['ours_error'])}, other {number(found['theirs_error'])}, difference {between}"
+        return "; ".join(filter(None, (text, difference_text(found))))
+    return f"tilestep {_layout_cell(found['ours'])}, other {_layout_cell(found.get('theirs'))}"

@@ -1,7 +1,7 @@
 """Optimizers of tilestep and of other libraries on one device, with the formulas that judge them: rows of parity.py.
 
-What a row says is what runs: expressions in `params`. Both get the same parameters and, at every step, the same
-gradients, which do not depend on the parameters.
+A row holds the expressions that run. Both optimizers get the same parameters and, at every step, the same gradients.
+Gradients do not depend on the parameters, so errors do not feed back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,17 @@ from torch import Tensor
 import tilestep
 from tilestep.optimizer.masters import exact_values
 
-__all__ = ["Beside", "ROWS", "Resume", "Row", "apart", "built", "drawn", "gradients", "library_of", "moved", "trained"]
+__all__ = [
+    "ROWS",
+    "RUN",
+    "Offloaded",
+    "Resume",
+    "Row",
+    "build_optimizer",
+    "initial_weights",
+    "library_of",
+    "update_error",
+]
 
 Shapes = tuple[tuple[int, ...], ...]
 MIXED: Shapes = ((96, 64), (257, 33), (301,), (8, 3, 5, 5))
@@ -36,15 +46,15 @@ STEPS = 10
 
 @dataclass(frozen=True)
 class Row:
-    """A comparison on one device.
+    """A comparison of updates on one device.
 
     Args:
-        name: the library, and what of it.
-        ours: an expression that makes tilestep's optimizer.
-        theirs: an expression that makes the other.
-        formula: the published rule in float64; none if the other library's own code runs on float64 tensors.
-        instead: what the other does where it does not follow the formula, in words and as a formula.
-        because: why the other's update is further from the formula, where no other formula is behind it.
+        name: `library/optimizer`.
+        ours: an expression for tilestep's optimizer of `params`.
+        theirs: an expression for the other library's optimizer.
+        formula: the published rule in float64; None runs the other library's code on float64 tensors.
+        instead: rules that the other library may follow instead: description and formula.
+        reason: why the other library's error is larger, if it follows no other rule.
         needs: "cuda" for a row that runs on GPUs only.
     """
 
@@ -56,13 +66,13 @@ class Row:
     shapes: Shapes = MIXED
     dtype: torch.dtype = torch.float32
     max_norm: float | None = None
-    because: str = ""
+    reason: str = ""
     needs: str = ""
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Training that goes on from a saved state_dict in new objects, beside training without a break."""
+    """A comparison of training resumed from a saved state_dict with training without a break."""
 
     name: str
     ours: str
@@ -73,8 +83,8 @@ class Resume:
 
 
 @dataclass(frozen=True)
-class Beside:
-    """An optimizer whose state is elsewhere, beside itself with its state on the device."""
+class Offloaded:
+    """A comparison of an optimizer whose state is in host memory with the same optimizer on the device."""
 
     name: str
     ours: str
@@ -87,14 +97,14 @@ class Beside:
     needs: str = ""
 
 
-def drawn(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Parameters with a root mean square of 0.02, the same on every device."""
+def initial_weights(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Return normal numbers with a standard deviation of 0.02, the same on every device."""
     generator = torch.Generator().manual_seed(1)
     return [(0.02 * torch.randn(shape, generator=generator)).to(dtype).to(device) for shape in shapes]
 
 
 def gradients(shapes: Shapes, dtype: torch.dtype, step: int) -> list[Tensor]:
-    """On the CPU: a part that stays, and noise whose size differs from element to element."""
+    """Return gradients on the CPU: a constant direction plus noise, with a scale for each element."""
     found = []
     for place, shape in enumerate(shapes):
         fixed = torch.Generator().manual_seed(1000 + place)
@@ -105,12 +115,12 @@ def gradients(shapes: Shapes, dtype: torch.dtype, step: int) -> list[Tensor]:
 
 
 def library_of(expression: str) -> str:
-    """The package that an expression takes its optimizer from."""
+    """Return the package of an expression's optimizer."""
     return expression.partition(".")[0]
 
 
-def built(expression: str, params: list[Any], **names: Any) -> Any:
-    """The optimizer that an expression makes.
+def build_optimizer(expression: str, params: list[Any], **names: Any) -> Any:
+    """Evaluate an expression.
 
     Raises:
         ImportError: if its package is not installed.
@@ -126,7 +136,7 @@ def built(expression: str, params: list[Any], **names: Any) -> Any:
 
 
 def weights_of(optimizer: Any, param: Tensor) -> Tensor:
-    """A parameter in float64 on the CPU, with what the optimizer keeps beside it."""
+    """Return a parameter in float64 on the CPU, with its master or correction."""
     state = optimizer.state.get(param, {}) if hasattr(optimizer, "state") else {}
     if "error_bits" in state:
         value = sys.modules["flashoptim"].reconstruct_fp32_param(param.detach(), state["error_bits"])
@@ -139,16 +149,16 @@ def weights_of(optimizer: Any, param: Tensor) -> Tensor:
 
 @dataclass
 class Run:
-    """The weights after every step, with those before the first; and whether a step has written to gradients."""
+    """Weights before the first step and after every step; whether a step has written to gradients."""
 
     weights: list[list[Tensor]]
     overwrites: bool = False
 
 
-def trained(expression: str, row: Row | Beside, device: torch.device, dtype: torch.dtype) -> Run:
-    """Train with the gradients of a row."""
-    params = [torch.nn.Parameter(value.to(dtype)) for value in drawn(row.shapes, row.dtype, device)]
-    optimizer = built(expression, params)
+def train(expression: str, row: Row | Offloaded, device: torch.device, dtype: torch.dtype) -> Run:
+    """Train with a row's gradients in a dtype."""
+    params = [torch.nn.Parameter(value.to(dtype)) for value in initial_weights(row.shapes, row.dtype, device)]
+    optimizer = build_optimizer(expression, params)
     run = Run([[param.detach().to("cpu", torch.float64, copy=True) for param in params]])
     clips = row.max_norm is not None and library_of(expression) != "tilestep"
     for step in range(STEPS):
@@ -167,9 +177,9 @@ def trained(expression: str, row: Row | Beside, device: torch.device, dtype: tor
     return run
 
 
-def refereed(formula: Formula, row: Row) -> Run:
-    """Train by a formula in float64, from the parameters and gradients as they are stored."""
-    weights = [value.double() for value in drawn(row.shapes, row.dtype, torch.device("cpu"))]
+def train_by_formula(formula: Formula, row: Row) -> Run:
+    """Train by a formula in float64, from the stored parameters and gradients."""
+    weights = [value.double() for value in initial_weights(row.shapes, row.dtype, torch.device("cpu"))]
     states: list[dict[str, Any]] = [{} for _ in weights]
     run = Run([weights])
     for step in range(STEPS):
@@ -181,10 +191,10 @@ def refereed(formula: Formula, row: Row) -> Run:
     return run
 
 
-def apart(run: list[list[Tensor]], referee: list[list[Tensor]]) -> float:
-    """The largest relative error of an update: of each tensor and step, all that has happened since the start.
+def update_error(run: list[list[Tensor]], referee: list[list[Tensor]]) -> float:
+    """Return the largest relative error of an update, over tensors and steps.
 
-    A tensor's error is the Euclidean norm of the difference over that of the referee's update.
+    The update is the change since the start. Its error is the norm of the difference over the norm of the referee's.
     """
     worst = 0.0
     for step in range(1, len(referee)):
@@ -195,82 +205,86 @@ def apart(run: list[list[Tensor]], referee: list[list[Tensor]]) -> float:
     return worst
 
 
-def moved(row: Row, device: torch.device) -> dict[str, Any]:
-    """Run a row: errors of both against the referee and against each other, bits, and what the other does instead."""
-    ours = trained(row.ours, row, device, row.dtype)
-    theirs = trained(row.theirs, row, device, row.dtype)
+def compare_updates(row: Row, device: torch.device) -> dict[str, Any]:
+    """Return errors against the referee and between both, equality of bits, and the rule followed instead."""
+    ours = train(row.ours, row, device, row.dtype)
+    theirs = train(row.theirs, row, device, row.dtype)
     if row.formula is None:
         in_loops = re.sub(r"fused=True", "foreach=False", row.theirs)
-        referee = trained(in_loops, row, torch.device("cpu"), torch.float64)
+        referee = train(in_loops, row, torch.device("cpu"), torch.float64)
     else:
-        referee = refereed(row.formula, row)
+        referee = train_by_formula(row.formula, row)
     found = {
-        "ours_error": apart(ours.weights, referee.weights),
-        "theirs_error": apart(theirs.weights, referee.weights),
-        "between": apart(theirs.weights, ours.weights),
+        "ours_error": update_error(ours.weights, referee.weights),
+        "theirs_error": update_error(theirs.weights, referee.weights),
+        "between": update_error(theirs.weights, ours.weights),
         "equal_bits": all(
             torch.equal(one, other) for pair in zip(ours.weights, theirs.weights) for one, other in zip(*pair)
         ),
         "referee": "formula" if row.formula else "float64",
         "overwrites": [name for name, run in (("ours", ours), ("theirs", theirs)) if run.overwrites],
     }
-    if row.because:
-        found["because"] = row.because
-    follows = {words: apart(theirs.weights, refereed(formula, row).weights) for words, formula in row.instead}
+    if row.reason:
+        found["reason"] = row.reason
+    follows = {
+        words: update_error(theirs.weights, train_by_formula(formula, row).weights) for words, formula in row.instead
+    }
     if follows:
         words = min(follows, key=follows.__getitem__)
         found |= {"instead": words, "instead_error": follows[words]}
     return found
 
 
-def resumed(expression: str, row: Resume, device: torch.device) -> dict[str, Any]:
-    """Ten steps without a break, and with a break after five: the saved bytes are read into new objects."""
+def resume_error(expression: str, row: Resume, device: torch.device) -> dict[str, Any]:
+    """Compare ten steps without a break to ten steps whose last five start from saved bytes in new objects."""
 
-    def start(values: list[Tensor]) -> tuple[list[torch.nn.Parameter], Any]:
+    def fresh(values: list[Tensor]) -> tuple[list[torch.nn.Parameter], Any]:
         params = [torch.nn.Parameter(value.clone()) for value in values]
-        return params, built(expression, params)
+        return params, build_optimizer(expression, params)
 
-    def train(params: list[torch.nn.Parameter], optimizer: Any, steps: Iterator[int] | range) -> None:
+    def take_steps(params: list[torch.nn.Parameter], optimizer: Any, steps: Iterator[int] | range) -> None:
         for step in steps:
             for param, grad in zip(params, gradients(row.shapes, row.dtype, step)):
                 param.grad = grad.to(device)
             optimizer.step()
 
-    whole, optimizer = start(drawn(row.shapes, row.dtype, device))
-    train(whole, optimizer, range(STEPS))
-    halves, optimizer = start(drawn(row.shapes, row.dtype, device))
-    train(halves, optimizer, range(STEPS // 2))
+    whole, optimizer = fresh(initial_weights(row.shapes, row.dtype, device))
+    take_steps(whole, optimizer, range(STEPS))
+    halves, optimizer = fresh(initial_weights(row.shapes, row.dtype, device))
+    take_steps(halves, optimizer, range(STEPS // 2))
     file = io.BytesIO()
     torch.save({"params": [param.detach() for param in halves], "optimizer": optimizer.state_dict()}, file)
     file.seek(0)
     saved = torch.load(file, weights_only=False)
-    again, optimizer = start(saved["params"])
+    again, optimizer = fresh(saved["params"])
     optimizer.load_state_dict(saved["optimizer"])
-    train(again, optimizer, range(STEPS // 2, STEPS))
-    runs = [[[value.double().cpu() for value in drawn(row.shapes, row.dtype, device)]] for _ in range(2)]
+    take_steps(again, optimizer, range(STEPS // 2, STEPS))
+    runs = [[[value.double().cpu() for value in initial_weights(row.shapes, row.dtype, device)]] for _ in range(2)]
     for run, params in zip(runs, (again, whole)):
         run.append([param.detach().double().cpu() for param in params])
-    return {"bits": all(map(torch.equal, again, whole)), "error": apart(*runs)}
+    return {"bits": all(map(torch.equal, again, whole)), "error": update_error(*runs)}
 
 
-def continued(row: Resume, device: torch.device) -> dict[str, Any]:
-    """Run a row of resumed trainings."""
-    return {"ours": resumed(row.ours, row, device), "theirs": resumed(row.theirs, row, device)}
+def compare_resumes(row: Resume, device: torch.device) -> dict[str, Any]:
+    return {"ours": resume_error(row.ours, row, device), "theirs": resume_error(row.theirs, row, device)}
 
 
-def elsewhere(row: Beside, device: torch.device) -> dict[str, Any]:
-    """Run a row of states that are elsewhere."""
+def compare_offloads(row: Offloaded, device: torch.device) -> dict[str, Any]:
     found = {}
     for who, there, plain in (("ours", row.ours, row.our_plain), ("theirs", row.theirs, row.their_plain)):
-        runs = [trained(expression, row, device, row.dtype).weights for expression in (there, plain)]
+        runs = [train(expression, row, device, row.dtype).weights for expression in (there, plain)]
         found[who] = {
             "bits": all(torch.equal(*pair) for step in zip(*runs) for pair in zip(*step)),
-            "error": apart(*runs),
+            "error": update_error(*runs),
         }
     return found
 
 
-RUN: dict[type, Callable[[Any, torch.device], dict[str, Any]]] = {Row: moved, Resume: continued, Beside: elsewhere}
+RUN: dict[type, Callable[[Any, torch.device], dict[str, Any]]] = {
+    Row: compare_updates,
+    Resume: compare_resumes,
+    Offloaded: compare_offloads,
+}
 
 ADAM = "lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1"
 _adam = partial(formulas.adam, 1e-3, (0.9, 0.99), 1e-8, 0.1)
@@ -292,7 +306,7 @@ _TORCH = {
 }
 _FUSED = ("Adam", "SGD")
 
-ROWS: list[Row | Resume | Beside] = [
+ROWS: list[Row | Resume | Offloaded] = [
     Row("torch/AdamW", f"tilestep.AdamW(params, {ADAM})", f"torch.optim.AdamW(params, {ADAM}, fused=True)", _adam()),
     Row(
         "torch/AdamW-clip",
@@ -314,7 +328,7 @@ ROWS: list[Row | Resume | Beside] = [
         f"torch.optim.AdamW(params, {ADAM}, fused=True)",
         _adam(),
         dtype=torch.bfloat16,
-        because="has no masters: rounds to bfloat16 weights",
+        reason="has no masters: rounds to bfloat16 weights",
     ),
     *(
         Row(
@@ -440,7 +454,7 @@ ROWS: list[Row | Resume | Beside] = [
             f"torchao.optim.{kind}(params, {ADAM})",
             _adam(),
             shapes=LARGE,
-            because="stores some second moments as 0" if kind == "AdamWFp8" else "",
+            reason="stores some second moments as 0" if kind == "AdamWFp8" else "",
         )
         for kind, ours in {"AdamW8bit": "int8", "AdamW4bit": "int4", "AdamWFp8": "float8_e4m3"}.items()
     ),
@@ -569,7 +583,7 @@ ROWS: list[Row | Resume | Beside] = [
         formulas.lamb(1e-2, (0.9, 0.999), 1e-6, 0.1),
         needs="cuda",
     ),
-    Beside(
+    Offloaded(
         "offload/AdamW-torchao",
         f"tilestep.offload(lambda: tilestep.AdamW(params, {ADAM}))",
         f"tilestep.AdamW(params, {ADAM})",
@@ -577,7 +591,7 @@ ROWS: list[Row | Resume | Beside] = [
         f"torch.optim.AdamW(params, {ADAM}, fused=True)",
         needs="cuda",
     ),
-    Beside(
+    Offloaded(
         "offload/AdamW-bitsandbytes",
         f"tilestep.offload(lambda: tilestep.AdamW(params, {ADAM}))",
         f"tilestep.AdamW(params, {ADAM})",
@@ -585,7 +599,7 @@ ROWS: list[Row | Resume | Beside] = [
         f"bitsandbytes.optim.AdamW(params, {ADAM})",
         needs="cuda",
     ),
-    Beside(
+    Offloaded(
         "offload/AdamW8bit-bitsandbytes",
         f'tilestep.offload(lambda: tilestep.AdamW(params, {ADAM}, state_dtype="int8"))',
         f'tilestep.AdamW(params, {ADAM}, state_dtype="int8")',
