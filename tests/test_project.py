@@ -259,3 +259,17 @@ def test_the_list_of_optimizers_names_every_rule() -> None:
     torchs = [name for name in tilestep.registry if hasattr(torch.optim, name)]
     words = {16: "sixteen", 17: "seventeen", 18: "eighteen", 19: "nineteen", 20: "twenty", 21: "twenty-one"}
     assert f"and {words[len(tilestep.registry) - len(torchs)]} others" in readme()
+
+
+def test_the_readme_s_times_of_a_paper_s_rule_are_those_of_the_result() -> None:
+    rules = json.loads((ROOT / "benchmarks" / "results" / "paper_rules_h100_1.json").read_text())["rules"]
+    said = re.search(r"a step takes ([\d.]+) ms on an H100, its authors' code ([\d.]+)\.", readme())
+    assert said and said.groups() == tuple(
+        f"{rules['Grams'][who]['wall']:.3g}" for who in ("tilestep", "authors' code")
+    )
+    page = (ROOT / "docs" / "measurements.md").read_text().replace("\n", " ")
+    for name, row in rules.items():
+        times = [f"{row[who]['wall']:.3g}" for who in ("tilestep", "authors' code")]
+        assert re.search(rf"{name} (with AdamW |takes )?{times[0]} (ms in place )?of {times[1]}", page), name
+    for row in rules.values():  # the same update, by both
+        assert max(row["error of the update"].values()) < (0.2 if row is rules["AdaMuon"] else 1e-4)
