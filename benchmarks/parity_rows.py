@@ -164,7 +164,8 @@ def train(expression: str, row: Row | Offloaded, device: torch.device, dtype: to
     for step in range(STEPS):
         given = [grad.to(device, dtype) for grad in gradients(row.shapes, row.dtype, step)]
         for param, grad in zip(params, given):
-            param.grad = grad.clone()
+            param.grad = None
+            (param * grad).sum().backward()  # torchao's offload copies gradients in a hook
         if clips:
             torch.nn.utils.clip_grad_norm_(params, row.max_norm)
         optimizer.step()
