@@ -13,6 +13,7 @@ import torch.distributed as dist
 from rank_processes import each_passes
 from synchronization import no_synchronization
 from test_changes import parameters, train
+from test_outputs import compare
 from test_stats import check, give_gradients
 
 import tilestep
@@ -49,6 +50,12 @@ def test_numbers_and_equal_steps(rule: str, dtype: torch.dtype) -> None:
         assert all(map(torch.equal, params, plain)), step
         if step % 2 == 0:
             check(optimizer, params, before, 1e-5 if dtype is torch.float32 else 1e-12)
+
+
+@pytest.mark.parametrize("rule", ["AdamW", "LAMB", "Adafactor"])
+def test_outputs_of_a_test(rule: str) -> None:
+    compare(rule, {}, device="cuda")
+    compare(rule, {"state_dtype": lambda _: "int8"}, device="cuda")
 
 
 @pytest.mark.parametrize("which", measured_blocks.OPTIONS)

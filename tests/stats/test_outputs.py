@@ -26,22 +26,22 @@ OUTPUTS = (
 )
 
 
-def parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+def parameters(dtype: torch.dtype, device: str) -> list[torch.nn.Parameter]:
     torch.manual_seed(2)
     values = [torch.randn(70, 33) - 9, torch.randn(3, 4, 5, 5).to(memory_format=torch.channels_last), torch.randn(0, 3)]
-    return [torch.nn.Parameter(value.to(dtype)) for value in values]
+    return [torch.nn.Parameter(value.to(device, dtype)) for value in values]
 
 
-def compare(rule: str, options: dict[str, Any], dtype: torch.dtype = torch.float32) -> None:
+def compare(rule: str, options: dict[str, Any], dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
     """The further columns beside float64, of plain and skipped steps; parameters as without them."""
-    params, plain = parameters(dtype), parameters(dtype)
+    params, plain = parameters(dtype, device), parameters(dtype, device)
     stats = tilestep.Stats(outputs=OUTPUTS)
     optimizer: Any = tilestep.Optimizer(params, rule, lr=0.05, skip_nonfinite=True, stats=stats, **options)
     twin: Any = tilestep.Optimizer(plain, rule, lr=0.05, skip_nonfinite=True, **options)
     for step in range(3):
         before = [param.detach().double() for param in params]
         for param, other in zip(params, plain):
-            param.grad = torch.randn(param.shape).to(param.dtype)
+            param.grad = torch.randn(param.shape).to(device, param.dtype)
             if step == 2 and param.dim() == 4:
                 param.grad[0, 0, 0, 0] = math.inf
             other.grad = param.grad.clone()

@@ -130,7 +130,7 @@ class TritonPasses(Passes):
             **{name: numbers(1) for name in ("words", "first_word", "report_partials")},
         }
         self._sum_reports: list[tuple[Launcher, list[torch.Tensor]]] = []
-        self._cuts: dict[int, tuple[Tiles, dict[str, torch.Tensor], list[tuple[Launcher, list[torch.Tensor]]]]] = {}
+        self._cut: tuple[Tiles, dict[str, torch.Tensor]] | None = None  # the tiles of passes that measure
         self._list_strided_tiles()
 
     def leave(self, measured: tuple[Output, ...]) -> None:
@@ -139,7 +139,7 @@ class TritonPasses(Passes):
         assert outputs is not None
         self._tables["words"] = outputs.words
         self._tables["first_word"] = torch.from_numpy(outputs.first_word[:-1].copy()).to(self._device)
-        self._cuts.clear()
+        self._cut = None
         self._launches()
 
     def _cut_measured(self) -> tuple[dict[str, torch.Tensor], Tiles, int]:
@@ -149,7 +149,7 @@ class TritonPasses(Passes):
         spans = min(max(segment.tiles.count // _ENOUGH_PROGRAMS, 1), _MOST_SPANS)
         # Sums that the update itself needs, and ranges of tiles, keep the tiles of the other passes.
         spans = 1 if self._spec.reduction_count or segment.streamer is not None else spans
-        if spans not in self._cuts:
+        if self._cut is None:
             cut = cut_tiles(segment.tiles.numel.tolist(), segment.tiles.size * spans)
             size = max(cut.count, 1) * len(outputs.names)
             tables = {
@@ -157,8 +157,9 @@ class TritonPasses(Passes):
                 "tile_tensor": self._table(cut.tile_tensor),
                 "first_tile": self._table(cut.first_tile),
             }
-            self._cuts[spans] = (cut, tables, self._report_sums(cut, tables["report_partials"]))
-        cut, tables, self._sum_reports = self._cuts[spans]
+            self._cut = cut, tables
+            self._sum_reports = self._report_sums(cut, tables["report_partials"])
+        cut, tables = self._cut
         self._tables["report_partials"] = tables["report_partials"]
         listed = np.nonzero((segment.layout_index >= 0)[cut.tile_tensor])[0].astype(np.int32)
         return {**self._tables, **tables, "tile_list": self._table(listed)}, cut, len(listed)
