@@ -247,8 +247,7 @@ class TritonPasses(Passes):
         # What measures has no registers left for more than one tile.
         stages = self.shape.stages if spec is self._spec else 1
         shape = replace(self.shape, warps=self._warps(spec), stages=stages)
-        own_constants = tile_options(spec, shape)[0]
-        size = {"TILE": own_constants.pop("TILE"), "SPAN": span, "UNSCALE": unscale, **own_constants}
+        size = {**tile_options(spec, shape)[0], "SPAN": span, "UNSCALE": unscale}
         tile = spec.program.tiles[index]
         assert tile is not None
         own = triton_backend.output_pointers(PassOutputs(spec, tile))
