@@ -247,7 +247,9 @@ class TritonPasses(Passes):
         # What measures has no registers left for more than one tile.
         stages = self.shape.stages if spec is self._spec else 1
         shape = replace(self.shape, warps=self._warps(spec), stages=stages)
-        size = {**tile_options(spec, shape)[0], "SPAN": span, "UNSCALE": unscale}
+        # In the order of the kernel's parameters.
+        size = {"TILE": 0, "SPAN": 0, "UNSCALE": unscale, **tile_options(spec, shape)[0]}
+        size["SPAN"] = span
         tile = spec.program.tiles[index]
         assert tile is not None
         own = triton_backend.output_pointers(PassOutputs(spec, tile))
