@@ -24,6 +24,9 @@ from .kernels import Helpers, constant_lines, flat, merged, norm_functions, rena
 from .kinds import SIZES, Kind, kinds_of
 from .layout import formatted
 
+_AS_MOSTLY = (("scalars", ()), ("reductions", 1), ("sizes", ()))
+"""Fields of a kind, with their defaults."""
+
 _FOR_MYPY = r"  # type: ignore\[[\w-]+\]"
 _SCALAR_BLOCK = 128
 _FINISH_BLOCK = 1024
@@ -103,7 +106,7 @@ def ejected(request: Request) -> str:
     """The text of the file."""
     rule, kinds = request.rule, request.kinds
     specs = {kind.name: kind.spec for kind in kinds}
-    functions, names = merged(specs)
+    functions, names, general = merged(specs)
     shape = ""
     if request.clip:
         own, shape = norm_functions(request.dtypes)
@@ -121,7 +124,7 @@ def ejected(request: Request) -> str:
         "constants": bool(constants),
         "kernels": text + (f"{shape}\n\n" if shape else ""),
         "formulas": flat(formulas),
-        "kinds": _kinds_text(request, names, called),
+        "kinds": _kinds_text(request, names, called, general),
         "signature": _signature(request),
     }
     has_codecs = any(not codec_of(storage).is_plain for kind in kinds for storage in kind.storages.values())
@@ -261,14 +264,22 @@ def _formulas(request: Request) -> tuple[list[list[str]], dict[str, str]]:
     return [*helpers, *own, *functions], called
 
 
-def _kinds_text(request: Request, names: Mapping[str, Mapping[str, str]], called: Mapping[str, str]) -> str:
-    listed = {kind.name: _kind(request, kind, names[kind.name], called[kind.name]) for kind in request.kinds}
+def _kinds_text(
+    request: Request,
+    names: Mapping[str, Mapping[str, str]],
+    called: Mapping[str, str],
+    general: Mapping[str, bool],
+) -> str:
+    listed = {}
+    for kind in request.kinds:
+        stages = tuple(_stages(kind.spec, names[kind.name], is_general=general[kind.name]))
+        listed[kind.name] = _kind(request, kind, stages, called[kind.name])
     lines = formatted([f"KINDS = {_literal(listed)}"])
     lines += ["", "", *formatted(_kind_of(request)), "", "", *formatted(_check(request)), "", ""]
     return "\n".join(lines) + "\n"
 
 
-def _kind(request: Request, kind: Kind, names: Mapping[str, str], called: str) -> Code:
+def _kind(request: Request, kind: Kind, stages: tuple[Any, ...], called: str) -> Code:
     spec, rule = kind.spec, request.rule
     starts = starts_of(rule, kind.graph.states, kind.dtype, request.group)
     buffers = []
@@ -298,8 +309,9 @@ def _kind(request: Request, kind: Kind, names: Mapping[str, str], called: str) -
         "columns": max(len(spec.program.columns), 1),
         "reductions": max(spec.reduction_count, 1),
         "span": default_shape(spec, "cuda").span,
-        "stages": tuple(_stages(spec, names)),
+        "stages": stages,
     }
+    fields = {name: value for name, value in fields.items() if (name, value) not in _AS_MOSTLY}
     if any(kind.spec.global_count for kind in request.kinds):
         fields["across"] = tuple(
             tuple((slot, value.operation.removeprefix("global_")) for slot, value in scalar.global_reductions)
@@ -312,15 +324,21 @@ def _array(array: Array) -> tuple[Any, ...]:
     return array.name, Code(str(array.dtype)), array.elements
 
 
-def _stages(spec: KernelSpec, names: Mapping[str, str]) -> list[tuple[Any, ...]]:
+def _stages(spec: KernelSpec, names: Mapping[str, str], *, is_general: bool) -> list[tuple[Any, ...]]:
     """The launches of each stage: of the scalar pass, of the tiles' pass, and of what adds up sums."""
     shape = default_shape(spec, "cuda")
     constants, options = tile_options(spec, shape)
     stages = []
     for index, tile in enumerate(spec.program.tiles):
-        launches = [(names[f"scalar_pass_{index}"], "blocks", {"BLOCK": _SCALAR_BLOCK, "num_warps": 4})]
+        launches: list[tuple[str, str, dict[str, Any]]] = [
+            (names[f"scalar_pass_{index}"], "blocks", {"BLOCK": _SCALAR_BLOCK, "num_warps": 4})
+        ]
         if tile is not None:
-            launches.append((names[f"tile_pass_{index}"], "tiles", {**constants, "num_warps": shape.warps, **options}))
+            own: dict[str, Any] = {}
+            if is_general:
+                own = {"ELEMENT": _dtype(spec.grad.dtype), "MATH": names[f"math_{index}"]}
+            own = {**constants, **own, "num_warps": shape.warps, **options}
+            launches.append((names[f"tile_pass_{index}"], "tiles", own))
             if tile.reductions:
                 sums = {"SPAN": shape.span, "BLOCK": _FINISH_BLOCK, "num_warps": 4}
                 launches.append((names[f"finish_{index}"], "tensors", sums))
@@ -491,9 +509,9 @@ def ejected_test(request: Request, module: str) -> str:
     }
     text = _filled(Path(__file__).with_name("template_of_test.py").read_text(), regions)
     text = re.sub(_FOR_MYPY, "", text)
-    return text.replace("Ejected", rule.name).replace(
-        "from . import template as ejected\n", f"import {module} as ejected\n"
-    )
+    imports = sorted([f"import {module} as ejected", "import pytest", "import torch"])
+    text = text.replace("import pytest\nimport torch\n\nfrom . import template as ejected\n", "\n".join(imports) + "\n")
+    return text.replace("Ejected", rule.name)
 
 
 __all__ = ["Request", "ejected", "ejected_test"]

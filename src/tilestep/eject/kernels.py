@@ -44,7 +44,16 @@ def update_functions(spec: KernelSpec) -> list[Function]:
     """The kernels of a spec and what belongs to it alone; tensors are walked in memory order, without a loss scale."""
     functions = functions_of(triton_source.source(spec))
     kept = [(name, lines) for name, lines in functions if not name.endswith("_strided")]
-    return [(name, _narrowed(lines, keeps_sums=bool(spec.reduction_count))) for name, lines in kept]
+    narrowed = [(name, _narrowed(lines, keeps_sums=bool(spec.reduction_count))) for name, lines in kept]
+    return [(name, _numbered(lines) if "_tile_pass_" in name else lines) for name, lines in narrowed]
+
+
+def _numbered(lines: Sequence[str]) -> list[str]:
+    """A pass with short names for the numbers of a tensor, which its formula has by their full names."""
+    loads = {line: re.fullmatch(r"    (\w+) = tl\.load\(row \+ (\d+)\)", line) for line in lines}
+    names = {match[1]: f"n{match[2]}" for match in loads.values() if match is not None}
+    comments = {line: f"  # {match[1]}" for line, match in loads.items() if match is not None}
+    return [*lines[:2], *(renamed([line], names)[0] + comments.get(line, "") for line in lines[2:])]
 
 
 def _narrowed(lines: Sequence[str], *, keeps_sums: bool) -> list[str]:
@@ -91,15 +100,24 @@ def renamed(lines: Iterable[str], names: dict[str, str]) -> list[str]:
     return [pattern.sub(lambda match: names[match[1]], line) for line in lines]
 
 
-def merged(specs: dict[str, KernelSpec]) -> tuple[list[list[str]], dict[str, dict[str, str]]]:
-    """The functions of several kinds, each text once, and for each kind the names of the functions that are its own."""
+def merged(specs: dict[str, KernelSpec]) -> tuple[list[list[str]], dict[str, dict[str, str]], dict[str, bool]]:
+    """The functions of several kinds, each text once, and for each kind the names of the functions that are its own.
+
+    Also whether a kind's passes over elements take its dtype and its formula as constants, as those of others do.
+    """
     texts: dict[str, list[list[str]]] = {}
     written: dict[tuple[str, ...], str] = {}
     order: list[list[str]] = []
     names: dict[str, dict[str, str]] = {}
+    functions = {kind: update_functions(spec) for kind, spec in specs.items()}
+    general = {kind: _general(spec, functions[kind]) for kind, spec in specs.items()}
+    shared = {
+        kind: own is not None and any(_passes(own) == _passes(other) for at, other in general.items() if at != kind)
+        for kind, own in general.items()
+    }
     for kind, spec in specs.items():
         own = names[kind] = {}
-        for name, lines in update_functions(spec):
+        for name, lines in (general[kind] or []) if shared[kind] else functions[kind]:
             base = name.removeprefix(f"{spec.name}_")
             body = renamed(lines, own)
             key = (base, *renamed(body, {name: base}))
@@ -109,9 +127,30 @@ def merged(specs: dict[str, KernelSpec]) -> tuple[list[list[str]], dict[str, dic
                 written[key] = base if len(others) == 1 else f"{base}_{kind}"
                 order.append(renamed(body, {name: written[key]}))
             own[name] = written[key]
-    return order, {
-        kind: {old.removeprefix(f"{specs[kind].name}_"): new for old, new in own.items()} for kind, own in names.items()
-    }
+    titles = {kind: f"{spec.name}_" for kind, spec in specs.items()}
+    short = {kind: {old.removeprefix(titles[kind]): new for old, new in own.items()} for kind, own in names.items()}
+    return order, short, shared
+
+
+def _passes(functions: Sequence[Function] | None) -> list[Function] | None:
+    return None if functions is None else [function for function in functions if "_tile_pass_" in function[0]]
+
+
+def _general(spec: KernelSpec, functions: Sequence[Function]) -> list[Function] | None:
+    """The functions with the dtype of all arrays and the formula as constants; None where dtypes differ."""
+    dtypes = {array.dtype for array in (spec.grad, *spec.arrays)}
+    if len(dtypes) > 1 or spec.has_blocks or spec.program.slices.views:
+        return None
+    dtype = f"tl.{str(dtypes.pop()).removeprefix('torch.')}"
+    general: list[Function] = []
+    for name, lines in functions:
+        if "_tile_pass_" in name:
+            lines = [line.replace(f"tl.pointer_type({dtype})", "tl.pointer_type(ELEMENT)") for line in lines]
+            lines = [re.sub(rf"(tl\.store\(.*\.to\(){dtype}\)", r"\1ELEMENT)", line) for line in lines]
+            lines = [re.sub(rf"(?<= = ){spec.name}_math_\d+\(", "MATH(", line) for line in lines]
+            lines[1] = lines[1].replace("):", ", ELEMENT: tl.constexpr, MATH: tl.constexpr):")
+        general.append((name, lines))
+    return general
 
 
 def norm_functions(dtypes: Sequence[torch.dtype]) -> tuple[list[list[str]], str]:

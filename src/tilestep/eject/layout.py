@@ -192,6 +192,22 @@ def _spelled(line: str) -> str:
         return line
     line = line.replace("'", '"') if "'" in line and '"' not in line else line
     line = re.sub(r"^(\s*)(return )?([\w.]+),(?= = |$)", r"\1\2(\3,)", line) if line.startswith("    ") else line
+    line = _without_doubled_parentheses(line)
     line = re.sub(r"^(\s*(?:el)?if |\s*while )\(([^()]*)\):$", r"\1\2:", line)
     line = re.sub(r"(?<=\d)e\+(?=\d)", "e", line)
     return re.sub(r"(?<=[\w]) \*\* (?=[\w.]+(?![\w.(\[]))", "**", line)
+
+
+def _without_doubled_parentheses(line: str) -> str:
+    """A line without the inner parentheses of `function((a + b))`."""
+    for match in re.finditer(r"(?<=\w)\(\(", line):
+        outer, inner = match.start(), match.start() + 1
+        end = _matching(line, inner)
+        if end + 1 == _matching(line, outer) and "," not in _outside(line[inner + 1 : end]):
+            return _without_doubled_parentheses(line[:inner] + line[inner + 1 : end] + line[end + 1 :])
+    return line
+
+
+def _outside(text: str) -> str:
+    """The letters outside of brackets."""
+    return "".join(letter for _, letter, depth in _walk(text) if not depth)

@@ -119,14 +119,14 @@ class Kind(NamedTuple):
 
     formula: Callable[..., Any]
     buffers: tuple[Buffer, ...]
-    scalars: tuple[tuple[str, float | str, torch.dtype], ...]  # states of one number: name, beginning, dtype
     arrays: tuple[str, ...]  # what kernels read and write beside the gradient, in the order of their table
     hypers: tuple[str, ...]  # columns of the table of hyperparameters
-    sizes: tuple[int, ...]  # sizes that kernels read, from the last dimension as 1; 0 for their product
     columns: int  # numbers that the scalar passes leave for the tiles of a tensor
-    reductions: int  # sums over a tensor
     span: int  # elements that one program updates
     stages: tuple[tuple[tuple[str, str, dict[str, Any]], ...], ...]  # launches: kernel, grid, constants and options
+    scalars: tuple[tuple[str, float | str, torch.dtype], ...] = ()  # states of one number: name, beginning, dtype
+    sizes: tuple[int, ...] = ()  # sizes that kernels read, from the last dimension as 1; 0 for their product
+    reductions: int = 1  # sums over a tensor
     # {across_kind
     across: tuple[tuple[tuple[int, str], ...], ...] = ()  # for each stage, numbers of all tensors to combine, and how
     # across_kind}
@@ -417,7 +417,9 @@ class Tables:
         """Launch a kernel with the tables that its parameters name."""
         if self.programs[grid]:
             pointers = [self.tables[pointer] for pointer in POINTERS[name]]
-            globals()[name][(self.programs[grid],)](*pointers, **options, enable_fp_fusion=False)
+            named = {key: value for key, value in options.items() if isinstance(value, str)}
+            found = {key: globals().get(value) or getattr(tl, value) for key, value in named.items()}
+            globals()[name][(self.programs[grid],)](*pointers, **{**options, **found}, enable_fp_fusion=False)
 
 
 def fixed(value: Any) -> Any:

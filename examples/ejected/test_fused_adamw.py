@@ -1,0 +1,137 @@
+# Made by tilestep 0.1.0:
+#     tilestep eject AdamW --clip --test
+# Run it with pytest beside fused_adamw.py.
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import fused_adamw as ejected
+import pytest
+import torch
+
+SHAPES = [(7,), (64, 130), (3, 5, 33), (5000,), ()]
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+DTYPES = sorted({dtype for dtype in ejected.BY_SHAPE}, key=str)
+LIMIT: dict[str, Any] = {"max_grad_norm": 0.5}
+TOLERANCE = 4e-06
+
+
+def parameters(device: str, dtype: torch.dtype) -> list[torch.nn.Parameter]:
+    """Parameters that are the same at every call."""
+    random = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=random).to(device, dtype)) for shape in SHAPES]
+
+
+def set_gradients(params: list[torch.nn.Parameter], step: int) -> None:
+    """Gradients that depend on the step alone."""
+    random = torch.Generator().manual_seed(step)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=random).to(param.device, param.dtype)
+
+
+class Float64:
+    """The formula in float64, on states that are not rounded."""
+
+    def __init__(self, params: list[torch.nn.Parameter], group: dict[str, Any]) -> None:
+        self.group, self.count = group, 0
+        self.kinds = [ejected.KINDS[ejected.kind_of(param)] for param in params]
+        self.values = [self.first(param, kind) for param, kind in zip(params, self.kinds)]
+
+    def first(self, param: torch.nn.Parameter, kind: Any) -> dict[str, torch.Tensor]:
+        """What states begin with."""
+        part = param.detach().cpu().double()
+        values = {}
+        for buffer in kind.buffers:
+            start = self.group.get(str(buffer.begins), buffer.begins)
+            shape = ejected.shape_of(part.shape, buffer, 1)
+            is_param = start == "param" or buffer.name == "param"
+            values[buffer.name] = part.clone() if is_param else torch.full(shape, float(start)).double()
+        for name, start, _ in kind.scalars:
+            values[name] = torch.tensor(float(self.group.get(start, start)), dtype=torch.float64)
+        return values
+
+    def step(self, gradients: list[torch.Tensor]) -> None:
+        """One step with these gradients."""
+        self.count += 1
+        grads = [grad.cpu().double() for grad in gradients]
+        norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+        scale = ejected.gradient_scale(norm, self.group.get("max_grad_norm"))
+        results = []
+        for kind, values, grad in zip(self.kinds, self.values, grads):
+            given = {name: ejected.as_numbers(self.group[name]) for name in ejected.VALUES}
+            given |= {**values, "grad": grad, "gradient_scale": scale, "shape": grad.shape}
+            given |= {"step": torch.tensor(float(self.count)).double(), "machine_epsilon": 2.0**-23}
+            wanted = kind.formula.__code__.co_varnames[: kind.formula.__code__.co_argcount]
+            results.append(kind.formula(**{name: given[name] for name in wanted}))
+        for values, result in zip(self.values, results):
+            values.update(result)
+
+
+def error(param: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference, relative to numbers above 1."""
+    other = other.detach().cpu().double()
+    return ((param.detach().cpu().double() - other).abs() / other.abs().clamp(min=1)).max().item()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_steps_agree_with_the_formula_in_float64(device: str) -> None:
+    params = parameters(device, DTYPES[-1])
+    optimizer = ejected.AdamW(params, **LIMIT)
+    referee = Float64(params, optimizer.param_groups[0])
+    for step in range(4):
+        set_gradients(params, step)
+        optimizer.step()
+        referee.step([param.grad for param in params if param.grad is not None])
+    tolerance = TOLERANCE if params[0].dtype is torch.float32 else 0.02
+    assert max(error(param, values["param"]) for param, values in zip(params, referee.values)) < tolerance
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_steps_agree_with_torch(device: str) -> None:
+    if torch.float32 not in DTYPES:
+        pytest.skip("torch has no masters")
+    ours, theirs = parameters(device, torch.float32), parameters(device, torch.float32)
+    optimizer = ejected.AdamW(ours, **LIMIT)
+    group = {name: optimizer.param_groups[0][name] for name in ejected.VALUES}
+    referee = torch.optim.AdamW(theirs, **group)
+    for step in range(4):
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+        if LIMIT:
+            torch.nn.utils.clip_grad_norm_(theirs, LIMIT["max_grad_norm"])
+        optimizer.step()
+        referee.step()
+    assert max(map(error, ours, theirs)) < TOLERANCE
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_checkpoint_continues_with_equal_bits(device: str, dtype: torch.dtype) -> None:
+    params = parameters(device, dtype)
+    optimizer = ejected.AdamW(params, **LIMIT)
+    for step in range(2):
+        set_gradients(params, step)
+        optimizer.step()
+    others = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    other = ejected.AdamW(others, **LIMIT)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for param in (params, others):
+        set_gradients(param, 2)
+    optimizer.step()
+    other.step()
+    assert all(map(torch.equal, params, others))
+
+
+@pytest.mark.skipif(len(DEVICES) < 2, reason="needs a GPU")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_agree_with_the_steps_of_a_cpu(dtype: torch.dtype) -> None:
+    runs = []
+    for device in DEVICES:
+        params = parameters(device, dtype)
+        optimizer = ejected.AdamW(params, **LIMIT)
+        for step in range(4):
+            set_gradients(params, step)
+            optimizer.step()
+        runs.append(params)
+    assert max(map(error, *runs)) < (1e-5 if dtype is torch.float32 else 0.05)
