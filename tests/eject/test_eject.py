@@ -7,13 +7,17 @@ import importlib.util
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ejected_modules import Pair, imported, made, names
+from rank_processes import all_pass
 from scripts import all_equal_in_the_interpreter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import tilestep
 from tilestep.cli import main
@@ -21,6 +25,7 @@ from tilestep.eject import Request, ejected, ejected_test
 from tilestep.errors import RuleError
 
 ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "ejected" / "fused_adamw.py"
 NAMES = list(names())
 MATRICES = sorted(set(tilestep.registry) - set(NAMES))
 
@@ -278,3 +283,74 @@ def test_it_can_be_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert texts[0] == ejected(Request(tilestep.registry["Lion"]))
     assert texts[1] == ejected_test(Request(tilestep.registry["Lion"]), "lion")
     assert imported(texts[0], tmp_path / "lion.py").Lion
+
+
+def test_the_example_is_current() -> None:
+    request = Request(tilestep.registry["AdamW"], clip=True)
+    assert EXAMPLE.read_text() == ejected(request), f"run tilestep eject AdamW --clip --test -o {EXAMPLE}"
+    assert EXAMPLE.with_name(f"test_{EXAMPLE.name}").read_text() == ejected_test(request, EXAMPLE.stem)
+
+
+def dtensors_are_updated_by_their_parts() -> None:
+    """On two ranks: shards of uneven sizes, copies and plain tensors, clipped by one norm; states are DTensors."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    whole = [torch.randn(5, 4), torch.randn(3), torch.randn(1, 2), torch.randn(6)]
+    grads = [torch.randn_like(tensor) for tensor in whole]
+    with tempfile.TemporaryDirectory() as folder:
+        module = made("AdamW", Path(folder), clip=True)
+
+    def placed(tensors: list[torch.Tensor]) -> list[Any]:
+        places: list[Any] = [Shard(0), Replicate(), Shard(0)]
+        return [distribute_tensor(tensor, mesh, [place]) for tensor, place in zip(tensors, places)] + tensors[3:]
+
+    ours = [torch.nn.Parameter(tensor) for tensor in placed([tensor.clone() for tensor in whole])]
+    alone = [torch.nn.Parameter(tensor.clone()) for tensor in whole]
+    optimizer, other = (module.AdamW(params, max_grad_norm=0.5) for params in (ours, alone))
+    for _ in range(3):
+        for param, grad in zip(ours, placed(grads)):
+            param.grad = grad.clone()
+        for param, grad in zip(alone, grads):
+            param.grad = grad.clone()
+        optimizer.step()
+        other.step()
+    assert torch.allclose(optimizer.grad_norm, other.grad_norm, rtol=1e-12)
+    for left, right in zip(ours, alone):
+        full = left.full_tensor() if isinstance(left, DTensor) else left
+        assert torch.allclose(full, right, rtol=1e-6, atol=1e-7)
+        state = optimizer.state[left]["exp_avg"]
+        assert isinstance(state, DTensor) is isinstance(left, DTensor) and state.shape == left.shape
+    with tempfile.TemporaryDirectory() as folder:
+        lamb = made("LAMB", Path(folder))
+    with pytest.raises(ValueError, match="this rule sums over whole tensors"):
+        lamb.LAMB([param for param in ours if isinstance(param, DTensor)]).step()
+
+
+def test_two_ranks() -> None:
+    all_pass([dtensors_are_updated_by_their_parts], ranks=2)
+
+
+def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    """By Triton on a machine without one: what the interpreter lets pass may not compile."""
+    compiler = pytest.importorskip("triton.compiler")
+    target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+    kinds = {torch.int64: "*i64", torch.int32: "*i32", torch.float32: "*fp32", torch.float64: "*fp64"}
+    module = made("AdamW", tmp_path, clip=True, master_weights=True)
+    module.load_triton()
+    for kind in module.KINDS.values():
+        param = torch.nn.Parameter(torch.ones(8, dtype=kind.buffers[0].arrays[0][1]))
+        param.grad = torch.ones_like(param)
+        optimizer = module.AdamW([param])
+        optimizer.build(optimizer.members()[0])
+        (tables,) = optimizer.tables
+        tables.refresh(optimizer.param_groups)
+        for name, _, options in kind.stages[0]:
+            kernel = getattr(module, name)
+            constants = {key: value for key, value in options.items() if key.isupper()}
+            for key in constants.keys() & {"ELEMENT", "MATH"}:
+                constants[key] = vars(module).get(constants[key]) or getattr(module.tl, constants[key])
+            signature = {pointer: kinds[tables.tables[pointer].dtype] for pointer in module.POINTERS[name]}
+            places = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
+            source = compiler.ASTSource(kernel, {**signature, **dict.fromkeys(constants, "constexpr")}, places)
+            built = compiler.compile(source, target=target, options={"num_warps": options["num_warps"]})
+            assert "cubin" in built.asm, name
