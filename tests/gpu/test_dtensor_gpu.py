@@ -45,6 +45,23 @@ def steps_without_waiting() -> None:
             assert_equal_on_ranks(optimizer._current_plan().engines[0].control[NORM])
 
 
+def matrices_travel_without_waiting() -> None:
+    """Nor where matrices are exchanged, in several buckets."""
+    for layout in ("fsdp", "mixed", "tensor_parallel"):
+        net = LAYOUTS[layout][0]()
+        inside = [param for param in net.parameters() if param.dim() == 2]
+        optimizer = tilestep.Muon(inside, lr=1e-2, max_grad_norm=1.0)
+        for step in range(4):
+            backward(net, batch(step, layout))
+            if step > 1:
+                torch.cuda.set_sync_debug_mode("error")
+            optimizer.step()
+            torch.cuda.set_sync_debug_mode("default")
+            net.zero_grad()
+        for param in inside:
+            assert_equal_on_ranks(full(param))
+
+
 def keeps_ranks_together() -> None:
     """After a hundred clipped steps, what ranks hold in common has the same bits on each."""
     for layout in ("hsdp", "mixed", "tensor_parallel"):
@@ -84,6 +101,7 @@ def loads_remainders_that_it_saves() -> None:
 
 OWN = (
     steps_without_waiting,
+    matrices_travel_without_waiting,
     keeps_ranks_together,
     clips_without_waiting,
     loads_what_it_saves,

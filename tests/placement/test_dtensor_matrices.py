@@ -197,6 +197,13 @@ def work_is_divided() -> None:
         assert loads == [sum(work) / len(owners)] * len(owners), (layout, loads)
 
 
+def ranks_with_the_same_experts_use_their_mesh_s_group() -> None:
+    mesh = init_device_mesh(device(), (dist.get_world_size() // 2, 2), mesh_dim_names=("cut", "experts"))
+    param = distribute_tensor(torch.zeros(4, 8, 8, device=device()), mesh, [Shard(1), Shard(0)])
+    exchange, _ = take_in_matrix({}, "a stack", param, lead=1, work=1.0, everywhere=False)
+    assert exchange.group is mesh.get_group("cut") and exchange.layouts[0].shape == (2, 8, 8)
+
+
 def _messages(optimizer: Any) -> dict[str, int]:
     with torch.profiler.profile() as profiler:
         optimizer.step()
@@ -506,6 +513,7 @@ CHECKS = {
         checkpoints_go_round,
         beside_other_rules,
         work_is_divided,
+        ranks_with_the_same_experts_use_their_mesh_s_group,
         one_message_to_owners_and_one_back_for_each_bucket,
         only_parts_of_owners_matrices_travel,
         rules_with_reductions_are_those_of_one_process,

@@ -296,8 +296,9 @@ def group_of(ranks: Sequence[int], meshes: Sequence[Any]) -> Any:
     if len(ranks) == dist.get_world_size():
         return world
     for mesh in meshes:
-        if mesh.ndim == 1 and sorted(mesh.mesh.tolist()) == list(ranks):
-            return mesh.get_group()
+        for group in map(mesh.get_group, range(mesh.ndim)):
+            if sorted(dist.get_process_group_ranks(group)) == list(ranks):
+                return group
     groups = _groups.setdefault(world, {})
     if tuple(ranks) not in groups:
         groups[tuple(ranks)] = dist.new_group(list(ranks), use_local_synchronization=True)
