@@ -168,6 +168,28 @@ def test_steps_outside_the_graph_and_replays_take_turns() -> None:
     equal(*runs)
 
 
+@pytest.mark.parametrize(("name", "options"), [("AdamW", {"master_weights": True}), ("ScheduleFreeAdamW", {})])
+def test_states_are_reset_between_replays(name: str, options: dict[str, Any]) -> None:
+    runs = []
+    for graphed in (True, False):
+        params = make(dtype=torch.bfloat16 if options else torch.float32)
+        optimizer = getattr(tilestep, name)(params, lr=0.1, max_grad_norm=1.0, **options)
+        fill_gradients(params, 0)
+        captured = tilestep.capture(optimizer) if graphed else None
+        run: Callable[[], Any] = optimizer.step if captured is None else captured.replay
+        for step in range(6):
+            fill_gradients(params, step)
+            run()
+            if step in (0, 3):
+                optimizer.reset_state()
+        assert captured is None or not captured.is_stale
+        assert optimizer.state[params[0]]["step"] == 2
+        runs.append((optimizer, params))
+    (one, mine), (two, other) = runs
+    equal(mine, other)
+    same_state(one, two, mine, other)
+
+
 def test_a_replay_does_not_leave_its_decision_to_the_next_step() -> None:
     """A plain step after a replay that a scaler has skipped, and the other way round."""
 

@@ -38,7 +38,7 @@ def make(net: nn.Module, format: str, **options: Any) -> Any:
 def train(net: nn.Module, optimizer: Any, steps: range) -> None:
     for step in steps:
         batch = torch.randn(8, 130, generator=torch.Generator().manual_seed(step))
-        net(batch).square().mean().backward()
+        net(batch.to(next(net.parameters()).dtype)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -222,6 +222,26 @@ def fsdp_shards() -> None:
         compare(fresh, wanted)
 
 
+def states_are_reset() -> None:
+    """In place, rank by rank; masters stay."""
+    for kind in ("shard", "fully_shard"):
+        for options in ({"state_dtype": "int8"}, {"master_weights": True}, {"master_weights": "remainder"}):
+            nets = [model().bfloat16() if "master_weights" in options else model() for _ in range(2)]
+            for layer in nets[0] if kind == "fully_shard" else ():
+                fully_shard(layer)
+            optimizers = [tilestep.AdamW(net.named_parameters(), lr=1e-2, **options) for net in nets]
+            if kind == "shard":
+                tilestep.shard(optimizers[0], nets[0])
+            for net, optimizer in zip(nets, optimizers):
+                train(net, optimizer, range(3))
+                plan = optimizer.plan
+                optimizer.reset_state()
+                assert {float(state["step"]) for state in optimizer.state.values()} == {0.0}
+                train(net, optimizer, range(3, 5))
+                assert optimizer.plan is plan
+            compare(*nets)
+
+
 def rules_over_rows() -> None:
     """The means of rows that are whole on one rank, by `shard` and by FSDP2."""
     rule = centralize(registry["AdamW"])
@@ -308,6 +328,7 @@ CHECKS = [
     parameters_without_names,
     sums_over_tensors_of_which_one_rank_has_some_whole,
     fsdp_shards,
+    states_are_reset,
     rules_over_rows,
     cut_blocks_are_refused,
     checkpoints_of_other_libraries,

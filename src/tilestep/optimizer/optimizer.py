@@ -921,6 +921,37 @@ class Optimizer(torch.optim.Optimizer):
         """
         self.schedule.load_state_dict(state_dict, partial(load, self))
 
+    @opaque
+    def reset_state(self) -> None:
+        """Give all states their first values, and set step counts to 0, in place.
+
+        Masters, parameters, hyperparameters, what limits remember and the loss scale stay. Captured graphs stay valid.
+        The host does not wait for the device, unless state is offloaded. States that begin as the parameter take its
+        present value. With DTensors and after `shard` all ranks must call it.
+
+        Raises:
+            RuntimeError: after `eval()`, while the parameters hold the weights to evaluate.
+            StateError: after a step that was interrupted between two of its passes.
+
+        Example:
+            >>> import torch, tilestep
+            >>> weight = torch.nn.Parameter(torch.ones(2))
+            >>> optimizer = tilestep.AdamW([weight])
+            >>> weight.grad = torch.ones(2)
+            >>> optimizer.step()
+            >>> optimizer.reset_state()
+            >>> optimizer.state[weight]["step"], optimizer.state[weight]["exp_avg"]
+            (tensor(0.), tensor([0., 0.]))
+        """
+        if self.is_evaluating:
+            raise RuntimeError("the parameters hold the weights to evaluate: call train() before reset_state()")
+        self.schedule.settle_everywhere()
+        if self._plan is not None:
+            self._plan.require_unbroken()
+            self._plan.sync_masters()
+            self._plan.record_versions()
+        initialize(self, again=True)
+
     def __getstate__(self) -> dict[str, Any]:
         joint = "an optimizer that shares its norm cannot be copied or pickled: save its state_dict()"
         if reason := self.schedule.not_copied or self.memory.not_copied or joint * (self.control.joint is not None):

@@ -42,7 +42,7 @@ from ..storage import (
     values_of,
 )
 from ..tensor_table import address_of
-from .masters import MASTER_KEYS, master_kind, other_master
+from .masters import MASTER_KEYS, exact_values, master_kind, other_master
 from .parameters import Optimizer, iter_params, name_in, shares_of
 
 StateDtype = torch.dtype | str | Mapping[str, Any] | Callable[[str], Any] | None  # what `state_dtype` takes
@@ -522,18 +522,33 @@ def starts_of(rule: Rule, names: Iterable[str], dtype: torch.dtype, group: Mappi
 
 
 @torch.no_grad()
-def initialize(optimizer: Optimizer, shares: Iterable[Share] | None = None) -> None:
-    """Write the first values of states that were made ahead of their first step: those of parameters and groups now."""
+def initialize(optimizer: Optimizer, shares: Iterable[Share] | None = None, *, again: bool = False) -> None:
+    """Write the first values of states, by the parameters and groups as they are now.
+
+    Only those of states that were made ahead of their first step; `again`: of all states but masters, and step counts.
+    """
+    zeros: list[torch.Tensor] = []
     for share in shares_of(optimizer) if shares is None else shares:
         state, param, rule = optimizer.state.get(share.param), share.holder, optimizer.rule_of(share.group)
-        if not (isinstance(state, ParameterState) and state.is_ahead):
+        if not (isinstance(state, ParameterState) and (again or state.is_ahead)):
             continue
         kept = {name: kept_in_blocks(state, name) for name in rule.state_names}
         names = [name for name, storage in kept.items() if storage is not None or name in state]
+        part = as_real(local_part(param))
+        masters = {name: local_part(state[name]) for name in MASTER_KEYS & state.keys()} if again else {}
         for name, start in starts_of(rule, names, param.dtype, share.group).items():
-            if isinstance(start.init, str):
+            storage = kept.get(name)
+            if again and name in MASTER_KEYS:
+                continue
+            if again and start.init == 0:
+                keys = [name] if storage is None else [array.name for array in storage.arrays(name)]
+                zeros += [local_part(state[key]) for key in keys]
+            elif again or isinstance(start.init, str):
                 # The device decides: a graph may have stepped without the host's knowledge.
-                _write(state, name, start, as_real(local_part(param)), share.group, kept.get(name), state["step"] == 0)
+                fresh = None if again else state["step"] == 0
+                source = exact_values(part, masters) if masters and start.init == "param" else None
+                _write(state, name, start, part, share.group, storage, fresh, source)
+    zero_all(zeros)
 
 
 def _write(
