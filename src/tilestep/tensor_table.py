@@ -36,6 +36,8 @@ from .devices import copy_to, is_host
 SAME, MOVED, CHANGED = 0, 1, 2
 """Answers of a look: tensors are what they were; some have other addresses; some have changed otherwise."""
 
+_AT_ONCE = 512  # tensors that a look in turn takes
+
 _LOW = 1 << 32  # most memory lies above this address: a lower one may be an offset from a null pointer
 
 
@@ -118,6 +120,7 @@ class Table:
         self._may_find = False
         self._is_known = False  # whether the gradients were described, and are not other copies at each step
         self._native: Any = None  # the look in C++; None if it was not asked for, False if there is none
+        self._turns: list[Table] = []
         self.look: Callable[[int], int] = _fixed_look(self)
         """Looks at parameters and states alone, with so many threads: SAME or CHANGED."""
         self.release: Callable[[], object] = _nothing
@@ -143,7 +146,7 @@ class Table:
         if not self._is_known:
             return CHANGED
         if self._native and (gradients is None or not self.finds):
-            seen = self._native(gradients, self.host.ctypes.data, threads)
+            seen = self._native(gradients, threads)
         else:
             seen = self._look(gradients, threads)
         if seen == CHANGED:
@@ -201,14 +204,14 @@ class Table:
             return
         if gradients is False:
             fixed = module.create([], [*params, *states], DTENSOR_PARTS, [])
-            self.look = self.look if fixed is None else partial(module.look, fixed, False, 0)
+            self.look = self.look if fixed is None else partial(module.look, fixed, 0, False)
             return
         finds = self._may_find and same_list(local_parts([param.grad for param in params]), gradients)
         arguments = () if self._written is None else self._written.arguments
         table = module.create(params, states, DTENSOR_PARTS, None if finds else list(gradients), *arguments)
-        self._native = table is not None and partial(module.look, table)
+        self._native = table is not None and partial(module.look, table, self.host.ctypes.data)
         if self._native:
-            self.finds, self.same_list, self.look = finds, module.same_list, partial(module.look, table, False, 0)
+            self.finds, self.same_list, self.look = finds, module.same_list, partial(module.look, table, 0, False)
         if self.finds:
             self.release, self.count_writes = partial(module.release, table), partial(module.bump, table)
 
@@ -240,11 +243,18 @@ class Table:
         self.is_uploaded = True
 
     def _forget_native(self) -> None:
-        self._native, self.finds, self.look = None, False, _fixed_look(self)
+        self._native, self.finds, self.look, self._turns = None, False, _fixed_look(self), []
 
     def invalidate(self) -> None:
         """Have the next look call the gradients changed."""
         self._is_known = self.finds = False
+
+    def look_in_turn(self, turn: int) -> int:
+        """As `look`, at a few hundred of the tensors alone: at all of them in as many turns as it takes."""
+        if not self._turns:
+            tensors = [*self._params.tensors, *self._states.tensors]
+            self._turns = [Table(states=tensors[at : at + _AT_ONCE]) for at in range(0, len(tensors), _AT_ONCE)]
+        return self._turns[turn % len(self._turns)].look(1) if self._turns else SAME
 
     @property
     def is_native(self) -> bool:

@@ -17,7 +17,7 @@ from tilestep import native
 from tilestep.compat import DTENSOR_PARTS
 from tilestep.garbage import without_collections
 from tilestep.native.build import layout_flags
-from tilestep.tensor_table import CHANGED, MOVED, SAME, Table, Writes, memory_of, taken_gradients
+from tilestep.tensor_table import CHANGED, MOVED, SAME, Table, Writes, memory_of, rows_of, taken_gradients
 
 SHAPES = [(4, 6), (5,), (), (0, 3), (2, 3, 4, 5)]
 
@@ -299,12 +299,12 @@ def test_several_threads_see_the_same() -> None:
     params = [torch.nn.Parameter(torch.zeros(3, 2)) for _ in range(700)]
     for param in params:
         param.grad = torch.zeros(3, 2)
-    tables = [torch.zeros(700, dtype=torch.int64) for _ in range(2)]
+    tables = [torch.from_numpy(rows_of([param.grad for param in params])) for _ in range(2)]
     found = [module.create(params, [], DTENSOR_PARTS, None) for _ in tables]
 
     def looked() -> list[int]:
         looks = zip(found, tables, (1, 4))
-        return [module.look(own, None, table.data_ptr(), threads) for own, table, threads in looks]
+        return [module.look(own, table.data_ptr(), None, threads) for own, table, threads in looks]
 
     assert looked() == [0, 0]
     params[650].grad = torch.zeros(3, 2)
@@ -335,12 +335,12 @@ def test_distributed_tensors_of_several_threads(tmp_path: Path) -> None:
         params = [torch.nn.Parameter(tensor) for tensor in whole]
         for param in params:
             param.grad = torch.zeros_like(param)
-        tables = [torch.zeros(64, dtype=torch.int64) for _ in range(2)]
+        tables = [torch.from_numpy(rows_of([param.grad.to_local() for param in params])) for _ in range(2)]  # type: ignore[union-attr]
         found = [module.create(params, [], DTENSOR_PARTS, None) for _ in tables]
 
         def looked() -> list[int]:
             looks = zip(found, tables, (1, 4))
-            return [module.look(own, None, table.data_ptr(), threads) for own, table, threads in looks]
+            return [module.look(own, table.data_ptr(), None, threads) for own, table, threads in looks]
 
         def parts() -> list[int]:
             return [param.grad.to_local().data_ptr() for param in params]  # type: ignore[union-attr]

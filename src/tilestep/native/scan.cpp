@@ -22,13 +22,22 @@ namespace {
 // the interpreter may call.
 enum Answer { SAME = 0, MOVED = 1, CHANGED = 2, UNSURE = 4 };
 
-// A tensor and its gradient as they were. A DTensor also has its local part and the layout that its gradients have.
-// `object` is null where only gradients are looked at. The object is asked for its tensor at each look: a reference to
-// that, even a weak one, would forbid `swap_tensors`.
+// A tensor as it was; of a DTensor the local part, which must stay the same object. The object is asked for its tensor at
+// each look: a reference to that, even a weak one, would forbid `swap_tensors`.
+struct Known {
+  PyObject *object = nullptr, *part = nullptr;
+  void* address = nullptr;
+  uint64_t description = 0;
+  PyObject* own() const { return part == nullptr ? object : part; }
+};
+
+// A parameter and its gradient. A DTensor's gradients have a layout. There is no parameter where only gradients are looked
+// at.
 struct Row {
-  PyObject *object = nullptr, *part = nullptr, *layout = nullptr;
-  void *address = nullptr, *grad_address = nullptr;
-  uint64_t description = 0, grad_description = 0;
+  Known param;
+  PyObject* layout = nullptr;
+  void* grad_address = nullptr;
+  uint64_t grad_description = 0;
   bool has_grad = false;
 };
 
@@ -52,7 +61,8 @@ struct Table {
   static constexpr char NAME[] = "tilestep.Table";
   Slots slots;
   Written written;
-  std::vector<Row> rows;  // the first ones have gradients, the rest are states
+  std::vector<Row> rows;
+  std::vector<Known> states;
   int threads = 1;  // of the last look
   bool own_grads = true;  // whether gradients are those of the rows' objects, not those of a list
   // Memory of the gradients that the last look has seen: borrowed by the look, owned until `release`.
@@ -60,9 +70,13 @@ struct Table {
   std::vector<c10::Storage> held;
   ~Table() {
     for (auto& row : rows) {
-      Py_XDECREF(row.object);
-      Py_XDECREF(row.part);
+      Py_XDECREF(row.param.object);
+      Py_XDECREF(row.param.part);
       Py_XDECREF(row.layout);
+    }
+    for (auto& state : states) {
+      Py_XDECREF(state.object);
+      Py_XDECREF(state.part);
     }
     Py_XDECREF(slots.type);
   }
@@ -182,7 +196,7 @@ struct Gradient {
   const Tensor* tensor;
 };
 
-Gradient gradient_of(const Slots& slots, Row& row, PyObject* listed, bool may_ask) {
+inline Gradient gradient_of(const Slots& slots, Row& row, PyObject* listed, bool may_ask) {
   if (listed == Py_None) return {SAME, nullptr};
   if (listed != nullptr) {
     if (!is_plain_object(listed)) {
@@ -191,17 +205,17 @@ Gradient gradient_of(const Slots& slots, Row& row, PyObject* listed, bool may_as
     }
     return {SAME, &tensor_in(listed)};
   }
-  const Tensor& grad = grad_of(tensor_in(row.object));
+  const Tensor& grad = grad_of(tensor_in(row.param.object));
   if (!grad.defined()) return {SAME, nullptr};
-  if (row.part == nullptr) return {SAME, &grad};
+  if (row.param.part == nullptr) return {SAME, &grad};
   PyObject* part = nullptr;
   const int answer = local_gradient(slots, row, grad, may_ask, part);
   return {answer, answer == SAME ? &tensor_in(part) : nullptr};
 }
 
 // Describes a tensor from now on; false where it is neither a plain strided tensor nor a DTensor of such.
-bool remember(Slots& slots, PyObject* names, PyObject* object, Row& row) {
-  row.object = Py_NewRef(object);
+bool remember(Slots& slots, PyObject* names, PyObject* object, Known& known) {
+  known.object = Py_NewRef(object);
   if (!is_plain_object(object)) {
     if (!is_tensor(object)) return false;
     PyTypeObject* type = Py_TYPE(object);
@@ -212,15 +226,25 @@ bool remember(Slots& slots, PyObject* names, PyObject* object, Row& row) {
       Py_INCREF(type);
       slots.type = type;
     }
-    row.part = Py_XNewRef(in_slot(slots, object, slots.local));
-    row.layout = Py_XNewRef(in_slot(slots, object, slots.layout));
-    if (row.part == nullptr || row.layout == nullptr || !is_exact(row.part)) return false;
+    known.part = Py_XNewRef(in_slot(slots, object, slots.local));
+    if (known.part == nullptr || !is_exact(known.part)) return false;
   }
-  const Tensor& tensor = tensor_in(row.part == nullptr ? object : row.part);
+  const Tensor& tensor = tensor_in(known.own());
   if (!is_plain(tensor)) return false;
-  row.address = address_of(tensor);
-  row.description = description_of(tensor);
+  known.address = address_of(tensor);
+  known.description = description_of(tensor);
   return true;
+}
+
+// As `remember`, for a parameter.
+bool remember_param(Slots& slots, PyObject* names, PyObject* object, Row& row) {
+  if (!remember(slots, names, object, row.param)) return false;
+  if (row.param.part != nullptr) {
+    row.layout = Py_XNewRef(in_slot(slots, object, slots.layout));
+    if (row.layout == nullptr) return false;
+  }
+  // A write to an inference tensor counts no version, and is an error in threads that know of no inference mode.
+  return !tensor_in(object).is_inference() && !tensor_in(row.param.own()).is_inference();
 }
 
 bool remember_gradient(const Slots& slots, Row& row, PyObject* listed) {
@@ -252,139 +276,155 @@ PyObject* create(PyObject*, PyObject* args) {
   table->own_grads = !PyList_Check(gradients);
   const Py_ssize_t count = PyList_GET_SIZE(table->own_grads ? params : gradients), state_count = PyList_GET_SIZE(states);
   const bool has_params = PyList_GET_SIZE(params) == count;
-  auto& rows = table->rows;
-  rows.resize(count + state_count);
+  table->rows.resize(count);
+  table->states.resize(state_count);
   table->seen.resize(count);
   table->held.resize(count);
   bool fits = true;
-  for (Py_ssize_t index = 0; fits && index < count + state_count; ++index) {
-    const bool is_state = index >= count;
-    PyObject* object = is_state ? PyList_GET_ITEM(states, index - count) : has_params ? PyList_GET_ITEM(params, index) : nullptr;
-    fits = object == nullptr || remember(table->slots, names, object, rows[index]);
-    // A write to an inference tensor counts no version, and is an error in threads that know of no inference mode.
-    if (!fits || is_state) continue;
-    fits = (object == nullptr || !(tensor_in(object).is_inference() || (rows[index].part && tensor_in(rows[index].part).is_inference()))) &&
-           remember_gradient(table->slots, rows[index], table->own_grads ? nullptr : PyList_GET_ITEM(gradients, index));
+  for (Py_ssize_t index = 0; fits && index < count; ++index) {
+    Row& row = table->rows[index];
+    fits = (!has_params || remember_param(table->slots, names, PyList_GET_ITEM(params, index), row)) &&
+           remember_gradient(table->slots, row, table->own_grads ? nullptr : PyList_GET_ITEM(gradients, index));
   }
+  for (Py_ssize_t index = 0; fits && index < state_count; ++index)
+    fits = remember(table->slots, names, PyList_GET_ITEM(states, index), table->states[index]);
   if (fits) return capsule;
   Py_DECREF(capsule);
   Py_RETURN_NONE;
 }
 
-bool is_unmoved(const Tensor& tensor, const Row& row) {
-  return tensor.has_storage() && address_of(tensor) == row.address && description_of(tensor) == row.description;
+inline bool is_unmoved(const Slots& slots, const Known& known) {
+  if (known.part != nullptr && in_slot(slots, known.object, slots.local) != known.part) return false;
+  const Tensor& tensor = tensor_in(known.own());
+  return tensor.has_storage() && address_of(tensor) == known.address && description_of(tensor) == known.description;
 }
 
-// What the gradient of a row is by now; its address goes into the table, its memory into `seen`.
-int look_at_gradient(Table& table, int64_t index, PyObject* listed, int64_t& entry, bool may_ask) {
+// What the gradient of a row is by now; a new address goes into `entry`, the memory of a parameter's gradient into `seen`.
+inline int look_at_gradient(Table& table, int64_t index, PyObject* listed, int64_t& entry, bool may_ask) {
   Row& row = table.rows[index];
+  if (listed == nullptr) table.seen[index] = nullptr;
   const Gradient gradient = gradient_of(table.slots, row, listed, may_ask);
   if (gradient.answer != SAME) return gradient.answer;
-  table.seen[index] = nullptr;
   if ((gradient.tensor != nullptr) != row.has_grad) return CHANGED;
-  if (!row.has_grad) return entry = 0, SAME;
+  if (!row.has_grad) return SAME;
   const Tensor& grad = *gradient.tensor;
   if (!grad.has_storage() || description_of(grad) != row.grad_description) return CHANGED;
   void* address = address_of(grad);
-  // An empty gradient may have no address; it is there all the same. A gradient with elements and no address is not.
-  if (address == nullptr && grad.numel() != 0) return CHANGED;
   const auto& storage = grad.unsafeGetTensorImpl()->unsafe_storage();
-  table.seen[index] = storage.unsafeGetStorageImpl();
+  if (listed == nullptr) table.seen[index] = storage.unsafeGetStorageImpl();
+  if (address == row.grad_address) return SAME;
+  // An empty gradient may have no address; it is there all the same. A gradient with elements and no address is not.
   const auto start = reinterpret_cast<int64_t>(address);
-  const bool moved = address != row.grad_address;
+  if (address == nullptr && grad.numel() != 0) return CHANGED;
   // A gradient that shares its storage may lie in memory that the step writes.
-  if (moved && storage.use_count() > 1 && table.written.overlaps(start, grad.nbytes())) return CHANGED;
-  row.grad_address = address;
+  if (storage.use_count() > 1 && table.written.overlaps(start, grad.nbytes())) return CHANGED;
   entry = grad.numel() == 0 ? 1 : start;
-  return moved ? MOVED : SAME;
+  row.grad_address = address;
+  return MOVED;
 }
 
-// `gradients` is a list, None, or False where they are not looked at; then `addresses` is null.
-struct Look {
-  Table& table;
-  PyObject* gradients;
-  int64_t* addresses;
-
-  PyObject* listed(int64_t index) const { return PyList_Check(gradients) ? PyList_GET_ITEM(gradients, index) : nullptr; }
-
-  bool has_gradient(int64_t index) const { return addresses != nullptr && index < static_cast<int64_t>(table.seen.size()); }
-
-  int at(int64_t index, bool may_ask) const {
-    Row& row = table.rows[index];
-    if (row.object != nullptr) {
-      if (row.part != nullptr && in_slot(table.slots, row.object, table.slots.local) != row.part) return CHANGED;
-      if (!is_unmoved(tensor_in(row.part == nullptr ? row.object : row.part), row)) return CHANGED;
-    }
-    return has_gradient(index) ? look_at_gradient(table, index, listed(index), addresses[index], may_ask) : SAME;
+// After a model has run nothing of these tensors is in a cache: each is asked for while others are looked at, in stages
+// of which each needs what the one before has asked for.
+template <int STAGES, class Prefetch, class Visit>
+int walk(int64_t begin, int64_t end, const Prefetch& prefetch, const Visit& visit) {
+  constexpr int64_t AHEAD = 12;
+  const auto count = static_cast<uint64_t>(end - begin);
+  int seen = SAME;
+  if (count == 0) return seen;
+  for (int64_t index = 0; index < end - begin + STAGES * AHEAD; ++index) {
+    const auto ask = [&]<int STAGE>(std::integral_constant<int, STAGE> stage) __attribute__((always_inline)) {
+      const int64_t at = index - STAGE * AHEAD;
+      if (static_cast<uint64_t>(at) < count) prefetch(begin + at, stage);
+    };
+    [&]<int... STAGE>(std::integer_sequence<int, STAGE...>) __attribute__((always_inline)) {
+      (ask(std::integral_constant<int, STAGE>()), ...);
+    }(std::make_integer_sequence<int, STAGES>());
+    const int64_t at = index - STAGES * AHEAD;
+    if (at < 0) continue;
+    seen |= visit(begin + at);
+    if (seen & CHANGED) return seen;
   }
+  return seen;
+}
 
-  // What a look reads of a row is asked for in five stages, each of which needs what the one before has asked for.
-  template <int STAGE>
-  void prefetch(int64_t index) const {
-    const Row& row = table.rows[index];
-    PyObject* given = has_gradient(index) ? listed(index) : nullptr;
-    if constexpr (STAGE == 0) {
-      prefetch_object(row.object);
-      prefetch_object(row.part);
-      prefetch_object(given);
-      return;
-    }
-    if (given != nullptr && is_plain_object(given)) {
-      const c10::TensorImpl* grad = tensor_in(given).unsafeGetTensorImpl();
-      if constexpr (STAGE == 1) prefetch_tensor(grad);
-      if constexpr (STAGE == 2)
-        if (grad->has_storage()) prefetch_storage(grad);
-    }
-    if (row.object == nullptr) return;
-    const c10::TensorImpl* whole = tensor_in(row.object).unsafeGetTensorImpl();
-    const c10::TensorImpl* own = row.part == nullptr ? whole : tensor_in(row.part).unsafeGetTensorImpl();
-    if constexpr (STAGE == 1) {
-      prefetch_tensor(own);
-      if (own != whole) prefetch_tensor(whole);
-      return;
-    }
-    const bool has_own = given == nullptr && has_gradient(index);
-    const auto* meta = has_own ? reinterpret_cast<const char*>(whole->autograd_meta()) : nullptr;
+const c10::TensorImpl* impl_of(PyObject* object) { return tensor_in(object).unsafeGetTensorImpl(); }
+
+// The stages for a tensor whose address is known: its object, its fields, its storage.
+template <int STAGE>
+void prefetch_known(const Known& known) {
+  if constexpr (STAGE == 0) {
+    prefetch_object(known.object);
+    prefetch_object(known.part);
+  }
+  if constexpr (STAGE == 1) prefetch_tensor(impl_of(known.own()));
+  if constexpr (STAGE == 2) prefetch_storage(impl_of(known.own()));
+}
+
+int look_at_states(const Table& table, int64_t begin, int64_t end) {
+  const auto& states = table.states;
+  const auto prefetch = [&]<int STAGE>(int64_t at, std::integral_constant<int, STAGE>) __attribute__((always_inline)) { prefetch_known<STAGE>(states[at]); };
+  return walk<3>(begin, end, prefetch, [&](int64_t at) { return is_unmoved(table.slots, states[at]) ? SAME : CHANGED; });
+}
+
+int look_at_params(const Table& table, int64_t begin, int64_t end) {
+  const auto& rows = table.rows;
+  const auto prefetch = [&]<int STAGE>(int64_t at, std::integral_constant<int, STAGE>) __attribute__((always_inline)) {
+    prefetch_known<STAGE>(rows[at].param);
+  };
+  return walk<3>(begin, end, prefetch, [&](int64_t at) {
+    return is_unmoved(table.slots, rows[at].param) ? SAME : CHANGED;
+  });
+}
+
+// Parameters and their own gradients.
+int look_at_rows(Table& table, int64_t begin, int64_t end, int64_t* addresses, bool may_ask) {
+  const auto& rows = table.rows;
+  const auto prefetch = [&]<int STAGE>(int64_t at, std::integral_constant<int, STAGE>) __attribute__((always_inline)) {
+    const Known& param = rows[at].param;
+    prefetch_known<STAGE>(param);
+    if constexpr (STAGE == 0) return;
+    const c10::TensorImpl* whole = impl_of(param.object);
+    if constexpr (STAGE == 1)
+      if (param.part != nullptr) prefetch_tensor(whole);
+    const auto* meta = reinterpret_cast<const char*>(whole->autograd_meta());
     if constexpr (STAGE == 2) {
-      if (own->has_storage()) prefetch_storage(own);
       __builtin_prefetch(meta);
       __builtin_prefetch(meta + 64);
-    } else if (meta != nullptr && grad_of(whole).defined()) {
+    }
+    if constexpr (STAGE > 2) {
+      if (meta == nullptr || !grad_of(whole).defined()) return;
       const c10::TensorImpl* grad = grad_of(whole).unsafeGetTensorImpl();
       if constexpr (STAGE == 3) prefetch_tensor(grad);
       if constexpr (STAGE == 4)
-        if (row.part == nullptr && grad->has_storage()) prefetch_storage(grad);
+        if (param.part == nullptr && grad->has_storage()) prefetch_storage(grad);
     }
-  }
+  };
+  return walk<5>(begin, end, prefetch, [&](int64_t at) {
+    if (!is_unmoved(table.slots, rows[at].param)) return static_cast<int>(CHANGED);
+    return look_at_gradient(table, at, nullptr, addresses[at], may_ask);
+  });
+}
 
-  // After a model has run nothing of these tensors is in a cache: each is asked for while others are looked at.
-  int between(int64_t begin, int64_t end, bool may_ask) const {
-    if (begin == end) return SAME;
-    constexpr int64_t AHEAD = 8;
-    const auto is_inside = [=](int64_t at) { return at >= begin && at < end; };
-    int seen = SAME;
-    for (int64_t index = begin; index < end + 5 * AHEAD; ++index) {
-      if (is_inside(index)) prefetch<0>(index);
-      if (is_inside(index - AHEAD)) prefetch<1>(index - AHEAD);
-      if (is_inside(index - 2 * AHEAD)) prefetch<2>(index - 2 * AHEAD);
-      if (is_inside(index - 3 * AHEAD)) prefetch<3>(index - 3 * AHEAD);
-      if (is_inside(index - 4 * AHEAD)) prefetch<4>(index - 4 * AHEAD);
-      const int64_t at_now = index - 5 * AHEAD;
-      if (at_now < begin) continue;
-      seen |= at(at_now, may_ask);
-      if (seen & CHANGED) return seen;
-    }
-    return seen;
-  }
+int look_at_list(Table& table, int64_t begin, int64_t end, PyObject* list, int64_t* addresses, bool may_ask) {
+  int seen = SAME;
+  for (int64_t at = begin; at < end && !(seen & CHANGED); ++at)
+    seen |= look_at_gradient(table, at, PyList_GET_ITEM(list, at), addresses[at], may_ask);
+  return seen;
+}
 
-  // The part of a thread: its part of the rows with gradients, and of the states.
-  int part(int64_t number, int64_t parts, bool may_ask) const {
-    const auto count = static_cast<int64_t>(table.seen.size()), all = static_cast<int64_t>(table.rows.size());
-    const auto states = all - count;
-    const int seen = between(count * number / parts, count * (number + 1) / parts, may_ask);
-    return seen & CHANGED ? seen : seen | between(count + states * number / parts, count + states * (number + 1) / parts, may_ask);
+// The part of a thread. `gradients` is a list, None, or False where they are not looked at.
+int look_at_part(Table& table, PyObject* gradients, int64_t* addresses, int64_t number, int64_t parts, bool may_ask) {
+  const auto count = static_cast<int64_t>(table.rows.size()), states = static_cast<int64_t>(table.states.size());
+  const int64_t begin = count * number / parts, end = count * (number + 1) / parts;
+  int seen = SAME;
+  if (gradients == Py_None) {
+    seen = look_at_rows(table, begin, end, addresses, may_ask);
+  } else {
+    if (count != 0 && table.rows[0].param.object != nullptr) seen = look_at_params(table, begin, end);
+    if (!(seen & CHANGED) && gradients != Py_False) seen |= look_at_list(table, begin, end, gradients, addresses, may_ask);
   }
-};
+  return seen & CHANGED ? seen : seen | look_at_states(table, states * number / parts, states * (number + 1) / parts);
+}
 
 // Counts lie in the caches of the threads that have looked: each is asked for while others are counted.
 constexpr size_t COUNTS_AHEAD = 16;
@@ -409,31 +449,33 @@ void release_all(Table& table) {
   }
 }
 
-// look(table, gradients, address of int64[rows with gradients], threads) -> SAME or MOVED (the addresses are written), or
-// CHANGED. Gradients are the parameters' (None), or a list; False to look at none. The memory of the parameters'
-// gradients stays until `release`, but for CHANGED, whatever other threads do to `grad` meanwhile.
+// look(table, address of int64[rows], gradients, threads) -> SAME or MOVED (the addresses are written), or CHANGED. Gradients
+// are the parameters' (None), or a list; False to look at none. The memory of the parameters' gradients stays until
+// `release`, but for CHANGED, whatever other threads do to `grad` meanwhile.
 PyObject* look(PyObject*, PyObject* args) {
   PyObject *capsule, *gradients;
   unsigned long long address;
   int threads;
-  if (!PyArg_ParseTuple(args, "OOKi", &capsule, &gradients, &address, &threads)) return nullptr;
+  if (!PyArg_ParseTuple(args, "OKOi", &capsule, &address, &gradients, &threads)) return nullptr;
   Table* table = held_by<Table>(capsule);
   if (table == nullptr) return nullptr;
-  const bool is_list = PyList_Check(gradients), looks = is_list || gradients == Py_None;
-  if (looks && is_list == table->own_grads) return PyErr_Format(PyExc_TypeError, "look() takes a list if create() has");
+  const bool is_list = PyList_Check(gradients);
+  if (gradients != Py_False && is_list == table->own_grads)
+    return PyErr_Format(PyExc_TypeError, "look() takes a list if create() has");
   if (is_list && static_cast<size_t>(PyList_GET_SIZE(gradients)) != table->seen.size()) return PyLong_FromLong(CHANGED);
+  auto* addresses = reinterpret_cast<int64_t*>(address);
+  const bool holds = gradients == Py_None;
+  if (holds) release_all(*table);
   table->threads = threads;
-  const Look by{*table, gradients, looks ? reinterpret_cast<int64_t*>(address) : nullptr};
-  if (looks) release_all(*table);
   int seen = threads > 1 ? SAME : UNSURE;
   if (threads > 1) {
     // Nothing of Python is called or counted: other threads may read while this one holds the interpreter.
 #pragma omp parallel for schedule(static) num_threads(threads) reduction(| : seen)
-    for (int number = 0; number < threads; ++number) seen |= by.part(number, threads, false);
+    for (int number = 0; number < threads; ++number) seen |= look_at_part(*table, gradients, addresses, number, threads, false);
   }
-  if ((seen & UNSURE) && !(seen & CHANGED)) seen = (seen & MOVED) | by.part(0, 1, true);
+  if ((seen & UNSURE) && !(seen & CHANGED)) seen = (seen & MOVED) | look_at_part(*table, gradients, addresses, 0, 1, true);
   if (seen & CHANGED) return PyLong_FromLong(CHANGED);
-  if (looks && table->own_grads) hold_seen(*table);
+  if (holds) hold_seen(*table);
   return PyLong_FromLong(seen);
 }
 
@@ -455,8 +497,8 @@ PyObject* same_list(PyObject*, PyObject* args) {
 
 void bump_one(const Row& row) {
   if (!row.has_grad) return;
-  tensor_in(row.object).unsafeGetTensorImpl()->bump_version();
-  if (row.part != nullptr) tensor_in(row.part).unsafeGetTensorImpl()->bump_version();
+  tensor_in(row.param.object).unsafeGetTensorImpl()->bump_version();
+  if (row.param.part != nullptr) tensor_in(row.param.part).unsafeGetTensorImpl()->bump_version();
 }
 
 // bump(table): every parameter that has a gradient was written to

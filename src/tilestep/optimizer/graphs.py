@@ -114,6 +114,7 @@ def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> StepPlan:
     except Stale:
         plan = optimizer.rebuild(ahead=True)
         plan.refresh()
+    plan.release()
     plan.sync_masters()
     plan.record_versions()
     inputs = optimizer.control.expected(optimizer, plan)

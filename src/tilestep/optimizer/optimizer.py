@@ -507,8 +507,12 @@ class Optimizer(torch.optim.Optimizer):
         """The gradients' sum of squares as a step computes it, float64[1]; `prepared` if the plan is up to date."""
         if not prepared:
             self.schedule.complete_gradients(self)
-        plan = self._plan if prepared and self._plan is not None else self.prepared()
-        return self.control.power_sum(plan)
+        if prepared and self._plan is not None:
+            return self.control.power_sum(self._plan)
+        plan = self.prepared()
+        total = self.control.power_sum(plan)
+        plan.release()
+        return total
 
     def current(self, name: str, group: int = 0) -> torch.Tensor:
         """A hyperparameter of a param group as a device scalar, without a wait: what the last step used.

@@ -220,9 +220,9 @@ def _require_unscaled(optimizer: Optimizer) -> None:
 
 
 class _Memory:
-    """Notices when tensors that a graph reads have moved: by one look in C++, and by turns in Python."""
+    """Notices when tensors that a graph reads have moved, at a cost that does not grow with their number."""
 
-    # Memory that is given back says so at once, through its weak reference. Gradients that have moved while something
+    # Memory that is given back says so at once, through its weak reference. Tensors that have moved while something
     # else still holds their old memory are found by looking at some of them at each replay.
 
     def __init__(self, plan: StepPlan, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -253,7 +253,7 @@ class _Memory:
         engine = plan.engines[0]
         turn = self._turn
         self._turn += 1
-        if engine.table.look(1) != SAME:
+        if engine.table.look_in_turn(turn) != SAME:
             return "parameters have moved" if engine.table.states_are_same() else STATES_MOVED
         for place in self._listed_turns[turn % len(self._listed_turns)]:
             group, index = self._listed[place]
