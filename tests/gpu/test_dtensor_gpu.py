@@ -46,7 +46,7 @@ def steps_without_waiting() -> None:
 
 
 def matrices_travel_without_waiting() -> None:
-    """Nor where matrices are exchanged, in several buckets."""
+    """Nor where matrices travel to their owners and back."""
     for layout in ("fsdp", "mixed", "tensor_parallel"):
         net = LAYOUTS[layout][0]()
         inside = [param for param in net.parameters() if param.dim() == 2]
