@@ -374,7 +374,9 @@ class Writes:
     def _versions_of(self, params: list[torch.Tensor]) -> np.ndarray:
         versions = np.fromiter(map(version_of, params), dtype=np.int64, count=len(params))
         if self._have_parts:
-            versions += np.fromiter(map(version_of, local_parts(params)), dtype=np.int64, count=len(params))
+            pairs = zip(local_parts(params), params)
+            parts = (0 if part is param else version_of(part) for part, param in pairs)
+            versions += np.fromiter(parts, dtype=np.int64, count=len(params))
         return versions
 
     def are_none(self, total: int | None = None) -> bool:
@@ -382,7 +384,9 @@ class Writes:
         # Versions only grow: if their sum has not changed, none has.
         if total is None and self.params:
             total = sum_of_versions(self.params)
-            total += sum_of_versions(local_parts(self.params)) if self._have_parts else 0
+            if self._have_parts:
+                pairs = zip(local_parts(self.params), self.params)
+                total += sum_of_versions([part for part, param in pairs if part is not param])
         return not self.params or total == self.total
 
     def take(self) -> list[int]:

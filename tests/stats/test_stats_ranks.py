@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import tilestep
 from tilestep.stats import Output
+from tilestep.tensor_table import Writes
 
 PLACEMENTS = ([Shard(0)], [Shard(1)], [Replicate()], [Shard(0)])
 FEW_ROWS = -9.0 - torch.arange(14.0).view(2, 7)  # of which a rank has none
@@ -139,7 +140,25 @@ def fsdp2_keeps_a_copy_up_to_date() -> None:
     assert math.sqrt(total) == pytest.approx(float(optimizer.grad_norm), rel=1e-4)
 
 
+def plain_parameters_beside_dtensors_are_listed_exactly() -> None:
+    """A version of a plain parameter counts once, where those of DTensors and of their parts are summed up."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plain = nn.Parameter(torch.zeros(8))
+    part = nn.Parameter(distribute_tensor(torch.zeros(6), mesh, [Shard(0)]))
+    optimizer = tilestep.SGD([plain, part], lr=1.0, track_changes=True)
+    for _ in range(2):
+        plain.grad = torch.eye(8)[3]
+        part.grad = distribute_tensor(torch.eye(6)[0], mesh, [Shard(0)])
+        optimizer.step()
+        listed = {name: indices.tolist() for name, indices, _ in optimizer.changes(gather=True)}
+        assert listed == {"0.0": [3], "0.1": [0]}
+    writes = Writes([plain, part])
+    writes.count()
+    assert writes.are_none() and writes.take() == []
+
+
 CHECKS = [
+    plain_parameters_beside_dtensors_are_listed_exactly,
     statistics_are_the_whole_tensors_in_one_message,
     gradients_that_are_not_finite_on_one_rank_have_a_name_on_all,
     changes_are_indices_into_the_whole_tensor,

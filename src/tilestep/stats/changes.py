@@ -19,7 +19,7 @@ from ..placement import Share
 from ..placement.local import is_distributed, local_part, logical_coordinates
 from ..runtime import passes_class
 from ..runtime.outputs import WORD, extent_of
-from ..tensor_table import address_of, addresses_of, sum_of_versions
+from ..tensor_table import Writes, address_of, addresses_of, sum_of_versions
 
 Change = tuple[str, torch.Tensor, torch.Tensor]  # a parameter's name, flat indices of weights, and their values
 
@@ -46,11 +46,9 @@ class _Tracked:
     handle: torch.Tensor  # the parameter as users have it
     param: torch.Tensor  # the part of it on this rank
     bits: torch.Tensor  # int32[words] along its memory
-    writes: np.ndarray  # int64[1], versions that steps' own operations have counted
     watched: list[torch.Tensor]  # the tensors whose versions tell of writes
     leads: bool  # whether this rank is the first of those that hold the same part
     logical: Callable[[torch.Tensor], torch.Tensor]  # from flat indices into the part to those into the parameter
-    version: int | None = None  # at the last look, without the writes of steps
     wholly: bool = False  # whether other code has written to it since the list was last made
 
     @property
@@ -60,10 +58,6 @@ class _Tracked:
     def change(self, index: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Flat indices into the parameter, of flat indices into the part, with values."""
         return self.logical(index).to(self.dtype), values
-
-    def versions(self) -> int:
-        """The number of writes to it by other code than its passes and the steps' own operations."""
-        return sum_of_versions(self.watched) - int(self.writes[0])
 
 
 def _state_of(handle: torch.Tensor) -> tuple[int, int]:
@@ -82,12 +76,12 @@ def index_dtype(param: torch.Tensor) -> torch.dtype:
 
 
 @dataclass
-class _Written:
-    """Tensors that steps write, how many of them are watched, and by how many steps."""
+class _Steps:
+    """Steps that have written the same tensors."""
 
     tensors: list[torch.Tensor]
-    watched: int
-    steps: int = 0
+    places: np.ndarray  # int64[...] of these that are watched
+    count: int = 0
 
 
 class Changes:
@@ -100,13 +94,11 @@ class Changes:
         self._names: Sequence[str] = ()
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], tuple[int, int]]] = {}  # before there are tables
         self._handles: list[torch.Tensor] = []
-        self._watched: list[torch.Tensor] = []
-        self._writes: list[np.ndarray] = []
+        self._writes = Writes([])
+        self._places: dict[int, int] = {}  # of watched tensors, by their `id`
+        self._by_torch: list[tuple[np.ndarray, list[int]]] = []  # versions that steps' torch operations count, places
         self._words: list[torch.Tensor] = []
-        self._written: dict[int, _Written] = {}
-        self._counts: dict[int, int] = {}
-        self._of_steps = 0  # versions of watched tensors counted by steps that are no longer in `_written`
-        self._version: int | None = None
+        self._steps: dict[int, _Steps] = {}
         self._lying: list[int] = []
         self._cut: dict[torch.device, _Blocks] = {}
 
@@ -127,24 +119,23 @@ class Changes:
         self._see_writes()
         tracked: dict[int, _Tracked] = {}
         every = [passes for engine in tables.engines for passes in engine.passes]
-        self._writes, self._words = [], [passes.outputs.words for passes in every]
+        self._words = [passes.outputs.words for passes in every]
         before, self._names = self._names, names.names
         self._sharers, self._handles = tables.sharers, list(handles)
         for passes in every:
             outputs = passes.outputs
-            self._writes.append(outputs.writes)
             for position, entry in enumerate(passes.segment.entries):
-                share, writes = rows[id(entry)], outputs.writes[position : position + 1]
-                one = self._track(names, share.param, share.holder, entry.param, outputs.bits(position), writes)
+                share = rows[id(entry)]
+                one = self._track(names, share.param, share.holder, entry.param, outputs.bits(position))
                 if share.start is not None:
                     one.logical = share.logical
                 outputs.watched[position] = one.watched
                 tracked[id(share.param)] = one
         for param in dormant:
             # Steps do not write to it; other code may.
-            part, writes = local_part(param), np.zeros(1, dtype=np.int64)
+            part = local_part(param)
             bits = torch.zeros(0, dtype=torch.int32, device=part.device)
-            tracked[id(param)] = self._track(names, param, param, part, bits, writes)
+            tracked[id(param)] = self._track(names, param, param, part, bits)
         replaced = {before[earlier.place]: earlier.handle for earlier in self._tracked.values()}
         for key, one in tracked.items():
             earlier = self._tracked.get(key)
@@ -162,59 +153,60 @@ class Changes:
                     one.bits.copy_(earlier.bits)
                 else:
                     one.wholly |= bool(earlier.bits.any())
-        self._tracked, self._version = tracked, None
-        self._watched = [tensor for one in tracked.values() for tensor in one.watched]
+        self._tracked = tracked
+        self._writes = Writes([one.watched[-1] for one in tracked.values()])
+        self._places = {id(tensor): place for place, one in enumerate(tracked.values()) for tensor in one.watched}
+        self._by_torch = [
+            (passes.outputs.writes, [self._places[id(watched[-1])] for watched in passes.outputs.watched])
+            for passes in every
+        ]
+        self._steps.clear()
         self._cut.clear()
         self._order = sorted(tracked, key=lambda key: tracked[key].place)
         for engine in tables.engines:
             engine.wrote = self._note
-        self._see_writes()
+        self._lying = self._addresses()
 
-    def _track(
-        self, names: Names, handle: Any, holder: Any, part: torch.Tensor, bits: torch.Tensor, writes: np.ndarray
-    ) -> _Tracked:
+    def _track(self, names: Names, handle: Any, holder: Any, part: torch.Tensor, bits: torch.Tensor) -> _Tracked:
         """The bits of a parameter, or of its section `holder`."""
         is_part = is_distributed(holder)
         watched = [local_part(holder), holder] if is_part else [holder]
         leads = self._sharers is None or self._sharers.leads(holder)
         logical = _into_whole(holder, part.shape) if is_part else _as_it_is
-        return _Tracked(names.places[id(handle)], handle, part, bits, writes, watched, leads, logical)
+        return _Tracked(names.places[id(handle)], handle, part, bits, watched, leads, logical)
 
     def _note(self, written: list[torch.Tensor]) -> None:
-        """Count the tensors written by a step, as autograd does."""
-        record = self._written.get(id(written))
+        """Count a step that has written these tensors, whose versions it counted."""
+        record = self._steps.get(id(written))
         if record is None:
-            if len(self._written) > 64:
-                self._fold_counts()
-            watched = set(map(id, self._watched))
-            record = self._written[id(written)] = _Written(written, sum(id(tensor) in watched for tensor in written))
-        record.steps += 1
+            if len(self._steps) > 64:
+                self._count_steps()
+                self._steps.clear()
+            places = [self._places[id(tensor)] for tensor in written if id(tensor) in self._places]
+            record = self._steps[id(written)] = _Steps(written, np.asarray(places, dtype=np.int64))
+        record.count += 1
 
-    def _fold_counts(self) -> None:
-        for record in self._written.values():
-            for tensor in record.tensors:
-                self._counts[id(tensor)] = self._counts.get(id(tensor), 0) + record.steps
-            self._of_steps += record.steps * record.watched
-        self._written.clear()
+    def _count_steps(self) -> None:
+        """Count the versions of steps, which are no writes of other code."""
+        for record in self._steps.values():
+            np.add.at(self._writes.versions, record.places, record.count)
+            record.count = 0
+        for counted, places in self._by_torch:
+            np.add.at(self._writes.versions, places, counted)
+            counted[:] = 0
 
-    def _versions(self) -> int:
-        """The number of writes to all parameters by other code than steps, plus a constant."""
-        own = sum(int(writes.sum()) for writes in self._writes)
-        stepped = self._of_steps + sum(record.steps * record.watched for record in self._written.values())
-        return sum_of_versions(self._watched) - own - stepped
+    def _addresses(self) -> list[int]:
+        return [address_of(local_part(one.watched[-1])) for one in self._tracked.values()]
 
     def _see_writes(self) -> None:
         """Note parameters that other code than steps has written to, or given other memory."""
+        self._count_steps()
         # Assigning to `param.data` counts no version.
-        lying = [address_of(local_part(one.watched[-1])) for one in self._tracked.values()]
-        if self._version is not None and lying == self._lying and self._versions() == self._version:
-            return
-        self._fold_counts()
-        for place, one in enumerate(self._tracked.values()):
-            now = one.versions() - sum(self._counts.get(id(tensor), 0) for tensor in one.watched)
-            one.wholly |= one.version is not None and (now != one.version or lying[place] != self._lying[place])
-            one.version = now
-        self._version, self._lying = self._versions(), lying
+        before, self._lying = self._lying, self._addresses()
+        moved = [place for place, pair in enumerate(zip(before, self._lying)) if pair[0] != pair[1]]
+        tracked = list(self._tracked.values())
+        for place in (*self._writes.take(), *moved):
+            tracked[place].wholly = True
 
     @torch.no_grad()
     def read(self, *, clear: bool, gather: bool) -> list[Change]:
