@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from ways import attached
 
 import tilestep
 
@@ -40,6 +41,27 @@ def test_another_optimizer_has_the_gradients(before: str, way: str, one_rank: No
     start = [param.detach().clone() for param in model.parameters()]
     train(model, second)
     assert not any(map(torch.equal, model.parameters(), start))
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        (("shard", "at the step"), "shard.* has reduced it"),
+        (("plain", "backward"), "overlap.* has consumed it"),
+        (("plain", "streamed gradients"), "offload.* has moved it"),
+        (("plain", "gradients on the host"), "offload.* has moved it"),
+    ],
+)
+def test_gradients_that_are_taken_cannot_be_clipped(way: tuple[str, str], message: str, one_rank: None) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = attached(made(model, "plain"), model, *way)
+    for _ in range(2):
+        model(torch.ones(3, 4)).square().mean().backward()
+        for clip in (torch.nn.utils.clip_grad_norm_, tilestep.clip_grad_norm_, torch.nn.utils.clip_grad_value_):
+            with pytest.raises(tilestep.GradientError, match=f"parameter 0 cannot be clipped now: {message}"):
+                clip(model.parameters(), 1.0)
+        optimizer.step()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
 TAKING = {"backward", "shard"}

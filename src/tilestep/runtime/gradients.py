@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -184,6 +185,8 @@ class GroupNumbers:
         """SAME; MOVED for other numbers; CHANGED where a flag or the kind of a value is another one."""
         now, self._are_plain = self.chosen(), False
         values = tuple(now.values())
+        if not self.is_mutable and all(map(operator.is_, values, self.values)):
+            return SAME
         if not self.is_mutable and all(map(_both_numbers, values, self.values)):
             # Plain numbers in the place of plain numbers, as schedulers write at every step.
             if values == self.values:

@@ -37,25 +37,24 @@ WAITING, TAKEN, UPDATED = 0, 1, 2
 
 
 class GradientHooks:
-    """Calls of a method when backward has accumulated gradients, after all other hooks of their parameters."""
+    """Calls of a function when backward has accumulated gradients, after all other hooks of their parameters."""
 
-    # The method's object is not kept alive: tensors keep their hooks where Python's garbage collector does not look, so
-    # one that holds the parameter, and is held by its hook, would never be let go, and neither would the model.
-    # A hook that is registered later changes gradients before they are used too, from the next backward on.
+    # The function must not hold the parameter: tensors keep their hooks where Python's garbage collector does not look,
+    # so neither would ever be freed, nor the model. A hook that is registered later changes gradients before they are
+    # used too, from the next backward on.
 
-    def __init__(self, announce: Any) -> None:
-        self._living, self._function = weakref.ref(announce.__self__), announce.__func__
+    def __init__(self, announce: Callable[[torch.Tensor], None]) -> None:
+        self._announce = announce
         self.made: dict[int, tuple[torch.Tensor, Any, Any]] = {}
         """For each parameter, by `id`: itself, what is put around its hook, and the handle."""
         self._count = 0
         self._params: list[torch.Tensor] = []
 
     def add(self, param: torch.Tensor, through: Any) -> None:
-        """Have the method called with a parameter; `through` makes what torch calls of what calls the method."""
+        """Have the function called with a parameter; `through` makes what torch calls of it."""
         trains = param.requires_grad
         param.requires_grad_(True)
-        hook = through(partial(_announce, self._living, self._function))
-        handle = param.register_post_accumulate_grad_hook(hook)
+        handle = param.register_post_accumulate_grad_hook(through(self._announce))
         param.requires_grad_(trains)
         self.made[id(param)] = param, through, handle
         self._params.append(param)
@@ -83,15 +82,6 @@ class GradientHooks:
     def _recount(self) -> None:
         self._params = [param for param, *_ in self.made.values()]
         self._count = count_gradient_hooks(self._params)
-
-
-@opaque
-def _announce(living: Callable[[], Any], function: Callable[[Any, torch.Tensor], None], arrived: torch.Tensor) -> None:
-    """Call a method of an object that lives."""
-    # In a backward that compiled code runs hooks would be compiled too. `weakref.WeakMethod` is written in Python.
-    owner = living()
-    if owner is not None:
-        function(owner, arrived)
 
 
 class Awaited:
@@ -187,7 +177,7 @@ class Timeline:
     def __init__(self, row: Row, lane: SideStream) -> None:
         self.row: Callable[[], Any] = weakref.ref(row)
         self._lane = lane
-        self.hooks = GradientHooks(self.arrived)
+        self.hooks = GradientHooks(partial(arrived, weakref.ref(self)))
         self.elsewhere: set[int] = set()  # parameters whose gradients no hook announces, by `id`
         self.buckets: list[Awaited] = []
         self.params: list[torch.Tensor] = []  # of all buckets, one after the other
@@ -262,7 +252,7 @@ class Timeline:
         return self._module is not None
 
     def leave_out(self, params: Set[int]) -> None:
-        """Count gradients of some parameters, by `id`, where `arrived` is called for them, and by no hook."""
+        """Count gradients of some parameters, by `id`, for which `arrived` is called, and by no hook."""
         self.elsewhere |= params
         self.hooks.remove(params)
 
@@ -289,38 +279,6 @@ class Timeline:
                 if may_train and param.is_leaf and id(param) not in self.elsewhere:
                     self.hooks.add(param, partial(awaited.hook, place))
             self.buckets.append(awaited)
-
-    def arrived(self, param: torch.Tensor, *, is_noted: bool = False) -> None:
-        """Count a gradient; `is_noted` for one whose pass was noted when it began to travel."""
-        # Called for every parameter in every backward, unless C++ has counted it.
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                self.arrived(param, is_noted=is_noted)
-            return
-        row = self.row()
-        if row is None or not (self.syncing or row.accumulates):
-            # It was dropped in this backward, whose end still knows of the round.
-            return
-        current = self._pass if is_noted else backward_pass()
-        moved = NONE
-        if not self.is_open or current != self._pass:
-            moved = self.note_pass(current)
-        counted = self._place_of.get(id(param))
-        if counted is None:
-            # The round began with a plan for groups from which the parameter was removed.
-            return
-        bucket, place, _ = counted
-        awaited = self.buckets[bucket]
-        if self._lane.stream is not None:
-            self._lane.note_current(awaited.writers)
-            awaited.know_stream(param)
-        # A hook of its own that is still to come changes it, or a reduction: then later code takes what they leave.
-        if id(param) in moved:
-            return
-        if not awaited.left() and row.again(bucket, param):
-            awaited.begin(survey(awaited.params).trains)
-        if not awaited.come(place):
-            row.ready(bucket)
 
     def note_pass(self, current: int | None) -> Set[int]:
         """At the first gradient of a pass: begin a round or go on with it; parameters that are announced later now."""
@@ -404,6 +362,42 @@ class Timeline:
         self.trained = b""
         if self._module is None and native.module(len(self.params)) is not None:
             self.count([awaited.params for awaited in self.buckets])
+
+
+@opaque
+def arrived(living: Callable[[], Timeline | None], param: torch.Tensor, *, is_noted: bool = False) -> None:
+    """Count a gradient for a timeline that lives; `is_noted` if its pass was noted when it began to travel."""
+    # Called for every parameter in every backward, unless C++ has counted it. In a backward that compiled code runs
+    # hooks would be compiled too.
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            arrived(living, param, is_noted=is_noted)
+        return
+    timeline = living()
+    row = None if timeline is None else timeline.row()
+    if timeline is None or row is None or not (timeline.syncing or row.accumulates):
+        # It was dropped in this backward, whose end still knows of the round.
+        return
+    current = timeline._pass if is_noted else backward_pass()
+    moved = NONE
+    if not timeline.is_open or current != timeline._pass:
+        moved = timeline.note_pass(current)
+    counted = timeline._place_of.get(id(param))
+    if counted is None:
+        # The round began with a plan for groups from which the parameter was removed.
+        return
+    bucket, place, _ = counted
+    awaited = timeline.buckets[bucket]
+    if timeline._lane.stream is not None:
+        timeline._lane.note_current(awaited.writers)
+        awaited.know_stream(param)
+    # A hook of its own that is still to come changes it, or a reduction: then later code takes what they leave.
+    if id(param) in moved:
+        return
+    if not awaited.left() and row.again(bucket, param):
+        awaited.begin(survey(awaited.params).trains)
+    if not awaited.come(place):
+        row.ready(bucket)
 
 
 _timelines: weakref.WeakSet[Timeline] = weakref.WeakSet()

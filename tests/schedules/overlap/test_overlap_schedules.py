@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import overlapped_models
@@ -149,3 +150,36 @@ def test_a_second_backward_that_reaches_a_part_of_an_updated_group_raises_at_onc
     assert len(optimizer.applied_groups) == 1
     with pytest.raises(RuntimeError, match=r"1\.weight.* came after .* was updated in backward"):
         model[1](data).sum().backward()
+
+
+def test_a_loss_that_was_scaled_before_zero_grad_is_not_taken_for_a_plain_loss() -> None:
+    model = torch.nn.ModuleList(torch.nn.Linear(2, 2, bias=False) for _ in range(2))
+    optimizer = tilestep.overlap(adamw(model.parameters()), model, "backward")
+    scaler, data = torch.amp.GradScaler("cpu", init_scale=4.0), torch.ones(1, 2)
+    model[0](data).sum().backward()  # reaches a part of the group: nothing is updated
+    scaled = scaler.scale(model[1](model[0](data)).sum())
+    optimizer.zero_grad()
+    scaled.backward()
+    assert optimizer.applied_groups == ()
+    with pytest.raises(tilestep.GradientError, match="carry a loss scale"):
+        scaler.step(optimizer)
+
+
+def test_gradients_that_are_reduced_late_cannot_be_clipped(one_rank: None) -> None:
+    """DistributedDataParallel gives parameters what the update does not read."""
+    model, sent = torch.nn.Linear(2, 2), list[threading.Timer]()
+
+    def reduce_late(_: Any, bucket: Any) -> Any:
+        future = torch.futures.Future[torch.Tensor]()
+        sent.append(threading.Timer(0.2, future.set_result, [bucket.buffer()]))
+        sent[-1].start()
+        return future
+
+    wrapper = torch.nn.parallel.DistributedDataParallel(model)
+    hook = (None, reduce_late)
+    optimizer = tilestep.overlap(adamw(model.parameters()), wrapper, "backward", comm_hook=hook)
+    wrapper(torch.ones(1, 2)).sum().backward()
+    assert optimizer.applied_groups == () and sent
+    with pytest.raises(tilestep.GradientError, match="cannot be clipped now"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()

@@ -51,9 +51,14 @@ class Bucket:
         self.awaited, self.counted = Awaited(self.params, 0, {}, *counted), counted
         self.calls: list[int] = []
         self.last: list[int] = []
-        self.hooks = GradientHooks(self.come)
+        self.hooks = GradientHooks(partial(Bucket.announced, weakref.ref(self)))
         for place, param in enumerate(self.params):
             self.hooks.add(param, partial(self.awaited.hook, place))
+
+    @staticmethod
+    def announced(living: Any, param: torch.Tensor) -> None:
+        if living() is not None:
+            living().come(param)
 
     def come(self, param: torch.Tensor) -> None:
         place = next(place for place, own in enumerate(self.params) if own is param)

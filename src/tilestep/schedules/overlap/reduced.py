@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...combinations import wrappers_around
 from ...compat import backward_pass, opaque
 from ...timeline.side_stream import SideStream
-from ...timeline.timeline import TAKEN, Timeline, gradientless
+from ...timeline.timeline import TAKEN, Timeline, arrived, gradientless
 
 CommHook = tuple[Any, Callable[[Any, Any], Any]]
 """State and function, as `DistributedDataParallel.register_comm_hook` takes them."""
@@ -57,7 +57,7 @@ class ReducedGradients:
             for param, gradient in zip(params, gradients):
                 self.of[id(param)] = gradient
                 if timeline.holds(param):
-                    timeline.arrived(param, is_noted=True)
+                    arrived(lambda: timeline, param, is_noted=True)
 
         self.awaited.append((future, take))
         while self.awaited and (self._lane.stream is not None or self.awaited[0][0].done()):

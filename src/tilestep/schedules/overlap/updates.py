@@ -28,11 +28,12 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class GroupUpdates(Row):
-    """Updates groups of parameters in backward; with `updates=False` it has those of the last step run before it."""
+    """Updates groups of parameters in backward; with `updates=False` their steps do, and it counts no gradients."""
 
     # A group is updated when the last of its gradients is there, if nothing has to be decided for all groups together:
     # a clip, a loss scale and a skipped step are decided by the step. The optimizer, which has this, is not kept alive.
 
+    accumulates = False
     choice = "overlap"
     taken_by = (
         'overlap(during="backward") has consumed it during backward: set max_grad_norm on the optimizer, which clips '
@@ -53,7 +54,6 @@ class GroupUpdates(Row):
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
         self._model, self._grouping, self._scaler, self.publication = model, grouping, scaler, publication
         self.takes = self.updates = updates
-        self.accumulates = not updates
         self.applied: list[Group] = []  # the groups that backward has updated since the last step
         self.meets_a_scaler = False  # whether updates have waited only because of a scaler that nothing has told of
         self._count_of_sharded = count_sharded(model)
@@ -74,6 +74,9 @@ class GroupUpdates(Row):
     def watch(self) -> None:
         """Count the gradients of the groups that there are now."""
         self.timeline.is_alone = False
+        if not self.updates:
+            # Gradients stay on their parameters until the step, which takes them.
+            self.timeline.leave_out(self._grouping.of.keys())
         self.timeline.count(group.params for group in self._grouping.groups)
 
     def wrapped(self, wrapper: nn.Module) -> None:
@@ -98,10 +101,6 @@ class GroupUpdates(Row):
 
     def begin(self) -> Set[int]:
         """Decide whether backward updates; what DistributedDataParallels reduce that have come since, by `id`."""
-        if not self.updates:
-            # Backward writes gradients: no look-up has needed these updates.
-            self.publication.wait_all()
-            return NONE
         optimizer, timeline = self._optimizer(), self.timeline
         if optimizer.is_evaluating:
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before backward()")

@@ -499,7 +499,7 @@ class ParameterSync:
         self._buckets: list[Bucket] = []
         self._groups: list[GatherGroup] = []
         self._which = b""  # for each bucket a one if it was updated the last time, else a zero
-        self._updated: list[Bucket] = []
+        self._written: list[torch.Tensor] | None = None  # the parameters that were updated; None for all
         self._updated_groups: list[GatherGroup] = []
         self.take_in(model, buckets)
 
@@ -525,8 +525,9 @@ class ParameterSync:
 
     def _note_updated(self, which: bytes) -> None:
         self._which = which
-        self._updated = [bucket for bucket, one in zip(self._buckets, which) if one]
-        self._updated_groups = [group for group in self._groups if group.choose(self._updated)]
+        updated = [bucket for bucket, one in zip(self._buckets, which) if one]
+        self._written = None if all(which) else [param for bucket in updated for param in bucket.params]
+        self._updated_groups = [group for group in self._groups if group.choose(updated)]
 
     def gather(self, which: bytes | None = None, captures: bool | None = None) -> None:
         """After a step: let every rank have the parameters that the others have updated."""
@@ -541,7 +542,7 @@ class ParameterSync:
             for group in self._updated_groups:
                 group.begin()
                 tickets[group] = group.ticket
-        self._count_update()
+        self.writes.count(self._written)
         if is_capturing() if captures is None else captures:
             self.publication.wait_in_graph()
         elif self.publication.compiled or not self._overlaps:
@@ -550,11 +551,7 @@ class ParameterSync:
     def note_update(self) -> None:
         """What was computed from the old values must not be differentiated, as after any step."""
         self._note_updated(bytes(bucket.trains for bucket in self._buckets))
-        self._count_update()
-
-    def _count_update(self) -> None:
-        is_all = len(self._updated) == len(self._buckets)
-        self.writes.count(None if is_all else [param for bucket in self._updated for param in bucket.params])
+        self.writes.count(self._written)
 
     def written(self, versions: int | None = None) -> list[torch.Tensor]:
         """The parameters that other code has written to since the last call; their values are taken over."""
