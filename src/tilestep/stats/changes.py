@@ -19,12 +19,13 @@ from ..placement import Share
 from ..placement.local import is_distributed, local_part, logical_coordinates
 from ..runtime import passes_class
 from ..runtime.outputs import WORD, extent_of
+from ..storage import Stored
 from ..tensor_table import Writes, address_of, addresses_of, sum_of_versions
 
 Change = tuple[str, torch.Tensor, torch.Tensor]  # a parameter's name, flat indices of weights, and their values
 
 
-CHANGED = Output("changed", lambda stored: stored.changed(), "or")
+CHANGED = Output("changed", Stored.changed, "or")
 
 
 class Names(NamedTuple):
