@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -18,7 +19,6 @@ namespace {
 
 // The backward pass whose gradients can be counted, -1 for none, and the streams that Python knows to have written some.
 struct Pass {
-  static constexpr char NAME[] = "tilestep.Pass";
   int64_t number = -1;
   bool by_stream = false;
   std::vector<std::pair<c10::Device, c10::StreamId>> streams;
@@ -26,12 +26,9 @@ struct Pass {
 
 struct Awaited {
   static constexpr char NAME[] = "tilestep.Awaited";
-  PyObject* pass_capsule;
-  Pass* pass;
+  std::shared_ptr<Pass> pass;
   std::vector<char> places;
   size_t left = 0;
-  Awaited(PyObject* capsule, Pass* counted_pass) : pass_capsule(Py_NewRef(capsule)), pass(counted_pass) {}
-  ~Awaited() { Py_DECREF(pass_capsule); }
 };
 
 // What a hook holds: its bucket, its place there, and the Python function that it stands for.
@@ -39,9 +36,9 @@ struct Hook {
   static constexpr char NAME[] = "tilestep.Hook";
   PyObject* awaited_capsule;
   Awaited* awaited;
-  size_t place;
+  Py_ssize_t place;
   PyObject* function;
-  Hook(PyObject* capsule, Awaited* counted, size_t own_place, PyObject* called)
+  Hook(PyObject* capsule, Awaited* counted, Py_ssize_t own_place, PyObject* called)
       : awaited_capsule(Py_NewRef(capsule)), awaited(counted), place(own_place), function(Py_NewRef(called)) {}
   ~Hook() {
     Py_DECREF(awaited_capsule);
@@ -49,22 +46,32 @@ struct Hook {
   }
 };
 
-// new_pass(by_stream) -> a pass; by_stream says whether Python has to know which streams write gradients
-PyObject* new_pass(PyObject*, PyObject* by_stream) {
-  auto* pass = new Pass;
-  pass->by_stream = PyObject_IsTrue(by_stream) == 1;
-  return capsule_of(pass);
+// new_awaited(by_stream) -> what a bucket waits for, nothing so far; by_stream says whether Python has to know which
+// streams write gradients. new_awaited(awaited): the same, of which the gradients are counted together with another's
+PyObject* new_awaited(PyObject*, PyObject* like) {
+  std::shared_ptr<Pass> pass;
+  if (PyCapsule_CheckExact(like)) {
+    auto* other = held_by<Awaited>(like);
+    if (other == nullptr) return nullptr;
+    pass = other->pass;
+  } else {
+    pass = std::make_shared<Pass>();
+    pass->by_stream = PyObject_IsTrue(like) == 1;
+  }
+  auto* awaited = new Awaited;
+  awaited->pass = pass;
+  return capsule_of(awaited);
 }
 
-// follow(pass, number): from now on count the gradients of this backward pass, -1 for those of none
+// follow(awaited, number): from now on count the gradients of this backward pass, -1 for those of none
 PyObject* follow(PyObject*, PyObject* args) {
   PyObject* capsule;
   long long number;
   if (!PyArg_ParseTuple(args, "OL", &capsule, &number)) return nullptr;
-  Pass* pass = held_by<Pass>(capsule);
-  if (pass == nullptr) return nullptr;
-  pass->number = number;
-  pass->streams.clear();
+  auto* awaited = held_by<Awaited>(capsule);
+  if (awaited == nullptr) return nullptr;
+  awaited->pass->number = number;
+  awaited->pass->streams.clear();
   Py_RETURN_NONE;
 }
 
@@ -72,23 +79,17 @@ std::pair<c10::Device, c10::StreamId> stream_of(const c10::Device& device) {
   return {device, c10::impl::VirtualGuardImpl(device.type()).getStream(device).id()};
 }
 
-// know_stream(pass, tensor): Python knows that the current stream of the tensor's device writes gradients
+// know_stream(awaited, tensor): Python knows that the current stream of the tensor's device writes gradients
 PyObject* know_stream(PyObject*, PyObject* args) {
   PyObject *capsule, *object;
   if (!PyArg_ParseTuple(args, "OO", &capsule, &object)) return nullptr;
-  Pass* pass = held_by<Pass>(capsule);
-  if (pass == nullptr) return nullptr;
+  auto* awaited = held_by<Awaited>(capsule);
+  if (awaited == nullptr) return nullptr;
   if (!is_tensor(object)) return PyErr_Format(PyExc_TypeError, "know_stream() takes a tensor");
   const auto stream = stream_of(tensor_in(object).device());
-  if (std::find(pass->streams.begin(), pass->streams.end(), stream) == pass->streams.end()) pass->streams.push_back(stream);
+  auto& streams = awaited->pass->streams;
+  if (std::find(streams.begin(), streams.end(), stream) == streams.end()) streams.push_back(stream);
   Py_RETURN_NONE;
-}
-
-// new_awaited(pass) -> what a bucket waits for, nothing so far
-PyObject* new_awaited(PyObject*, PyObject* pass_capsule) {
-  Pass* pass = held_by<Pass>(pass_capsule);
-  if (pass == nullptr) return nullptr;
-  return capsule_of(new Awaited(pass_capsule, pass));
 }
 
 // await_places(awaited, bytes): wait for the places that have a one
@@ -104,9 +105,11 @@ PyObject* await_places(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-bool waits_for(const Awaited& awaited, size_t place) { return place < awaited.places.size() && awaited.places[place]; }
+bool waits_for(const Awaited& awaited, Py_ssize_t place) {
+  return place >= 0 && place < static_cast<Py_ssize_t>(awaited.places.size()) && awaited.places[place];
+}
 
-// come(awaited, place) -> how many are still awaited when this one has come
+// come(awaited, place) -> how many are still awaited when this one has come; -1 for none
 PyObject* come(PyObject*, PyObject* args) {
   PyObject* capsule;
   Py_ssize_t place;
@@ -120,13 +123,7 @@ PyObject* come(PyObject*, PyObject* args) {
   return PyLong_FromSize_t(awaited->left);
 }
 
-// left(awaited) -> how many are awaited
-PyObject* left(PyObject*, PyObject* capsule) {
-  auto* awaited = held_by<Awaited>(capsule);
-  return awaited == nullptr ? nullptr : PyLong_FromSize_t(awaited->left);
-}
-
-bool is_counted(const Awaited& awaited, size_t place, const Tensor& tensor) {
+bool is_counted(const Awaited& awaited, Py_ssize_t place, const Tensor& tensor) {
   const Pass& pass = *awaited.pass;
   if (pass.number == -1 || pass.number != torch::autograd::get_current_graph_task_id()) return false;
   if (awaited.left < 2 || !waits_for(awaited, place)) return false;
@@ -155,7 +152,7 @@ PyObject* new_hook(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "OnO", &awaited_capsule, &place, &function)) return nullptr;
   auto* awaited = held_by<Awaited>(awaited_capsule);
   if (awaited == nullptr) return nullptr;
-  PyObject* capsule = capsule_of(new Hook(awaited_capsule, awaited, static_cast<size_t>(place), function));
+  PyObject* capsule = capsule_of(new Hook(awaited_capsule, awaited, place, function));
   PyObject* made = PyCFunction_New(&announced_method, capsule);
   Py_DECREF(capsule);
   return made;

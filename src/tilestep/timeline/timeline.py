@@ -93,7 +93,7 @@ class Awaited:
         first: int,
         writers: dict[int, torch.cuda.Stream],
         module: Any = None,
-        counted: Any = None,
+        like: Any = False,
     ) -> None:
         self.params, self.first = list(params), first  # and the place of the first one among those of all buckets
         self.writers = writers  # the streams that have written gradients, by number
@@ -102,13 +102,14 @@ class Awaited:
         self.know_stream: Callable[[torch.Tensor], object] = _nothing
         """Until the next pass, the current stream of a tensor's device is known to write gradients."""
         if module is not None:
-            own = module.new_awaited(counted)
+            # Counted together with another bucket, or whether streams have to be known.
+            self.counted = own = module.new_awaited(like)
             vars(self).update(
                 begin=partial(module.await_places, own),
                 come=partial(module.come, own),
-                left=partial(module.left, own),
+                left=partial(module.come, own, -1),
                 hook=partial(module.new_hook, own),
-                know_stream=partial(module.know_stream, counted),
+                know_stream=partial(module.know_stream, own),
             )
 
     def begin(self, trains: bytes) -> object:
@@ -269,10 +270,10 @@ class Timeline:
         self.buckets, self._counted, self._place_of, self.trained = [], [], {}, b""
         together = self.row().accumulates
         for params in listed:
-            if module is not None and not (together and self._counted):
-                self._counted.append(module.new_pass(self._lane.in_order))
-            writers = self._lane.writers if together else {}
-            awaited = Awaited(params, len(self._place_of), writers, module, *self._counted[-1:])
+            like = self._counted[0] if together and self._counted else self._lane.in_order
+            awaited = Awaited(params, len(self._place_of), self._lane.writers if together else {}, module, like)
+            if module is not None and like is self._lane.in_order:
+                self._counted.append(awaited.counted)
             for place, param in enumerate(params):
                 self._place_of[id(param)] = len(self.buckets), place, len(self._place_of)
                 may_train = (param.is_floating_point() or param.is_complex()) and not param.is_inference()

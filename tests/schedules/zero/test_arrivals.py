@@ -47,8 +47,7 @@ class Bucket:
     def __init__(self, *, by_stream: bool = False) -> None:
         self.params = [nn.Parameter(torch.ones(2)) for _ in range(5)]
         self.module = native.module(1000)
-        counted = () if self.module is None else (self.module, self.module.new_pass(by_stream))
-        self.awaited, self.counted = Awaited(self.params, 0, {}, *counted), counted
+        self.awaited = Awaited(self.params, 0, {}, self.module, by_stream)
         self.calls: list[int] = []
         self.last: list[int] = []
         self.hooks = GradientHooks(partial(Bucket.announced, weakref.ref(self)))
@@ -71,7 +70,7 @@ class Bucket:
 
     def follow(self, number: int) -> None:
         if self.module is not None:
-            self.module.follow(self.counted[1], number)
+            self.module.follow(self.awaited.counted, number)
 
     def backward(self, chosen: list[int], begin: bool = True) -> None:
         """Backward through some of them, the last one first."""
@@ -150,14 +149,11 @@ def test_passes_of_several_threads_are_counted_one_by_one(where: str) -> None:
 def test_the_module_refuses_what_it_does_not_know() -> None:
     with counted_in(WITH):
         module: Any = native.module(1000)
-        counted_pass = module.new_pass(False)
+        awaited = module.new_awaited(False)
         with pytest.raises(TypeError, match="know_stream"):
-            module.know_stream(counted_pass, 3)
-        for wrong in (
-            lambda: module.new_awaited(counted_pass and 3),
-            lambda: module.left(counted_pass),
-            lambda: module.come(counted_pass, 0),
-        ):
+            module.know_stream(awaited, 3)
+        hook = module.new_hook(awaited, 0, print)
+        for wrong in (lambda: module.new_awaited(hook.__self__), lambda: module.come(hook.__self__, 0)):
             with pytest.raises((TypeError, ValueError)):
                 wrong()
 
