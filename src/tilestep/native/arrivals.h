@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <memory>
 #include <utility>
 #include <vector>
 
@@ -19,114 +18,62 @@ namespace {
 
 // The backward pass whose gradients can be counted, -1 for none, and the streams that Python knows to have written some.
 struct Pass {
+  static constexpr char NAME[] = "tilestep.Pass";
   int64_t number = -1;
   bool by_stream = false;
   std::vector<std::pair<c10::Device, c10::StreamId>> streams;
 };
 
-struct Awaited {
-  static constexpr char NAME[] = "tilestep.Awaited";
-  std::shared_ptr<Pass> pass;
-  std::vector<char> places;
-  size_t left = 0;
-};
-
-// What a hook holds: its bucket, its place there, and the Python function that it stands for.
+// What a hook holds: the pass, what its bucket awaits (a bytearray with a one for each such place), its place there, and
+// the Python function that it stands for.
 struct Hook {
   static constexpr char NAME[] = "tilestep.Hook";
-  PyObject* awaited_capsule;
-  Awaited* awaited;
+  PyObject *pass_capsule, *awaited, *function;
+  Pass* pass;
   Py_ssize_t place;
-  PyObject* function;
-  Hook(PyObject* capsule, Awaited* counted, Py_ssize_t own_place, PyObject* called)
-      : awaited_capsule(Py_NewRef(capsule)), awaited(counted), place(own_place), function(Py_NewRef(called)) {}
   ~Hook() {
-    Py_DECREF(awaited_capsule);
+    Py_DECREF(pass_capsule);
+    Py_DECREF(awaited);
     Py_DECREF(function);
   }
 };
 
-// new_awaited(by_stream) -> what a bucket waits for, nothing so far; by_stream says whether Python has to know which
-// streams write gradients. new_awaited(awaited): the same, of which the gradients are counted together with another's
-PyObject* new_awaited(PyObject*, PyObject* like) {
-  std::shared_ptr<Pass> pass;
-  if (PyCapsule_CheckExact(like)) {
-    auto* other = held_by<Awaited>(like);
-    if (other == nullptr) return nullptr;
-    pass = other->pass;
-  } else {
-    pass = std::make_shared<Pass>();
-    pass->by_stream = PyObject_IsTrue(like) == 1;
-  }
-  auto* awaited = new Awaited;
-  awaited->pass = pass;
-  return capsule_of(awaited);
-}
-
-// follow(awaited, number): from now on count the gradients of this backward pass, -1 for those of none
-PyObject* follow(PyObject*, PyObject* args) {
-  PyObject* capsule;
-  long long number;
-  if (!PyArg_ParseTuple(args, "OL", &capsule, &number)) return nullptr;
-  auto* awaited = held_by<Awaited>(capsule);
-  if (awaited == nullptr) return nullptr;
-  awaited->pass->number = number;
-  awaited->pass->streams.clear();
-  Py_RETURN_NONE;
+// new_pass(by_stream) -> a pass; by_stream says whether Python has to know which streams write gradients
+PyObject* new_pass(PyObject*, PyObject* by_stream) {
+  auto* pass = new Pass;
+  pass->by_stream = PyObject_IsTrue(by_stream) == 1;
+  return capsule_of(pass);
 }
 
 std::pair<c10::Device, c10::StreamId> stream_of(const c10::Device& device) {
   return {device, c10::impl::VirtualGuardImpl(device.type()).getStream(device).id()};
 }
 
-// know_stream(awaited, tensor): Python knows that the current stream of the tensor's device writes gradients
-PyObject* know_stream(PyObject*, PyObject* args) {
-  PyObject *capsule, *object;
-  if (!PyArg_ParseTuple(args, "OO", &capsule, &object)) return nullptr;
-  auto* awaited = held_by<Awaited>(capsule);
-  if (awaited == nullptr) return nullptr;
-  if (!is_tensor(object)) return PyErr_Format(PyExc_TypeError, "know_stream() takes a tensor");
-  const auto stream = stream_of(tensor_in(object).device());
-  auto& streams = awaited->pass->streams;
-  if (std::find(streams.begin(), streams.end(), stream) == streams.end()) streams.push_back(stream);
-  Py_RETURN_NONE;
-}
-
-// await_places(awaited, bytes): wait for the places that have a one
-PyObject* await_places(PyObject*, PyObject* args) {
-  PyObject* capsule;
-  const char* bytes;
-  Py_ssize_t count;
-  if (!PyArg_ParseTuple(args, "Oy#", &capsule, &bytes, &count)) return nullptr;
-  auto* awaited = held_by<Awaited>(capsule);
-  if (awaited == nullptr) return nullptr;
-  awaited->places.assign(bytes, bytes + count);
-  awaited->left = std::count(bytes, bytes + count, 1);
-  Py_RETURN_NONE;
-}
-
-bool waits_for(const Awaited& awaited, Py_ssize_t place) {
-  return place >= 0 && place < static_cast<Py_ssize_t>(awaited.places.size()) && awaited.places[place];
-}
-
-// come(awaited, place) -> how many are still awaited when this one has come; -1 for none
-PyObject* come(PyObject*, PyObject* args) {
-  PyObject* capsule;
-  Py_ssize_t place;
-  if (!PyArg_ParseTuple(args, "On", &capsule, &place)) return nullptr;
-  auto* awaited = held_by<Awaited>(capsule);
-  if (awaited == nullptr) return nullptr;
-  if (waits_for(*awaited, place)) {
-    awaited->places[place] = 0;
-    --awaited->left;
+// note(pass, number or tensor): from now on count the gradients of this backward pass, -1 for those of none; or Python
+// knows that the current stream of the tensor's device writes gradients
+PyObject* note(PyObject*, PyObject* args) {
+  PyObject *capsule, *noted;
+  if (!PyArg_ParseTuple(args, "OO", &capsule, &noted)) return nullptr;
+  Pass* pass = held_by<Pass>(capsule);
+  if (pass == nullptr) return nullptr;
+  if (is_tensor(noted)) {
+    const auto stream = stream_of(tensor_in(noted).device());
+    if (std::find(pass->streams.begin(), pass->streams.end(), stream) == pass->streams.end()) pass->streams.push_back(stream);
+    Py_RETURN_NONE;
   }
-  return PyLong_FromSize_t(awaited->left);
+  const long long number = PyLong_AsLongLong(noted);
+  if (number == -1 && PyErr_Occurred() != nullptr) return nullptr;
+  pass->number = number;
+  pass->streams.clear();
+  Py_RETURN_NONE;
 }
 
-bool is_counted(const Awaited& awaited, Py_ssize_t place, const Tensor& tensor) {
-  const Pass& pass = *awaited.pass;
+bool is_counted(const Hook& hook, const Tensor& tensor) {
+  const Pass& pass = *hook.pass;
   if (pass.number == -1 || pass.number != torch::autograd::get_current_graph_task_id()) return false;
-  if (awaited.left < 2 || !waits_for(awaited, place)) return false;
+  const char* awaited = PyByteArray_AS_STRING(hook.awaited);
+  const Py_ssize_t count = PyByteArray_GET_SIZE(hook.awaited);
+  if (hook.place >= count || !awaited[hook.place] || std::count(awaited, awaited + count, 1) < 2) return false;
   if (!pass.by_stream) return true;
   const auto stream = stream_of(tensor.device());
   return std::find(pass.streams.begin(), pass.streams.end(), stream) != pass.streams.end();
@@ -135,9 +82,8 @@ bool is_counted(const Awaited& awaited, Py_ssize_t place, const Tensor& tensor) 
 PyObject* announced(PyObject* capsule, PyObject* object) {
   auto* hook = held_by<Hook>(capsule);
   if (hook == nullptr) return nullptr;
-  if (is_tensor(object) && is_counted(*hook->awaited, hook->place, tensor_in(object))) {
-    hook->awaited->places[hook->place] = 0;
-    --hook->awaited->left;
+  if (is_tensor(object) && is_counted(*hook, tensor_in(object))) {
+    PyByteArray_AS_STRING(hook->awaited)[hook->place] = 0;
     Py_RETURN_NONE;
   }
   return PyObject_CallOneArg(hook->function, object);
@@ -145,14 +91,16 @@ PyObject* announced(PyObject* capsule, PyObject* object) {
 
 PyMethodDef announced_method = {"announced", announced, METH_O, nullptr};
 
-// new_hook(awaited, place, function) -> what to call with a tensor when its gradient has come: counts it, or calls function
+// new_hook(pass, awaited, place, function) -> what to call with a tensor when its gradient has come: takes its place out
+// of the bytearray, or calls the function
 PyObject* new_hook(PyObject*, PyObject* args) {
-  PyObject *awaited_capsule, *function;
+  PyObject *pass_capsule, *awaited, *function;
   Py_ssize_t place;
-  if (!PyArg_ParseTuple(args, "OnO", &awaited_capsule, &place, &function)) return nullptr;
-  auto* awaited = held_by<Awaited>(awaited_capsule);
-  if (awaited == nullptr) return nullptr;
-  PyObject* capsule = capsule_of(new Hook(awaited_capsule, awaited, place, function));
+  if (!PyArg_ParseTuple(args, "OYnO", &pass_capsule, &awaited, &place, &function)) return nullptr;
+  Pass* pass = held_by<Pass>(pass_capsule);
+  if (pass == nullptr) return nullptr;
+  auto* hook = new Hook{Py_NewRef(pass_capsule), Py_NewRef(awaited), Py_NewRef(function), pass, place};
+  PyObject* capsule = capsule_of(hook);
   PyObject* made = PyCFunction_New(&announced_method, capsule);
   Py_DECREF(capsule);
   return made;

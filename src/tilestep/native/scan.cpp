@@ -608,11 +608,8 @@ PyMethodDef methods[] = {{"create", create, METH_VARARGS, nullptr},
                          {"survey", survey, METH_O, nullptr},
                          {"take", take, METH_VARARGS, nullptr},
                          {"memory_of", memory_of, METH_VARARGS, nullptr},
-                         {"follow", follow, METH_VARARGS, nullptr},
-                         {"know_stream", know_stream, METH_VARARGS, nullptr},
-                         {"new_awaited", new_awaited, METH_O, nullptr},
-                         {"await_places", await_places, METH_VARARGS, nullptr},
-                         {"come", come, METH_VARARGS, nullptr},
+                         {"new_pass", new_pass, METH_O, nullptr},
+                         {"note", note, METH_VARARGS, nullptr},
                          {"new_hook", new_hook, METH_VARARGS, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
 

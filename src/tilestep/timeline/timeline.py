@@ -93,42 +93,21 @@ class Awaited:
         first: int,
         writers: dict[int, torch.cuda.Stream],
         module: Any = None,
-        like: Any = False,
+        counted: Any = None,
     ) -> None:
         self.params, self.first = list(params), first  # and the place of the first one among those of all buckets
         self.writers = writers  # the streams that have written gradients, by number
         self.trains = b""  # a one for each parameter that trains, else a zero
-        self._places: set[int] = set()
-        self.know_stream: Callable[[torch.Tensor], object] = _nothing
+        self.places = bytearray(len(self.params))  # a one for each gradient that is awaited
+        self._module, self._counted = module, counted
+        self.know_stream: Callable[[torch.Tensor], object] = (
+            _nothing if module is None else partial(module.note, counted)
+        )
         """Until the next pass, the current stream of a tensor's device is known to write gradients."""
-        if module is not None:
-            # Counted together with another bucket, or whether streams have to be known.
-            self.counted = own = module.new_awaited(like)
-            vars(self).update(
-                begin=partial(module.await_places, own),
-                come=partial(module.come, own),
-                left=partial(module.come, own, -1),
-                hook=partial(module.new_hook, own),
-                know_stream=partial(module.know_stream, own),
-            )
-
-    def begin(self, trains: bytes) -> object:
-        """Wait for the gradients of a backward pass."""
-        self._places = {place for place, one in enumerate(trains) if one}
-        return None
-
-    def come(self, place: int) -> int:
-        """Note that a gradient has come; how many are awaited now."""
-        self._places.discard(place)
-        return len(self._places)
-
-    def left(self) -> int:
-        """How many gradients are awaited."""
-        return len(self._places)
 
     def hook(self, place: int, function: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-        """What is to be called when a gradient has come: counts it where that is all there is to do."""
-        return function
+        """What is to be called when a gradient has come: C++ takes out its place where that is all there is to do."""
+        return function if self._module is None else self._module.new_hook(self._counted, self.places, place, function)
 
 
 def _nothing(_: object) -> None:
@@ -270,10 +249,10 @@ class Timeline:
         self.buckets, self._counted, self._place_of, self.trained = [], [], {}, b""
         together = self.row().accumulates
         for params in listed:
-            like = self._counted[0] if together and self._counted else self._lane.in_order
-            awaited = Awaited(params, len(self._place_of), self._lane.writers if together else {}, module, like)
-            if module is not None and like is self._lane.in_order:
-                self._counted.append(awaited.counted)
+            if module is not None and not (together and self._counted):
+                self._counted.append(module.new_pass(self._lane.in_order))
+            writers = self._lane.writers if together else {}
+            awaited = Awaited(params, len(self._place_of), writers, module, *self._counted[-1:])
             for place, param in enumerate(params):
                 self._place_of[id(param)] = len(self.buckets), place, len(self._place_of)
                 may_train = (param.is_floating_point() or param.is_complex()) and not param.is_inference()
@@ -307,7 +286,7 @@ class Timeline:
                 self.when = "ready" if ends and not within and self.syncing else "step"
         self._pass = current
         for counted in self._counted:
-            self._module.follow(counted, _NO_PASS if current is None else current)
+            self._module.note(counted, _NO_PASS if current is None else current)
         return moved
 
     def note_trains(self, *, waits: bool = False) -> None:
@@ -318,7 +297,7 @@ class Timeline:
         for awaited in self.buckets:
             awaited.trains = trains[awaited.first : awaited.first + len(awaited.params)]
             if waits:
-                awaited.begin(awaited.trains)
+                awaited.places[:] = awaited.trains
 
     @opaque
     def _end_of_pass(self, number: int, within: bool) -> None:
@@ -351,7 +330,7 @@ class Timeline:
         self._pass, self._passes = None, set()
         self._running.clear()
         for counted in self._counted:
-            self._module.follow(counted, _NO_PASS)
+            self._module.note(counted, _NO_PASS)
         for awaited in self.buckets:
             awaited.writers.clear()
 
@@ -395,9 +374,11 @@ def arrived(living: Callable[[], Timeline | None], param: torch.Tensor, *, is_no
     # A hook of its own that is still to come changes it, or a reduction: then later code takes what they leave.
     if id(param) in moved:
         return
-    if not awaited.left() and row.again(bucket, param):
-        awaited.begin(survey(awaited.params).trains)
-    if not awaited.come(place):
+    places = awaited.places
+    if 1 not in places and row.again(bucket, param):
+        places[:] = survey(awaited.params).trains
+    places[place] = 0
+    if 1 not in places:
         row.ready(bucket)
 
 

@@ -47,7 +47,8 @@ class Bucket:
     def __init__(self, *, by_stream: bool = False) -> None:
         self.params = [nn.Parameter(torch.ones(2)) for _ in range(5)]
         self.module = native.module(1000)
-        self.awaited = Awaited(self.params, 0, {}, self.module, by_stream)
+        counted = () if self.module is None else (self.module, self.module.new_pass(by_stream))
+        self.awaited, self.counted = Awaited(self.params, 0, {}, *counted), counted
         self.calls: list[int] = []
         self.last: list[int] = []
         self.hooks = GradientHooks(partial(Bucket.announced, weakref.ref(self)))
@@ -65,17 +66,18 @@ class Bucket:
         number = backward_pass()
         self.follow(-1 if number is None else number)
         self.awaited.know_stream(param)
-        if not self.awaited.come(place):
+        self.awaited.places[place] = 0
+        if 1 not in self.awaited.places:
             self.last.append(place)
 
     def follow(self, number: int) -> None:
         if self.module is not None:
-            self.module.follow(self.awaited.counted, number)
+            self.module.note(self.counted[1], number)
 
     def backward(self, chosen: list[int], begin: bool = True) -> None:
         """Backward through some of them, the last one first."""
         if begin:
-            self.awaited.begin(bytes(param.requires_grad for param in self.params))
+            self.awaited.places[:] = bytes(param.requires_grad for param in self.params)
         total = torch.ones(2)
         for place in chosen:
             total = total * self.params[place]
@@ -88,7 +90,7 @@ def test_the_last_gradient_is_told_and_no_more_are_calls_than_must_be(where: str
     for _ in range(3):
         bucket.calls, bucket.last = [], []
         bucket.backward([0, 1, 2, 3, 4])
-        assert not bucket.awaited.left()
+        assert 1 not in bucket.awaited.places
         assert len(bucket.calls) == (2 if where == WITH else 5)
         assert bucket.last == [bucket.calls[-1]]
         assert all(param.grad is not None for param in bucket.params)
@@ -98,16 +100,16 @@ def test_gradients_that_are_not_awaited_or_do_not_come(where: str) -> None:
     bucket = Bucket()
     bucket.params[1].requires_grad_(False)
     bucket.backward([0, 1, 2])
-    assert bucket.awaited.left() and not bucket.last
+    assert 1 in bucket.awaited.places and not bucket.last
     bucket.backward([3, 4, 0], begin=False)
-    assert not bucket.awaited.left() and len(bucket.last) == 1
+    assert 1 not in bucket.awaited.places and len(bucket.last) == 1
     # Nothing is awaited any more: each gradient is a call, which what sums them up must be told.
     bucket.calls = []
     bucket.backward([2, 3], begin=False)
     assert sorted(bucket.calls) == [2, 3]
     bucket.params[1].requires_grad_(True)
     bucket.backward([0, 1, 2, 3, 4])
-    assert not bucket.awaited.left()
+    assert 1 not in bucket.awaited.places
 
 
 def test_passes_are_told_apart(where: str) -> None:
@@ -116,7 +118,7 @@ def test_passes_are_told_apart(where: str) -> None:
     bucket.calls = []
     bucket.backward([2, 3, 4], begin=False)
     # The first of another pass is always a call, and so is the last one.
-    assert len(bucket.calls) == (2 if where == WITH else 3) and not bucket.awaited.left()
+    assert len(bucket.calls) == (2 if where == WITH else 3) and 1 not in bucket.awaited.places
     bucket.calls = []
     bucket.backward([0, 1, 2])
     bucket.follow(-1)
@@ -143,17 +145,19 @@ def test_passes_of_several_threads_are_counted_one_by_one(where: str) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(not bucket.awaited.left() and len(bucket.last) == 1 for bucket in buckets)
+    assert all(1 not in bucket.awaited.places and len(bucket.last) == 1 for bucket in buckets)
 
 
 def test_the_module_refuses_what_it_does_not_know() -> None:
     with counted_in(WITH):
         module: Any = native.module(1000)
-        awaited = module.new_awaited(False)
-        with pytest.raises(TypeError, match="know_stream"):
-            module.know_stream(awaited, 3)
-        hook = module.new_hook(awaited, 0, print)
-        for wrong in (lambda: module.new_awaited(hook.__self__), lambda: module.come(hook.__self__, 0)):
+        counted_pass = module.new_pass(False)
+        for wrong in (
+            lambda: module.note(counted_pass, "no number"),
+            lambda: module.note(3, 3),
+            lambda: module.new_hook(counted_pass, b"\1", 0, print),
+            lambda: module.new_hook(bytearray(1), bytearray(1), 0, print),
+        ):
             with pytest.raises((TypeError, ValueError)):
                 wrong()
 

@@ -260,7 +260,7 @@ class ReduceScatter(Row):
     def _reduce(self, *, all_of_them: bool = False) -> None:
         """Reduce the next buckets, up to the first one that waits for gradients."""
         buckets = self.timeline.buckets
-        while self._next < len(buckets) and (all_of_them or not buckets[self._next].left()):
+        while self._next < len(buckets) and (all_of_them or 1 not in buckets[self._next].places):
             sums, trains = self.sums[self._next], 1 in buckets[self._next].trains
             self._next += 1
             if sums.is_agreed:
