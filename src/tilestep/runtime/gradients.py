@@ -183,10 +183,10 @@ class GroupNumbers:
 
     def look(self) -> int:
         """SAME; MOVED for other numbers; CHANGED where a flag or the kind of a value is another one."""
-        now, self._are_plain = self.chosen(), False
-        values = tuple(now.values())
+        values, self._are_plain = tuple(map(self.value_of, self.keys)), False
         if not self.is_mutable and all(map(operator.is_, values, self.values)):
             return SAME
+        now = dict(zip(self.keys, values))
         if not self.is_mutable and all(map(_both_numbers, values, self.values)):
             # Plain numbers in the place of plain numbers, as schedulers write at every step.
             if values == self.values:
