@@ -18,7 +18,7 @@ READY := $(VENV)/.ready
 help:
 	@echo "make demo      train a small GPT twice, with torch's AdamW and with tilestep's, and compare (ARGS=...)"
 	@echo "make test      all tests and doctests but those with frameworks (JOBS=2 TESTS=path OPTIMIZED=1)"
-	@echo "make test-frameworks  tests with transformers, accelerate, Lightning and torchtitan, which it installs"
+	@echo "make test-frameworks  tests with transformers, TRL, peft, accelerate, Lightning, torchtitan and torchao, which it installs"
 	@echo "make fuzz      random trainings beside torch's (SEEDS=500 FIRST=0)"
 	@echo "make gpu-test  the tests that need a GPU"
 	@echo "make bench     all benchmarks on this machine (ARGS='step --out results')"

@@ -27,7 +27,8 @@ import torch.distributed.checkpoint as dcp
 import tilestep
 from tilestep.combinations import REFUSED
 
-PAGE = Path(__file__).parents[2] / "docs/frameworks/matrix.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/frameworks/matrix.md"
 FRAMEWORKS = ("transformers", "lightning", "accelerate", "torchtitan")
 FEATURES = ("clip", "accumulation", "resume", "two ranks")
 MAX_NORM = 0.05
@@ -455,7 +456,9 @@ def page(cells: dict[str, dict[str, str]]) -> str:
             notes.append(text)
         return f"refused ({notes.index(text) + 1})"
 
-    parts = [HEAD]
+    pins = dict(re.findall(r"^(\w+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    lines = [f"| {name} | {pins[key]} | {line} | `{file}` |" for name, key, line, file in LINES]
+    parts = [HEAD, "\n| | tested with | the line | test |", "|---|---|---|---|", *lines, RAN]
     for title, mode in (("With `tilestep.integrations`", "integrated"), ("The framework as it is", "alone")):
         rows = {
             f"| [{framework}]({framework}.md) | {way} | ": [cell(framework, way, feature, mode) for feature in FEATURES]
@@ -483,6 +486,63 @@ def table(rows: dict[str, list[str]]) -> list[str]:
 
 
 HEAD = """# What works where
+
+One line makes the optimizer a trainer's own:"""
+
+LINES = (
+    (
+        "[transformers](transformers.md)",
+        "transformers",
+        "`TilestepTrainer(model, args, train_dataset=data)`",
+        "test_transformers_trainer.py",
+    ),
+    (
+        "[... with experts](transformers.md#expert-parallelism)",
+        "transformers",
+        "the same, with `from_pretrained(..., distributed_config=DistributedConfig(ep_size=8, fsdp_size=8))`",
+        "test_transformers_experts.py",
+    ),
+    (
+        "[TRL](transformers.md#trl-and-peft)",
+        "trl",
+        "`class Trainer(TilestepTrainerMixin, trl.SFTTrainer): ...`",
+        "test_trl_trainer.py",
+    ),
+    (
+        "[peft, 8-bit states](transformers.md#trl-and-peft)",
+        "peft",
+        '`optimizer_cls_and_kwargs=trainer_optimizer(args, state_dtype="int8")`',
+        "test_trl_trainer.py",
+    ),
+    (
+        "[accelerate](accelerate.md)",
+        "accelerate",
+        "`accelerator = tilestep.integrations.accelerate.Accelerator()`",
+        "test_accelerate_loop.py",
+    ),
+    (
+        "[Lightning](lightning.md)",
+        "lightning",
+        "`lightning.Trainer(gradient_clip_val=1.0, callbacks=[TilestepCallback()])`",
+        "test_lightning_trainer.py",
+    ),
+    (
+        "[torchtitan](torchtitan.md), its container",
+        "torchtitan",
+        '`Trainer.Config(optimizer=tilestep_optimizer("AdamW", lr=3e-4))`',
+        "test_torchtitan_container.py",
+    ),
+    (
+        "[torchao, fp8 layers](../guide/setups.md#fp8)",
+        "torchao",
+        "`tilestep.AdamW(model.parameters(), lr=3e-4)`, nothing else",
+        "test_torchao_float8.py",
+    ),
+)
+"""Name, package, what to write, and its test in tests/frameworks."""
+
+RAN = """
+All rows and cells ran on CPUs, as they do for every change (`make test-frameworks`); none has run on a GPU.
 
 Nothing is silent: what is not right raises an error that says what to do, before anything changes. Here is what is
 refused; what works is folded. [Pairs that do not go together](#what-does-not-go-together) are at the end."""

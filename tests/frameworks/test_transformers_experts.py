@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 MAX_NORM = 0.05
@@ -79,8 +80,27 @@ def trained(folder: Path, layout: str, way: str, integrated: bool, clip: float =
         "int8": sum(str(v.dtype) == "torch.int8" for s in optimizer.state.values() for v in s.values()),
         "weights": {name: tensor.detach().flatten().tolist() for name, tensor in whole.items()},
     }
+    if integrated and way == "plain":
+        found["reloaded"] = comes_back(optimizer, folder / f"state {layout}")
     entries = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     return found | {name: [float(entry[name]) for entry in entries] for name in ("loss", "grad_norm")}
+
+
+def comes_back(optimizer: Any, folder: Path) -> bool:
+    """Whether states are the same after torch.distributed.checkpoint has written and read them."""
+
+    def parts() -> list[torch.Tensor]:
+        values = [value for state in optimizer.state.values() for value in state.values()]
+        return [value.to_local() if isinstance(value, DTensor) else value for value in values]
+
+    before = [part.clone() for part in parts()]
+    dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=folder)
+    for part in parts():
+        part.zero_()
+    read = {"optimizer": optimizer.state_dict()}
+    dcp.load(read, checkpoint_id=folder)
+    optimizer.load_state_dict(read["optimizer"])
+    return any(part.any() for part in before) and all(map(torch.equal, before, parts()))
 
 
 def train_on_this_rank(folder: Path) -> None:
@@ -144,6 +164,7 @@ def test_experts_train_as_with_the_trainer_s_own_loop(ranks: list[dict[str, Any]
         assert bool(own["int8"]) is (way == "int8 states")
         assert len(own["loss"]) == 4 and min(own["grad_norm"]) > MAX_NORM
         assert close(own, torchs, tolerance)
+        assert own.get("reloaded", True)
         assert own["grad_norm"] == ranks[0][f"{layout}, {way}, True"]["grad_norm"]
 
 
