@@ -1,4 +1,4 @@
-"""Parameters that are still being written or sent: looking one up in its module waits for it, and for no other."""
+"""Parameters that are still being written or sent: a look-up in a module waits for the parameter's bucket alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .side_stream import Mark, SideStream, Ticket
 
 
 class Publication:
-    """The last transition of buckets: updates that still run, and parameters that other ranks still send."""
+    """The last transition of buckets: updates that still run, parameters that other ranks still send."""
 
     # Code that looks a parameter up waits for its bucket alone. Compiled code outside of compiled modules looks nothing
     # up: once there is some, a step waits for all buckets.
@@ -65,7 +65,7 @@ class Publication:
                 self.tickets.clear()
 
     def _last(self) -> Mark | None:
-        """Finish what the host has to do; the mark after which all buckets have arrived, since a lane is in order."""
+        """Finish the host's part of all tickets; the last mark, after which all buckets have arrived."""
         marks = []
         for ticket in list(self.tickets.values()):
             if ticket.work is not None:
@@ -75,7 +75,7 @@ class Publication:
         return max(marks, key=lambda mark: mark.place, default=None)
 
     def wait_on_host(self) -> None:
-        """Let the host wait too: code that begins now need not know that buckets were on their way."""
+        """Let the host wait too: later code need not know of these tickets."""
         last = self._last()
         if last is not None:
             self.lane.wait_for(last)
@@ -83,7 +83,7 @@ class Publication:
         self.tickets.clear()
 
     def wait_in_graph(self) -> None:
-        """In a CUDA graph that holds the transition: code that follows outside of it waits for nothing."""
+        """In a CUDA graph that contains the transition: code outside of the graph waits for nothing."""
         self._last()
         for ticket in self.tickets.values():
             ticket.mark = None
@@ -246,7 +246,7 @@ _is_traced = torch.compiler.is_dynamo_compiling
 
 
 class GuardedParameters(dict[str, Any]):
-    """A module's parameters; looking one up waits until it is there."""
+    """A module's parameters; a look-up waits for the parameter's bucket."""
 
     def __init__(self, entries: dict[str, Any], publication: Publication) -> None:
         super().__init__(entries)

@@ -33,7 +33,7 @@ NONE: Set[int] = frozenset()
 _NO_PASS = -1  # gradients of no pass are counted in C++: each is a function call
 
 WAITING, TAKEN, UPDATED = 0, 1, 2
-"""What has become of a parameter's gradient since the last step, in the order of `Timeline.params`."""
+"""Stages of a parameter's gradient since the last step."""
 
 
 class GradientHooks:
@@ -46,12 +46,12 @@ class GradientHooks:
     def __init__(self, announce: Callable[[torch.Tensor], None]) -> None:
         self._announce = announce
         self.made: dict[int, tuple[torch.Tensor, Any, Any]] = {}
-        """For each parameter, by `id`: itself, what is put around its hook, and the handle."""
+        """By `id` of a parameter: the parameter, the function around its hook, the handle."""
         self._count = 0
         self._params: list[torch.Tensor] = []
 
     def add(self, param: torch.Tensor, through: Any) -> None:
-        """Have the function called with a parameter; `through` makes what torch calls of it."""
+        """Register a hook; `through` wraps the function."""
         trains = param.requires_grad
         param.requires_grad_(True)
         handle = param.register_post_accumulate_grad_hook(through(self._announce))
@@ -61,14 +61,14 @@ class GradientHooks:
         self._count += count_gradient_hooks([param])
 
     def remove(self, params: Iterable[int] | None = None) -> None:
-        """End the calls for some parameters, by `id`, or for all."""
+        """Remove the hooks of some parameters, by `id`, or all hooks."""
         for key in list(self.made) if params is None else params:
             if key in self.made:
                 self.made.pop(key)[-1].remove()
         self._recount()
 
     def move_last(self) -> Set[int]:
-        """Have hooks called after those that were registered since; those that were moved, by parameters' `id`."""
+        """Move hooks behind hooks of other code that were registered since; `id`s of the parameters of moved hooks."""
         # Inside of a hook: what is called for its own parameter now stays as it was.
         if count_gradient_hooks(self._params) == self._count:
             return NONE
@@ -85,7 +85,7 @@ class GradientHooks:
 
 
 class Awaited:
-    """The gradients that a bucket waits for: counted in C++ where that is built, else in Python."""
+    """The gradients that a bucket waits for, counted in C++ or, until the module is built, in Python."""
 
     def __init__(
         self,
@@ -106,12 +106,12 @@ class Awaited:
         """Until the next pass, the current stream of a tensor's device is known to write gradients."""
 
     def hook(self, place: int, function: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-        """What is to be called when a gradient has come: C++ takes out its place where that is all there is to do."""
+        """A hook for the parameter at a place: in C++ it clears the place, or calls the function."""
         return function if self._module is None else self._module.new_hook(self._counted, self.places, place, function)
 
 
 def _nothing(_: object) -> None:
-    """What is done where gradients are counted in Python."""
+    """Python looks at the stream of every gradient."""
 
 
 class Row:
@@ -126,25 +126,25 @@ class Row:
     eager = False  # whether a backward outside of `no_sync` ends its round
 
     def begin(self) -> Set[int]:
-        """Begin a round, at its first gradient; parameters that something else announces from now on, by `id`."""
+        """Begin a round, at its first gradient; `id`s of parameters whose hooks no longer announce this gradient."""
         return NONE
 
     def ready(self, bucket: int) -> None:
-        """The last gradient of a bucket has come."""
+        """Backward has completed the last gradient of a bucket."""
         raise NotImplementedError
 
     def again(self, bucket: int, param: torch.Tensor) -> bool:
-        """Whether a bucket that was ready waits for all its gradients once more, of which one has come."""
+        """Whether a ready bucket waits for all its gradients again, after a further gradient of a parameter."""
         return True
 
     def collect(self) -> None:
-        """A backward has ended that leaves the round open, of a row that accumulates."""
+        """A backward of a row that accumulates has ended and leaves the round open."""
 
     def end(self) -> None:
-        """End the round, after its last backward or one that was broken off."""
+        """End the round, after its last backward or a backward that was broken off."""
 
     def wrapped(self, wrapper: torch.nn.Module) -> None:
-        """A wrapper that is allowed has come around the model."""
+        """The model, or a part of it, was wrapped by a wrapper that is allowed."""
 
 
 class Timeline:
@@ -176,7 +176,7 @@ class Timeline:
         self._running: set[int | None] = set()
 
     def announce(self, model: torch.nn.Module | None = None) -> None:
-        """Be asked at every clip and told of every wrapper of the model from now on, as long as it lives."""
+        """Watch clips of gradients and wrappers of the model from now on."""
         follow_wrappers(self, model)
         for timeline in list(_timelines):
             timeline.is_alone = False
@@ -199,12 +199,12 @@ class Timeline:
         return WAITING if place is None else self.taken[place[2]]
 
     def has_taken(self, param: Any) -> bool:
-        """Whether a parameter's gradient is in this alone, for the coming step."""
+        """Whether the coming step reads a parameter's gradient here, and not in its `grad`."""
         row = self.row()
         return self.stage_of(param) != WAITING and row is not None and (row.updates or param.grad is None)
 
     def wrapped(self, wrapper: torch.nn.Module, kind: str) -> None:
-        """Raise, in the constructor of a wrapper that would reduce the gradients as well, or too late."""
+        """Raise in the constructor of a wrapper that would reduce the gradients a second time, or too late."""
         row = self.row()
         if row is not None:
             refuse(row.choice, [kind], "the model's new wrapper", row.refused_as)
@@ -223,7 +223,7 @@ class Timeline:
 
     @property
     def is_broken(self) -> bool:
-        """Whether a backward pass has not come to its end."""
+        """Whether a backward pass was broken off."""
         return bool(self._running)
 
     @property
@@ -232,12 +232,12 @@ class Timeline:
         return self._module is not None
 
     def leave_out(self, params: Set[int]) -> None:
-        """Count gradients of some parameters, by `id`, for which `arrived` is called, and by no hook."""
+        """Remove the hooks of some parameters, by `id`: other code calls `arrived` for them."""
         self.elsewhere |= params
         self.hooks.remove(params)
 
     def count(self, buckets: Iterable[Sequence[torch.Tensor]]) -> None:
-        """Count the gradients of these buckets from now on, and of no others."""
+        """Count the gradients of exactly these buckets from now on."""
         self.hooks.remove()
         listed, stages = list(buckets), {key: self.taken[place] for key, (*_, place) in self._place_of.items()}
         self.params = list(itertools.chain(*listed))
@@ -261,7 +261,7 @@ class Timeline:
             self.buckets.append(awaited)
 
     def note_pass(self, current: int | None) -> Set[int]:
-        """At the first gradient of a pass: begin a round or go on with it; parameters that are announced later now."""
+        """At the first gradient of a pass: begin a round or continue it; `id`s of parameters of moved hooks."""
         # Passes that reentrant checkpoints begin belong to the backward that they are begun in.
         moved, row = NONE, self.row()
         if not (self.is_open and current in self._passes):
@@ -325,7 +325,7 @@ class Timeline:
         self._lane.note_current(self.buckets[bucket].writers)
 
     def end(self) -> None:
-        """The round is over: the next gradient begins another one."""
+        """End the round: the next gradient begins another round."""
         self.is_open, self.when = False, "step"
         self._pass, self._passes = None, set()
         self._running.clear()
@@ -335,7 +335,7 @@ class Timeline:
             awaited.writers.clear()
 
     def forget(self) -> None:
-        """After a step: all gradients are used up, and are counted in C++ if that has been built by now."""
+        """After a step: clear all stages, and count in C++ once the module is built."""
         if self.is_open or self._running:
             self.end()
         self.taken[:] = self._none
@@ -346,7 +346,7 @@ class Timeline:
 
 @opaque
 def arrived(living: Callable[[], Timeline | None], param: torch.Tensor, *, is_noted: bool = False) -> None:
-    """Count a gradient for a timeline that lives; `is_noted` if its pass was noted when it began to travel."""
+    """Count a gradient, if the timeline still exists; `is_noted` if `note_pass` knows its pass already."""
     # Called for every parameter in every backward, unless C++ has counted it. In a backward that compiled code runs
     # hooks would be compiled too.
     if torch.is_grad_enabled():

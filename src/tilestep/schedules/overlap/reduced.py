@@ -1,4 +1,4 @@
-"""Gradients that DistributedDataParallels reduce: they are complete when a future is, before parameters have them."""
+"""Gradients that DistributedDataParallels reduce: complete with a future, before parameters receive them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ CommHook = tuple[Any, Callable[[Any, Any], Any]]
 
 
 class ReducedGradients:
-    """The gradients of a timeline that are somewhere else than in their parameter's `grad`."""
+    """The gradients of a timeline that lie in buckets of DistributedDataParallels, and not yet in `grad`."""
 
     def __init__(self, timeline: Timeline, lane: SideStream, comm_hook: CommHook | None) -> None:
         self._timeline, self._lane, self._comm_hook = timeline, lane, comm_hook
         self.of: dict[int, torch.Tensor] = {}  # by `id` of the parameter
         self.later: list[Any] = []  # wrappers that have come around the model since, to be followed before a backward
         self.awaited: deque[tuple[Any, Callable[[], None]]] = deque()
-        """Reductions that a CPU's threads are busy with, and what to do once they are done."""
+        """Futures of running reductions, each with the function that takes its gradients."""
 
     def gradient(self, param: torch.Tensor) -> torch.Tensor | None:
         """The gradient of a parameter, wherever it is."""
@@ -76,7 +76,7 @@ class ReducedGradients:
         wrapper.register_forward_pre_hook(before_forward)
 
     def follow_later(self) -> set[int]:
-        """Follow the wrappers that have come; the parameters whose gradients no hook announces, by `id`."""
+        """Follow new wrappers; `id`s of all parameters that wrappers reduce."""
         wrappers, self.later = self.later, []
         for wrapper in filter(None, (reference() for reference in wrappers)):
             self.follow(wrapper)

@@ -1,4 +1,4 @@
-"""Groups whose updates run in backward, when their last gradient is there, and what a step leaves of them."""
+"""Updates of groups in backward, when the last gradient of a group is complete."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class GroupUpdates(Row):
-    """Updates groups of parameters in backward; with `updates=False` their steps do, and it counts no gradients."""
+    """Updates groups of parameters in backward; with `updates=False` it counts no gradients, and steps update."""
 
     # A group is updated when the last of its gradients is there, if nothing has to be decided for all groups together:
     # a clip, a loss scale and a skipped step are decided by the step. The optimizer, which has this, is not kept alive.
@@ -80,7 +80,7 @@ class GroupUpdates(Row):
         self.timeline.count(group.params for group in self._grouping.groups)
 
     def wrapped(self, wrapper: nn.Module) -> None:
-        """Follow a DistributedDataParallel that comes around the model."""
+        """Follow a DistributedDataParallel that wraps the model."""
         if self.updates:
             self.reduced.follow_soon(wrapper)
         else:
@@ -100,7 +100,7 @@ class GroupUpdates(Row):
         wrapper.register_forward_hook(complete)
 
     def begin(self) -> Set[int]:
-        """Decide whether backward updates; what DistributedDataParallels reduce that have come since, by `id`."""
+        """Decide whether backward updates; `id`s of parameters that new DistributedDataParallels reduce."""
         optimizer, timeline = self._optimizer(), self.timeline
         if optimizer.is_evaluating:
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before backward()")
@@ -130,7 +130,7 @@ class GroupUpdates(Row):
         return moved
 
     def again(self, bucket: int, param: torch.Tensor) -> bool:
-        """Whether a group waits for gradients although it had all: its norm is known, backward runs once more."""
+        """Raise for a second gradient of an updated parameter; a group that was not updated waits for all again."""
         if self.timeline.stage_of(param) == UPDATED:
             raise self._late(param, self._grouping.groups[bucket])
         return True
@@ -150,7 +150,7 @@ class GroupUpdates(Row):
         self._update(group)
 
     def _late(self, param: torch.Tensor, group: Group) -> RuntimeError:
-        """For a gradient that has come after the update that would have used it."""
+        """The error for a gradient that arrived after the update of its parameter."""
         label = next(label for label, _, _, candidate in iter_params(self._optimizer()) if candidate is param)
         name = next((name for name, candidate in self._model.named_parameters() if candidate is param), None)
         return RuntimeError(
@@ -161,7 +161,7 @@ class GroupUpdates(Row):
         )
 
     def _update(self, group: Group) -> None:
-        """Update a group from the gradients that it has, and let these go."""
+        """Update a group from its present gradients, and release these."""
         lane, optimizer = self.publication.lane, self._optimizer()
         if group.is_copied_to_host:
             _await_copies(group)
@@ -203,7 +203,7 @@ class GroupUpdates(Row):
         return taken
 
     def _note_updated(self, group: Group) -> list[torch.Tensor]:
-        """Take the gradients of a group that is updated from its parameters; they are still to be kept on a GPU."""
+        """Take the gradients of an updated group from its parameters; on a GPU the update may still read them."""
         gradients, taken, first = list[torch.Tensor](), self.timeline.taken, self.timeline.buckets[group.index].first
         self.applied.append(group)
         for place, param in enumerate(group.params, first):
@@ -319,7 +319,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def scale_error() -> GradientError:
-    """For a loss scale that updates in backward know nothing of."""
+    """The error for a loss scale that `overlap` was not told of."""
     return GradientError(
         "updates are made in backward, and the gradients carry a loss scale: tell overlap() of the scaler, "
         "overlap(optimizer, model, scaler=scaler), and updates wait for its decision; nothing was updated"

@@ -44,7 +44,7 @@ class GradientBucket:
         """Whether what comes from the other ranks is divided by their number already."""
         self.own_section = None if memory is None else bucket.section_of(memory)  # where sums go
         self.is_agreed = bucket.trains  # whether it trains on all ranks, as they have told each other
-        self.stands_aside = False  # whether this rank has sent zeros: it has frozen what others may not have
+        self.excluded = False  # whether this rank has sent zeros, for a bucket that it has frozen
         self.keeps = False  # whether gradients of what was thawed wait until ranks have told each other so
         self.accumulates_in_place = bucket.grad_dtype == bucket.dtype
         """Whether parameters keep their gradient, as a view of the bucket, for backward to add to."""
@@ -138,7 +138,7 @@ class GradientBucket:
         else:
             flat = torch.zeros(bucket.layout.numel, dtype=bucket.grad_dtype, device=bucket.flat.device)
         assert flat is not None
-        self.was_summed, self.stands_aside = True, not trains
+        self.was_summed, self.excluded = True, not trains
         if section is None:
             # The memory of the bucket is given back.
             section = flat.new_empty(bucket.layout.section)
@@ -149,7 +149,7 @@ class GradientBucket:
             if channel.in_order:
                 self.arrive()
         if not self.keeps_memory and trains:
-            self.let_go()
+            self.release()
 
     def arrive(self) -> None:
         """Wait for the sums over the ranks that split the state, and complete them."""
@@ -165,7 +165,7 @@ class GradientBucket:
             section.add_(self.carried)
             self.carried = None
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Give back memory that is only taken for a round."""
         if self._memory is None:
             self.flat, self.views = None, []
@@ -330,7 +330,7 @@ class ReduceScatter(Row):
         """After `finish`, on ranks that agree on what trains: sums up what was kept of what was thawed."""
         self.trains = self.message.trains
         for sums, awaited in zip(self.sums, self.timeline.buckets):
-            if sums.stands_aside:
+            if sums.excluded:
                 sums.section = None
             begins, sums.keeps = not sums.is_agreed, False
             sums.is_agreed = 1 in self.trains[awaited.first : awaited.first + len(awaited.params)]
@@ -381,10 +381,10 @@ class ReduceScatter(Row):
         """After a step: the gradients are used up."""
         for sums in self.sums:
             sums.section = sums.carried = None
-            sums.was_summed = sums.stands_aside = sums.keeps = False
+            sums.was_summed = sums.excluded = sums.keeps = False
             sums.filled[:] = sums.none
             if not sums.keeps_memory:
-                sums.let_go()
+                sums.release()
         self._rounds = self._next = 0
         self.summed_in_graph = False
         self.timeline.forget()
@@ -570,7 +570,7 @@ class ParameterSync:
         return written + [param for param in self.params if id(param) in moved.difference(map(id, written))]
 
     def describe_gathers(self) -> list[str]:
-        """How updated parameters come to the other ranks, a line for each way."""
+        """The ways in which updated parameters are sent to the other ranks, a line each."""
         lines: dict[str, None] = {}
         for bucket in self._buckets:
             dtype = str(bucket.dtype).removeprefix("torch.")
