@@ -322,6 +322,15 @@ def survey(params: list[torch.Tensor]) -> Survey:
     return Survey(sum(map(version_of, params)), any_gradient, bytes([param.requires_grad for param in params]))
 
 
+def count_writes(tensors: list[torch.Tensor]) -> None:
+    """Count a version of each of some tensors, as in-place writes do."""
+    module = native.module(len(tensors))
+    if module is None:
+        torch.autograd.graph.increment_version(tensors)
+    else:
+        module.bump(tensors)
+
+
 def taken_gradients(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The gradients of parameters, which are taken away from them."""
     # A param group's `params` are a list, unless a user has replaced it.
@@ -399,7 +408,7 @@ class Writes:
     def count(self, params: list[torch.Tensor] | None = None) -> None:
         """Count a version of parameters, of all by default, for a write that is not other code's."""
         chosen = self.params if params is None else params
-        torch.autograd.graph.increment_version(chosen)
+        count_writes(chosen)
         self.total += len(chosen)
         if params is None:
             self._counted += 1

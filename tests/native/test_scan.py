@@ -199,9 +199,12 @@ def test_what_cannot_be_looked_at_is_left_to_python() -> None:
     nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
     with torch.inference_mode():
         unversioned = torch.nn.Parameter(torch.zeros(3))
+        module.bump([unversioned])
     unversioned.grad = torch.ones(3)
     assert module.create([], [nested], DTENSOR_PARTS, []) is None
     assert module.create([unversioned], [], DTENSOR_PARTS, None) is None
+    with pytest.raises(RuntimeError, match="inference tensor"):
+        module.bump([unversioned])
 
 
 def test_steps_in_inference_mode() -> None:

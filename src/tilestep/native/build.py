@@ -1,4 +1,4 @@
-"""Building and loading the scanner: no step waits for it, it is kept in the cache, and Python does without it."""
+"""Building and loading the look in C++: no step waits for it, the cache keeps it, and Python does without it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _file_name() -> str | None:
 
 
 def module(tensors: int) -> Any:
-    """The scanner's module if it is built; otherwise None, and a thread builds it once that pays."""
+    """The module in C++ if it is built; otherwise None, and a thread builds it once that pays."""
     global _is_absent, _first_asked
     if _loaded.cache_info().currsize:
         return _loaded()
@@ -104,7 +104,7 @@ def module(tensors: int) -> Any:
 
 
 def wait() -> bool:
-    """Wait until the scanner is built; whether it can be used.
+    """Wait until the module in C++ is built; whether it can be used.
 
     Benchmarks call this; a training does not need to.
     """

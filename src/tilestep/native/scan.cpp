@@ -6,6 +6,7 @@
 
 #include "tensors.h"
 
+#include <c10/core/InferenceMode.h>
 #include <structmember.h>
 
 #include <algorithm>
@@ -501,9 +502,20 @@ void bump_one(const Row& row) {
   if (row.param.part != nullptr) tensor_in(row.param.part).unsafeGetTensorImpl()->bump_version();
 }
 
-// bump(table): every parameter that has a gradient was written to
-PyObject* bump(PyObject*, PyObject* capsule) {
-  Table* table = held_by<Table>(capsule);
+// bump(table or list): every parameter that has a gradient, or every tensor of the list, was written to
+PyObject* bump(PyObject*, PyObject* written) {
+  if (PyList_Check(written)) {
+    for (Py_ssize_t index = 0; index < PyList_GET_SIZE(written); ++index) {
+      PyObject* object = PyList_GET_ITEM(written, index);
+      if (!is_tensor(object)) return PyErr_Format(PyExc_TypeError, "bump() takes tensors");
+      if (!tensor_in(object).is_inference())
+        tensor_in(object).unsafeGetTensorImpl()->bump_version();
+      else if (!c10::InferenceMode::is_enabled())
+        return PyErr_Format(PyExc_RuntimeError, "Inplace update to inference tensor outside InferenceMode is not allowed");
+    }
+    Py_RETURN_NONE;
+  }
+  Table* table = held_by<Table>(written);
   if (table == nullptr) return nullptr;
   const int threads = table->threads;
   const auto count = table->own_grads ? static_cast<int64_t>(table->seen.size()) : 0;

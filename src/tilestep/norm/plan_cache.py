@@ -12,7 +12,7 @@ import torch
 from ..backends.decision import clip_coefficient
 from ..devices import has_streams
 from ..errors import GradientError
-from ..tensor_table import CHANGED, Table, addresses_of
+from ..tensor_table import CHANGED, Table, addresses_of, count_writes
 from .table import NormTable
 from .tiles import DTYPES, combine, upload
 
@@ -94,7 +94,7 @@ class Recipe:
         for part in self._parts:
             limit = max_norm.to(part.device) if isinstance(max_norm, torch.Tensor) else max_norm
             part.table.scale(part.addresses, norm.to(part.device), limit)
-        torch.autograd.graph.increment_version(tensors)
+        count_writes(tensors)
 
     def _dense(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if not self._loose:

@@ -96,7 +96,8 @@ class OutputTables:
         self.has_run = True
         if self.measures and is_host(self.totals.device):
             # No range of tiles has empty tensors.
-            self.totals.copy_(torch.tensor([NOTHING[reduce] for reduce in self.reduces], dtype=torch.float64))
+            nothing = [NOTHING[reduce] for reduce in self.reduces]
+            self.totals.copy_(torch.tensor(nothing, dtype=torch.float64, device=self.totals.device))
         if self._sees_writes:
             self._versions = list(map(sum_of_versions, self.watched))
         self._before = [self._old(position) for position in self._settled()] if self.is_by_torch else []

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..tensor_table import addresses_of
+from ..tensor_table import address_of
 from .outputs import extent_of
 from .segment import Entry, is_dense
 
@@ -19,7 +19,7 @@ def nbytes_spanned(tensor: torch.Tensor) -> int:
 
 def spans_of(tensors: Sequence[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
     """int64[tensors] each, the addresses of their first bytes and of those after their last."""
-    starts = addresses_of(tensors)
+    starts = np.asarray([address_of(tensor) for tensor in tensors], dtype=np.int64)
     return starts, starts + np.asarray([nbytes_spanned(tensor) for tensor in tensors], dtype=np.int64)
 
 
