@@ -106,13 +106,13 @@ def test_memory_goes_back_to_streams_that_have_waited() -> None:
     places = {id(layer.weight): place for place, layer in enumerate(layers)}
     schedule: Any = optimizer.schedule
     schedule.lane = schedule.publication.lane = schedule.updates.timeline._lane = schedule.updates._held._line = lane
-    applied = schedule.updates._note_updated
 
-    def note(group: Any) -> Any:
-        updates[places[id(group.params[0])]] = lane.marks[-1]
-        return applied(group)
+    class Noting(dict[Any, Any]):
+        def __setitem__(self, group: Any, ticket: Any) -> None:
+            updates[places[id(group.params[0])]] = ticket.mark
+            super().__setitem__(group, ticket)
 
-    schedule.updates._note_updated = note
+    schedule.publication.tickets = Noting()
     model(torch.ones(2, 4)).sum().backward()
     assert len(optimizer.applied_groups) == 4
     lane.now = lane.others[1]

@@ -180,7 +180,16 @@ class GroupUpdates(Row):
                 is_marked, measures = not step_is_ordinary(), optimizer.reports is not None
                 plan.update(places, counts_versions=True, marked=is_marked, measures=measures)
             mark = None if current is None else lane.next_mark()
-        used_up = self._note_updated(group)
+        # On a GPU the update may still read the gradients.
+        used_up, taken, first = list[torch.Tensor](), self.timeline.taken, self.timeline.buckets[group.index].first
+        self.applied.append(group)
+        for place, param in enumerate(group.params, first):
+            if id(param) in self.reduced.of:
+                taken[place] = UPDATED
+            elif param.grad is not None:
+                used_up.append(param.grad)
+                taken[place] = UPDATED
+                param.grad = None
         if mark is None:
             return
         self.publication.tickets[group] = Ticket(mark=mark)
@@ -201,19 +210,6 @@ class GroupUpdates(Row):
         taken = list(streams.values())
         streams.clear()
         return taken
-
-    def _note_updated(self, group: Group) -> list[torch.Tensor]:
-        """Take the gradients of an updated group from its parameters; on a GPU the update may still read them."""
-        gradients, taken, first = list[torch.Tensor](), self.timeline.taken, self.timeline.buckets[group.index].first
-        self.applied.append(group)
-        for place, param in enumerate(group.params, first):
-            if id(param) in self.reduced.of:
-                taken[place] = UPDATED
-            elif param.grad is not None:
-                gradients.append(param.grad)
-                taken[place] = UPDATED
-                param.grad = None
-        return gradients
 
     def _on_two_streams(self, group: Group, streams: Sequence[torch.cuda.Stream]) -> bool:
         """Whether gradients may be memory of other streams than the one that completes them."""
