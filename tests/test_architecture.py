@@ -37,7 +37,7 @@ LAYERS = (
         "backends.triton.slices",
     ),
     ("stats",),
-    ("optimizer", "memory.memory"),
+    ("optimizer", "memory.memory", "memory.copies", "memory.parking"),
     ("amp", "schedules", "memory"),
     ("describe", "planning", "tracing", "checking", "eject"),
     ("bench", "cli", "integrations"),

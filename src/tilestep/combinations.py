@@ -78,6 +78,10 @@ REFUSED: dict[tuple[str, str], str] = {
     ("offload to the CPU", "shard"): (
         "where='cpu', but shards of parameters are updated on the device: use where='gpu'"
     ),
+    (
+        "park",
+        "offload",
+    ): "the optimizer is offloaded: its state is in host memory already, and park() has nothing to do",
     ("capture", "overlap"): "a step that overlaps other work cannot be captured in a CUDA graph",
     ("a norm of the gradients", FSDP1): (
         "belongs to a FullyShardedDataParallel, where each rank has other pieces of the gradients: a clip, a skipped "

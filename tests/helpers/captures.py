@@ -23,8 +23,10 @@ import torch
 from capture_runs import (
     DEVICE,
     SHAPES,
+    SIMULATED,
     Model,
     Params,
+    capturing,
     equal,
     fill_gradients,
     make,
@@ -34,6 +36,7 @@ from capture_runs import (
 )
 from matrix_rules import MATRIX_RULES
 from own_limits import SpikesBeyond, plainly
+from parked_states import Device
 from simulated_graph import Simulation
 
 import tilestep
@@ -188,6 +191,36 @@ def test_states_are_reset_between_replays(name: str, options: dict[str, Any]) ->
     (one, mine), (two, other) = runs
     equal(mine, other)
     same_state(one, two, mine, other)
+
+
+def test_a_graph_is_stale_once_state_was_parked(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, optimizer, captured = ready()
+    others, unbroken, _ = ready()
+    if SIMULATED:
+        Device(monkeypatch)
+    tables = weakref.ref(optimizer.plan)
+    optimizer.park()
+    assert tables() is None and captured.is_stale
+    optimizer.unpark()
+    before = [param.detach().clone() for param in params]
+    with pytest.raises(tilestep.CaptureError, match="stale"):
+        captured.replay()
+    equal(params, before)  # type: ignore[arg-type]
+    again = tilestep.capture(optimizer)
+    for step in (1, 2):
+        for own in (params, others):
+            fill_gradients(own, step)
+        again.replay()
+        unbroken.step()
+    equal(params, others)
+    same_state(optimizer, unbroken, params, others)
+    optimizer.park()
+    optimizer.unpark()
+    optimizer.prepare_capture()
+    with capturing():
+        optimizer.step()
+    with pytest.raises(tilestep.CaptureError, match=r"park\(\) frees memory that a CUDA graph of your own"):
+        optimizer.park()
 
 
 def test_a_replay_does_not_leave_its_decision_to_the_next_step() -> None:

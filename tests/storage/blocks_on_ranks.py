@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from block_rows import as_earlier
+from parked_states import Device
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -49,6 +50,10 @@ def whole(tensor: Any) -> torch.Tensor:
         codes = same.dtype.itemsize == 1
         return (same.view(torch.uint8) if codes else same).full_tensor()
     return tensor.detach().view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.detach()
+
+
+def here(tensor: Any) -> torch.Tensor:
+    return whole(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
 
 def twin(format: str, steps: int) -> tuple[nn.Module, Any]:
@@ -242,6 +247,41 @@ def states_are_reset() -> None:
             compare(*nets)
 
 
+def states_are_parked() -> None:
+    """With a host that stands for a device: bits are those of a run that is not parked, checkpoints too."""
+    for kind in ("shard", "fully_shard"):
+        for options in ({"state_dtype": "int8"}, {"master_weights": True}, {"master_weights": "remainder"}):
+            nets = [model().bfloat16() if "master_weights" in options else model() for _ in range(2)]
+            for net in nets if kind == "fully_shard" else ():
+                for layer in net:
+                    fully_shard(layer)
+            optimizers = [tilestep.AdamW(net.named_parameters(), lr=1e-2, **options) for net in nets]
+            for net, optimizer in zip(nets, optimizers) if kind == "shard" else ():
+                tilestep.shard(optimizer, net)
+            for net, optimizer in zip(nets, optimizers):
+                train(net, optimizer, range(2))
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                device = Device(monkeypatch)
+                for steps in (range(2, 4), range(4, 6)):
+                    optimizers[0].park()
+                    assert device.parked(optimizers[0]) == {True} and device.parked(optimizers[1]) == {False}
+                    if kind == "shard":
+                        parked, plain = (optimizer.full_state_dict()["state"] for optimizer in optimizers)
+                    else:
+                        parked, plain = (
+                            get_optimizer_state_dict(net, optimizer)["state"]
+                            for net, optimizer in zip(nets, optimizers)
+                        )
+                    for key, state in plain.items():
+                        assert all(torch.equal(*map(here, (parked[key][name], value))) for name, value in state.items())
+                    for net, optimizer in zip(nets, optimizers):
+                        train(net, optimizer, steps)
+                    assert device.parked(optimizers[0]) == {False}
+                assert device.taken == 1
+            for left, right in zip(*(net.parameters() for net in nets)):
+                assert torch.equal(whole(left), whole(right))
+
+
 def rules_over_rows() -> None:
     """The means of rows that are whole on one rank, by `shard` and by FSDP2."""
     rule = centralize(registry["AdamW"])
@@ -329,6 +369,7 @@ CHECKS = [
     sums_over_tensors_of_which_one_rank_has_some_whole,
     fsdp_shards,
     states_are_reset,
+    states_are_parked,
     rules_over_rows,
     cut_blocks_are_refused,
     checkpoints_of_other_libraries,

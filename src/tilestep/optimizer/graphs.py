@@ -21,8 +21,8 @@ from .parameters import LISTED_TWICE, Optimizer
 from .plan import StepPlan
 
 CHANGED = (
-    "parameters have moved, or load_state_dict, add_param_group, a changed flag or replaced state made its optimizer "
-    "build new tables"
+    "parameters have moved, or load_state_dict, add_param_group, park, a changed flag or replaced state made its "
+    "optimizer build new tables"
 )
 
 KEEP = "between replays parameters stay where they are, and gradients with zero_grad(set_to_none=False)"
@@ -56,7 +56,8 @@ class CapturedGradRefs:
 class Graphs:
     """The CUDA graphs that hold an optimizer's step."""
 
-    captured: int = 0
+    captured: int = 0  # steps in graphs
+    checked: int = 0  # of these the steps in graphs that check whether they are stale before each replay
     stale: str = ""
     retired: tuple[StepPlan, ...] = ()
     kept: CapturedGradRefs | None = None
@@ -78,6 +79,15 @@ def require_current(graphs: Graphs) -> None:
         raise CaptureError(
             f"the captured step is stale: the memory of {graphs.kept.lost[0]} was given back; {KEEP}. Capture it "
             "again, after optimizer.prepare_capture()"
+        )
+
+
+def require_checked(graphs: Graphs, caller: str) -> None:
+    """Raise `CaptureError` if a graph has captured a step that replays without a check."""
+    if graphs.captured != graphs.checked:
+        raise CaptureError(
+            f"{caller} frees memory that a CUDA graph of your own would write to: it has captured a step of the "
+            "optimizer, and its replays do not ask. Capture steps with tilestep.capture(optimizer), whose graphs do"
         )
 
 

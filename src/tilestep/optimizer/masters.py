@@ -95,6 +95,10 @@ class Masters:
             if earlier is not None and theirs.known[earlier] and not mine.known[place]:
                 mine.versions[place], mine.known[place] = theirs.versions[earlier], True
 
+    def forget_buffers(self) -> None:
+        """Keep only what `carry` reads: memory of the masters is freed."""
+        self._members = [(param, kind, torch.empty(0, device="meta")) for param, kind, _ in self._members]
+
     def follow(self) -> None:
         """Zero the masters of parameters that other code has written to."""
         for place in self.writes.take():

@@ -25,6 +25,7 @@ from ..compat import (
 from ..errors import BuildInterrupted, did_you_mean
 from ..linalg import keeping_to, operations
 from ..memory.memory import StateMemory
+from ..memory.parking import Parking
 from ..placement import LOCAL, Placement, distribute, local_state
 from ..placement.local import as_real, copy_into, local_part
 from ..rules import Rule, registry
@@ -46,7 +47,7 @@ from .build import (
 )
 from .checkpoint import load, mark_codes, save_numbers, states_of_groups, unchanged_on_error
 from .control import SkipPolicy, StepControl
-from .graphs import Graphs, step_in_capture
+from .graphs import Graphs, require_checked, step_in_capture
 from .groups import about_group, check_group, current_value, fill_group, find_rule, without_defaults
 from .masters import MASTER_KEYS, Masters, MasterWeights, exact_values
 from .parameters import param_states, shares_of
@@ -61,6 +62,7 @@ from .states import (
     compute_dtype,
     initialize,
     keeping_squares,
+    move_states,
 )
 from .wrappers import forward_to_wrapped
 
@@ -144,6 +146,7 @@ class Optimizer(torch.optim.Optimizer):
     memory: StateMemory  # where state is; `offload` attaches others
     attached: tuple[str, ...] = ()  # the names in `combinations.REFUSED` of what is attached
     reports: Reports | None = None  # outputs besides updates
+    _parking: Parking | None = None  # host memory for state, once it was used
     _unclipped: Rule | None = None  # the rule of groups that have another clip than the optimizer's `AdaGC`, or none
     workspace_limit: int | None = None
     """The memory limit of matrix operations at the time the optimizer was made; None for the limit at the step."""
@@ -949,12 +952,70 @@ class Optimizer(torch.optim.Optimizer):
         """
         if self.is_evaluating:
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before reset_state()")
+        self._settle_states()
+        initialize(self, again=True)
+
+    def _settle_states(self) -> None:
+        """Have states show all updates, and what other code has written to parameters."""
         self.schedule.settle_everywhere()
         if self._plan is not None:
             self._plan.require_unbroken()
             self._plan.sync_masters()
             self._plan.record_versions()
-        initialize(self, again=True)
+
+    @opaque
+    def park(self) -> None:
+        """Move state and masters to page-locked host memory, and free their device memory, for other work on a GPU.
+
+        `unpark()`, the next step or loading a checkpoint moves them back, with the same bits. Meanwhile `state` and
+        `state_dict()` have the tensors on the host. The host waits for the copies. Later calls use the same host
+        memory. torch's allocator keeps what is freed for tensors of this process: `torch.cuda.empty_cache()` gives it
+        to others. Graphs of `tilestep.capture` are stale from then on. State on a CPU stays as it is. With DTensors and
+        after `shard` all ranks must call it.
+
+        Raises:
+            CaptureError: if a graph of your own has captured a step: it would write to freed memory.
+            ValueError: for an offloaded optimizer.
+            HostMemoryError: if there is not enough host memory. Nothing is changed then.
+            StateError: after a step that was interrupted between two of its passes.
+
+        Example:
+            >>> import torch, tilestep
+            >>> weight = torch.nn.Parameter(torch.ones(2))
+            >>> optimizer = tilestep.AdamW([weight])
+            >>> weight.grad = torch.ones(2)
+            >>> optimizer.step()
+            >>> optimizer.park()  # generate samples here
+            >>> optimizer.state[weight]["exp_avg"].device
+            device(type='cpu')
+            >>> optimizer.step()
+        """
+        refuse("park", self.attached)
+        require_checked(self.graphs, "park()")
+        self._settle_states()
+        parking = self._parking or Parking()
+        if move_states(self, parking.take):
+            # Graphs that check themselves before replays need no tables any more.
+            self._parking, self.graphs, self._plan = parking, Graphs(), None
+            if self._masters is not None:
+                self._masters.forget_buffers()
+            if self.reports is not None:
+                self.reports.detach()
+
+    @opaque
+    def unpark(self) -> None:
+        """Move state that `park()` has moved to the host back to its device.
+
+        Raises:
+            GradientError: for parameters that cannot be updated. Nothing is changed then.
+
+        Example:
+            >>> import tilestep
+            >>> def wake(optimizer: tilestep.Optimizer) -> None:
+            ...     optimizer.unpark()  # before the first step, which does it too
+        """
+        if self._parking is not None and self._plan is None:
+            self.rebuild()
 
     def __getstate__(self) -> dict[str, Any]:
         joint = "an optimizer that shares its norm cannot be copied or pickled: save its state_dict()"

@@ -15,12 +15,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ..compat import is_zero_tensor, zero_all
+from ..compat import distributed_like, is_zero_tensor, zero_all
+from ..devices import is_host, synchronize
 from ..errors import StateError
 from ..graph import Graph, never_negative
 from ..memory.memory import StateMemory
 from ..placement import Share
-from ..placement.local import as_real, local_part, sharded_dims
+from ..placement.local import as_real, is_distributed, local_part, sharded_dims
 from ..rules import Interval, Rule, State
 from ..rules.protocol import at_step
 from ..runtime import grad_dtype, is_dense
@@ -33,6 +34,7 @@ from ..storage import (
     block_names,
     codec_of,
     dtype_name,
+    entries_of,
     kept_in_blocks,
     lie_in_rows,
     rows_of,
@@ -590,13 +592,17 @@ def fill_buffers(requests: BufferRequests, home: StateMemory) -> None:
     likes = [one.param if one.elements == 1 else one.like for one in elementwise]
     made = iter(home.make(likes, [one.dtype for one in elementwise]))
     zeros: list[torch.Tensor] = []
+    arriving: set[torch.device] = set()
     rest: list[tuple[str, BufferRequest]] = []
     for name, one in every:
         one.state[name] = buffer = next(made) if one.follows_elements else _empty(one)
         if one.source is None and one.start.init == 0:
             zeros.append(buffer)
         elif one.source is not None and one.blocks is None:
-            buffer.copy_(one.source)
+            # Many copies from page-locked memory run one after the other without the host.
+            arrives = is_host(one.source.device) and not is_host(buffer.device)
+            buffer.copy_(one.source, non_blocking=arrives)
+            arriving.update({buffer.device} if arrives else ())
         else:
             rest.append((name, one))
     zero_all(zeros)
@@ -604,6 +610,30 @@ def fill_buffers(requests: BufferRequests, home: StateMemory) -> None:
         storage, state = one.blocks or (None, name)
         if storage is None or name == storage.arrays(state)[0].name:
             _write(one.state, state, one.start, one.param, one.group, storage, source=one.source)
+    for device in arriving:
+        synchronize(device)
+
+
+def move_states(optimizer: Optimizer, move: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]) -> bool:
+    """Replace the tensors of all states, step counts included, by what `move` makes of their parts on this rank.
+
+    Returns whether it has made others of any.
+    """
+    places: list[tuple[dict[str, Any], str]] = []
+    for share in shares_of(optimizer):
+        state, rule = optimizer.state.get(share.param, {}), optimizer.rule_of(share.group)
+        own = {TRAINING, "step", *MASTER_KEYS, *rule.state_names, *entries_of(state, rule.state_names)}
+        places += [(state, name) for name, value in state.items() if name in own and isinstance(value, torch.Tensor)]
+    parts = [local_part(state[name]) for state, name in places]
+    made = move(parts)
+    for (state, name), part, moved in zip(places, parts, made):
+        if moved is not part:
+            like: Any = state[name]
+            is_part = is_distributed(like)
+            state[name] = (
+                distributed_like(moved, like, like.shape, like.stride(), like.placements) if is_part else moved
+            )
+    return any(moved is not part for part, moved in zip(parts, made))
 
 
 def _scalar(value: Any, dtype: torch.dtype, copies: bool) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -85,6 +86,8 @@ def _captured(optimizer: Optimizer, work: Callable[[], Any] | None) -> CapturedS
             output = (work or optimizer.step)()
     finally:
         engine.graph_tables.forget()
+        graphs = optimizer.graphs
+        optimizer.graphs = replace(graphs, checked=graphs.checked + graphs.captured - captured_before)
     require(optimizer.graphs.captured > captured_before, "work() did not step the optimizer")
     # Those that were made inside are memory of the graph.
     kept = [gradient if param.grad is gradient else None for param, gradient in zip(engine.params, before)]

@@ -135,6 +135,10 @@ class Reports:
             others = () if covers_all else tables.dormant
             self.changes.attach(tables, rows, list(handles.values()), names, list(filter(_counts_versions, others)))
 
+    def detach(self) -> None:
+        """Let go of tables, and of the state that they hold; what was measured stays."""
+        self._room, self._measurer = {}, None
+
     def begin(self, engines: Sequence[DeviceEngine], *, captured: bool = False) -> bool:
         """Before a step's passes: decide whether they measure. Returns whether they need more than kernels."""
         is_due = self.asked is not None and (self.calls + 1) % self.asked.every == 0
@@ -177,12 +181,12 @@ class Reports:
         if self.measured is not None:
             # A stream of updates writes `first` after them, and before this.
             self.measured.follow()
-        seen = -1 if self._measurer is None else int(self._measurer.first)
+        seen = -1 if self._first is None else int(self._first[1])
         if seen < 0:
             gradients = {places[id(param)]: gradient for param, gradient in present() if gradient.numel()}
             device = next((gradient.device for gradient in gradients.values()), torch.device("cpu"))
-            if sharers is not None and self._measurer is not None:
-                device = self._measurer.device
+            if sharers is not None and self._first is not None:
+                device = self._first[1].device
             wrong = torch.zeros(len(names), dtype=torch.float64, device=device)
             for place, gradient in gradients.items():
                 wrong[place] = (~gradient.isfinite().all()).to(device, torch.float64, non_blocking=not is_host(device))

@@ -269,27 +269,7 @@ class OverlapSchedule(Schedule):
 
     def _work(self, plan: StepPlan, group: Group, held: list[torch.Tensor]) -> Callable[[], None]:
         places, is_measured = plan.places.get(group.index, ()), self._optimizer().reports is not None
-        runs_later = self.lane.stream is None
-
-        @opaque
-        def work() -> None:
-            if not held:
-                return
-            # A step runs without gradients; a look-up of parameters may not, and torch.compile may be tracing it.
-            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
-                plan.progress.clear()
-                try:
-                    for place in places if runs_later else ():
-                        plan.engines[place].follow_memory()
-                    plan.update(places, counts_versions=False, measures=is_measured)
-                except BaseException as error:
-                    if not isinstance(error, Exception) and not plan.progress:
-                        raise  # Ctrl-C before its first pass: the next look-up runs it
-                    held.clear()
-                    raise
-            held.clear()
-
-        return work
+        return partial(_update_later, plan, places, held, moves=self.lane.stream is None, measures=is_measured)
 
     def before_zero_grad(self) -> None:
         """Drop what a backward has left behind that was broken off, or has not reached all of a group's parameters.
@@ -492,3 +472,25 @@ def overlap(
         schedule.updates.timeline.hooks.remove()
         raise
     return cast(OverlappedOptimizer, optimizer)
+
+
+@opaque
+def _update_later(
+    plan: StepPlan, places: tuple[int, ...], held: list[torch.Tensor], *, moves: bool, measures: bool
+) -> None:
+    """Update a group with its gradients; `moves` if its memory may have moved since the step."""
+    if not held:
+        return
+    # A step runs without gradients; a look-up of parameters may not, and torch.compile may be tracing it.
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
+        plan.progress.clear()
+        try:
+            for place in places if moves else ():
+                plan.engines[place].follow_memory()
+            plan.update(places, counts_versions=False, measures=measures)
+        except BaseException as error:
+            if not isinstance(error, Exception) and not plan.progress:
+                raise  # Ctrl-C before its first pass: the next look-up runs it
+            held.clear()
+            raise
+    held.clear()
