@@ -34,6 +34,8 @@ FEATURES = ("clip", "accumulation", "resume", "two ranks")
 MAX_NORM = 0.05
 """Below every norm that there is: a clip that does not happen is seen."""
 STEPS = 4
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Of trainings in one process; two ranks train on CPUs."""
 
 Make = Callable[[torch.nn.Module], torch.optim.Optimizer]
 
@@ -107,7 +109,7 @@ class Net(torch.nn.Module):
 
 def batches(accumulation: int, rank: int = 0, ranks: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(STEPS * accumulation, ranks, 4, 32, generator=generator)
+    inputs = torch.randn(STEPS * accumulation, ranks, 4, 32, generator=generator).to(DEVICE)
     return [(batch[rank], batch[rank].sum(1, keepdim=True) / 8) for batch in inputs]
 
 
@@ -162,10 +164,10 @@ def with_transformers(asked: Training) -> list[float]:
 
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=64, n_positions=8, n_embd=64, n_layer=1, n_head=1)
-    model = transformers.GPT2LMHeadModel(config).to(asked.dtype)
+    model = transformers.GPT2LMHeadModel(config).to(DEVICE, asked.dtype)
     arguments = transformers.TrainingArguments(
         output_dir=str(asked.saves or tempfile.mkdtemp()), per_device_train_batch_size=2, learning_rate=1e-2,
-        report_to=[], logging_steps=1, use_cpu=True, disable_tqdm=True, max_steps=STEPS,
+        report_to=[], logging_steps=1, use_cpu=DEVICE.type == "cpu", disable_tqdm=True, max_steps=STEPS,
         max_grad_norm=MAX_NORM if asked.clip else 0, gradient_accumulation_steps=asked.accumulation,
         save_strategy="steps" if asked.saves else "no", save_steps=STEPS // 2,
     )  # fmt: skip
@@ -200,7 +202,7 @@ def with_lightning(asked: Training) -> list[float]:
             data = data[: len(data) // 2] if asked.saves else data
             return torch.utils.data.DataLoader(data, batch_size=None)  # type: ignore[arg-type]
 
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"devices": 1} if DEVICE.type == "cuda" else {}
     if where()[1] > 1:
         options = {"strategy": "ddp", "devices": where()[1]}
     if asked.integrated:
@@ -212,7 +214,7 @@ def with_lightning(asked: Training) -> list[float]:
 
     def trainer(epochs: int) -> Any:
         return lightning.Trainer(
-            accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            accelerator=DEVICE.type, logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, use_distributed_sampler=False, max_epochs=epochs,
             gradient_clip_val=MAX_NORM if asked.clip else None, accumulate_grad_batches=asked.accumulation, **options,
         )  # fmt: skip
@@ -235,8 +237,8 @@ def with_accelerate(asked: Training) -> list[float]:
     kind: Any = accelerate.Accelerator
     if asked.integrated:
         from tilestep.integrations.accelerate import Accelerator as kind
-    accelerator = kind(cpu=True, gradient_accumulation_steps=asked.accumulation)
-    model = Net(asked.dtype)
+    accelerator = kind(cpu=DEVICE.type == "cpu", gradient_accumulation_steps=asked.accumulation)
+    model = Net(asked.dtype).to(DEVICE)
     optimizer = asked.make(model)
     if asked.clip and asked.integrated:
         optimizer.param_groups[0]["max_grad_norm"] = MAX_NORM
@@ -266,7 +268,7 @@ def with_torchtitan(asked: Training) -> list[float]:
     from torchtitan.tools.logging import logger
 
     logger.setLevel(logging.ERROR)
-    model: Any = Net(asked.dtype)
+    model: Any = Net(asked.dtype).to(DEVICE)
 
     class Alone(OptimizersContainer):
         """As docs/frameworks/torchtitan.md told before there was an integration."""
@@ -395,7 +397,8 @@ def outcomes(framework: str, features: tuple[str, ...]) -> dict[str, str]:
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """A block with a process group of one rank, which `shard` needs."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    backend = "cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:

@@ -19,12 +19,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
+HAS_GPUS = torch.cuda.device_count() >= 2
 MAX_NORM = 0.05
 """Below every norm that there is: a clip that does not happen is seen."""
 LAYOUTS: dict[str, dict[str, int]] = {"FSDP2 and experts": {"fsdp_size": 2}, "tensors and experts": {"tp_size": 2}}
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {}, "accumulation": {"gradient_accumulation_steps": 2}, "int8 states": {"state_dtype": "int8"},
 }  # fmt: skip
+
+TRIED = [("plain", "torch"), ("accumulation", "torch"), ("plain", "alone"), *((way, "integrated") for way in WAYS)]
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -48,8 +51,16 @@ def save_model(folder: Path) -> None:
     transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
 
 
-def trained(folder: Path, layout: str, way: str, integrated: bool, clip: float = MAX_NORM) -> dict[str, Any]:
-    """Losses, norms and weights of a training, and on how many meshes its parameters are."""
+def trained(folder: Path, layout: str, way: str, mode: str, clip: float = MAX_NORM) -> dict[str, Any]:
+    """Losses, norms and weights of a training, and on how many meshes its parameters are.
+
+    Args:
+        folder: of the model.
+        layout: of `LAYOUTS`.
+        way: of `WAYS`.
+        mode: "torch", transformers' Trainer as it is; "alone", with tilestep's optimizer; "integrated".
+        clip: the largest norm; 0 for no clip.
+    """
     import transformers
     from transformers.distributed import DistributedConfig
 
@@ -63,11 +74,11 @@ def trained(folder: Path, layout: str, way: str, integrated: bool, clip: float =
     )  # fmt: skip
     arguments = transformers.TrainingArguments(
         output_dir=str(folder / "out"), per_device_train_batch_size=2, learning_rate=1e-2, adam_epsilon=1e-3,
-        weight_decay=0.1, report_to=[], logging_steps=1, use_cpu=True, disable_tqdm=True, max_steps=4,
+        weight_decay=0.1, report_to=[], logging_steps=1, use_cpu=not HAS_GPUS, disable_tqdm=True, max_steps=4,
         max_grad_norm=clip, save_strategy="no", lr_scheduler_type="constant", **options,
     )  # fmt: skip
-    kind: Any = TilestepTrainer if integrated else transformers.Trainer
-    asked = {"optimizer_cls_and_kwargs": trainer_optimizer(arguments, **own)} if integrated and own else {}
+    kind: Any = TilestepTrainer if mode == "integrated" else transformers.Trainer
+    asked = {"optimizer_cls_and_kwargs": trainer_optimizer(arguments, **own)} if own or mode == "alone" else {}
     trainer = kind(model, arguments, train_dataset=Tokens(), **asked)
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
@@ -80,7 +91,7 @@ def trained(folder: Path, layout: str, way: str, integrated: bool, clip: float =
         "int8": sum(str(v.dtype) == "torch.int8" for s in optimizer.state.values() for v in s.values()),
         "weights": {name: tensor.detach().flatten().tolist() for name, tensor in whole.items()},
     }
-    if integrated and way == "plain":
+    if mode == "integrated" and way == "plain":
         found["reloaded"] = comes_back(optimizer, folder / f"state {layout}")
     entries = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     return found | {name: [float(entry[name]) for entry in entries] for name in ("loss", "grad_norm")}
@@ -106,20 +117,21 @@ def comes_back(optimizer: Any, folder: Path) -> bool:
 def train_on_this_rank(folder: Path) -> None:
     import accelerate
 
-    # accelerate takes tensor parallelism of a model on GPUs alone; the layout is the same on CPUs.
-    accelerate.ParallelismConfig._validate_accelerator = lambda self, accelerator: None
-    dist.init_process_group("gloo")
+    if HAS_GPUS:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        # accelerate takes tensor parallelism of a model on GPUs alone; the layout is the same on CPUs.
+        accelerate.ParallelismConfig._validate_accelerator = lambda self, accelerator: None
+    dist.init_process_group("cpu:gloo,cuda:nccl" if HAS_GPUS else "gloo")
     if dist.get_rank() == 0:
         save_model(folder)
     dist.barrier()
     found: dict[str, Any] = {}
     for layout in LAYOUTS:
         accelerate.state.AcceleratorState._reset_state()
-        found[f"{layout}, unclipped"] = trained(folder, layout, "plain", False, clip=0.0)
-        for way in WAYS:
-            for integrated in (False, True):
-                if integrated or way != "int8 states":
-                    found[f"{layout}, {way}, {integrated}"] = trained(folder, layout, way, integrated)
+        found[f"{layout}, unclipped"] = trained(folder, layout, "plain", "torch", clip=0.0)
+        for way, mode in TRIED:
+            found[f"{layout}, {way}, {mode}"] = trained(folder, layout, way, mode)
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     # The threads of process groups end while there is an interpreter: they hold Python objects.
@@ -132,7 +144,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     pytest.importorskip("transformers.distributed")
     folder = tmp_path_factory.mktemp("experts")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    environment |= {} if HAS_GPUS else {"CUDA_VISIBLE_DEVICES": ""}
     for _ in range(2):
         ran = subprocess.run([*command, str(folder)], env=environment, capture_output=True, text=True, timeout=280)
         # By a thread of gloo while the interpreter ends; see `run` in tests/test_examples.py.
@@ -152,12 +165,14 @@ def close(own: dict[str, Any], other: dict[str, Any], tolerance: float) -> bool:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("way", WAYS)
-def test_experts_train_as_with_the_trainer_s_own_loop(ranks: list[dict[str, Any]], layout: str, way: str) -> None:
+@pytest.mark.parametrize(("way", "mode"), TRIED[2:])
+def test_experts_train_as_with_the_trainer_s_own_loop(
+    ranks: list[dict[str, Any]], layout: str, way: str, mode: str
+) -> None:
     reference = "plain" if way == "int8 states" else way
     tolerance = 2e-2 if way == "int8 states" else 1e-4
     for found in ranks:
-        own, torchs = found[f"{layout}, {way}, True"], found[f"{layout}, {reference}, False"]
+        own, torchs = found[f"{layout}, {way}, {mode}"], found[f"{layout}, {reference}, torch"]
         assert own["kind"].startswith("tilestep.") and torchs["kind"].startswith("torch.")
         # Experts, dense DTensors, and plain tensors beside tensor parallelism.
         assert own["meshes"] == (3 if "tensors" in layout else 2)
@@ -165,12 +180,12 @@ def test_experts_train_as_with_the_trainer_s_own_loop(ranks: list[dict[str, Any]
         assert len(own["loss"]) == 4 and min(own["grad_norm"]) > MAX_NORM
         assert close(own, torchs, tolerance)
         assert own.get("reloaded", True)
-        assert own["grad_norm"] == ranks[0][f"{layout}, {way}, True"]["grad_norm"]
+        assert own["grad_norm"] == ranks[0][f"{layout}, {way}, {mode}"]["grad_norm"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_clip_that_does_not_happen_would_be_seen(ranks: list[dict[str, Any]], layout: str) -> None:
-    clipped, unclipped = (ranks[0][f"{layout}, {name}"] for name in ("plain, False", "unclipped"))
+    clipped, unclipped = (ranks[0][f"{layout}, {name}"] for name in ("plain, torch", "unclipped"))
     assert clipped["loss"][0] == pytest.approx(unclipped["loss"][0]) and not close(clipped, unclipped, 2e-2)
 
 

@@ -28,9 +28,8 @@ class Tokens(torch.utils.data.Dataset):
 
 def model() -> Any:
     torch.manual_seed(0)
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2)
-    )
+    config = transformers.GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2)
+    return transformers.GPT2LMHeadModel(config).to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def trainer(folder: Path, make: Make | None = None, **options: Any) -> Any:
@@ -39,7 +38,7 @@ def trainer(folder: Path, make: Make | None = None, **options: Any) -> Any:
     classes = options.pop("optimizer_cls_and_kwargs", None)
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=4, learning_rate=1e-2, report_to=[], logging_steps=1,
-        use_cpu=True, disable_tqdm=True, **{**given, **options},
+        use_cpu=not torch.cuda.is_available(), disable_tqdm=True, **{**given, **options},
     )  # fmt: skip
     made = model()
     optimizers = (None if make is None else make(made), None)
@@ -114,8 +113,8 @@ def test_from_tilestep_to_torch_and_back(format: str | None, tmp_path: Path) -> 
     def go_on(kind: Any, steps: int, checkpoint: Path | None = None, **options: Any) -> list[float]:
         arguments = transformers.TrainingArguments(
             output_dir=str(tmp_path), per_device_train_batch_size=4, learning_rate=1e-3, report_to=[], logging_steps=1,
-            use_cpu=True, disable_tqdm=True, max_steps=steps, save_steps=2, lr_scheduler_type="constant",
-            optim="adamw_torch",
+            use_cpu=not torch.cuda.is_available(), disable_tqdm=True, max_steps=steps, save_steps=2,
+            lr_scheduler_type="constant", optim="adamw_torch",
         )  # fmt: skip
         trained = kind(wide(), arguments, train_dataset=Tokens(), **options)
         trained.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))

@@ -61,8 +61,8 @@ def trained(folder: Path, kind: Any, lora: bool, steps: int = STEPS, resumes: bo
     arguments = trl.SFTConfig(
         output_dir=str(folder), per_device_train_batch_size=4, gradient_accumulation_steps=2, learning_rate=1e-2,
         adam_epsilon=1e-3, max_grad_norm=0.05, max_steps=steps, logging_steps=1, save_steps=STEPS // 2, report_to=[],
-        use_cpu=True, bf16=False, gradient_checkpointing=False, disable_tqdm=True, lr_scheduler_type="constant",
-        optim="adamw_torch", max_length=16,
+        use_cpu=not torch.cuda.is_available(), bf16=False, gradient_checkpointing=False, disable_tqdm=True,
+        lr_scheduler_type="constant", optim="adamw_torch", max_length=16,
     )  # fmt: skip
     given: dict[str, Any] = {}
     if lora:
