@@ -27,7 +27,6 @@ def module_of(request: Request, folder: str) -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.runs_kernels = lambda tensor: True
     module.load_triton()
     # The interpreter has no PTX and no device library: the library's own functions know what to do without.
     for name in {*module.POINTERS, *getattr(module, "CONSTANTS", ()), "libdevice"} & vars(support).keys():
@@ -44,6 +43,7 @@ def compare(name: str, folder: str, dtype: torch.dtype, *, steps: int = 3, clip:
     ours, theirs = ([torch.nn.Parameter(tensor.clone()) for tensor in first] for _ in range(2))
     limit = {"max_grad_norm": 0.5} if clip else {}
     alone = getattr(module, name)(ours, **limit)
+    alone.step_in_torch = alone.step_by_kernels
     whole = getattr(tilestep, name)(theirs, **limit, **options)
     for _ in range(steps):
         for left, right in zip(ours, theirs):

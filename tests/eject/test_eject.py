@@ -23,6 +23,7 @@ import tilestep
 from tilestep.cli import main
 from tilestep.eject import Request, ejected, ejected_test
 from tilestep.errors import RuleError
+from tilestep.norm.triton_source import FINISH_BLOCK, tile_shape
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "ejected" / "fused_adamw.py"
@@ -107,9 +108,14 @@ def test_a_bfloat16_model_and_param_groups(tmp_path: Path) -> None:
     assert pair.error() < 0.02
     with pytest.raises(ValueError, match="Invalid lr: -1"):
         pair.ejected.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))], "lr": -1})
-    with pytest.raises(ValueError, match=r"a parameter is torch.float64; this file is for float32 and bfloat16"):
-        pair.ejected.add_param_group({"params": [torch.nn.Parameter(torch.ones(3).double())]})
     assert len(pair.ejected.param_groups) == 2
+    wrong = torch.nn.Parameter(torch.ones(3).double())
+    wrong.grad = torch.ones(3).double()
+    pair.ejected.add_param_group({"params": [wrong]})
+    before = [param.detach().clone() for param in pair.ours]
+    with pytest.raises(ValueError, match=r"a parameter is torch.float64; this file is for float32 and bfloat16"):
+        pair.ejected.step()
+    assert all(map(torch.equal, before, pair.ours))
 
 
 @pytest.mark.parametrize("options", [{}, {"master_weights": True}, {"master_weights": "remainder"}], ids=str)
@@ -209,6 +215,14 @@ def test_it_imports_torch_alone(tmp_path: Path) -> None:
     assert done.stdout.split() == ["False", "None", "1.7320508075688772"]
 
 
+def test_the_norm_has_the_librarys_tiles() -> None:
+    text = ejected(Request(tilestep.registry["AdamW"], clip=True))
+    small, large = tile_shape(2**28 - 1), tile_shape(2**28)
+    assert f"tile = lengths, {small[0]} if total < 2**28 else {large[0]}\n" in text
+    assert f'"STEP": {small[1]},' in text and small[1:] == large[1:] == (2048, 4)
+    assert f'"BLOCK": {FINISH_BLOCK},' in text
+
+
 def test_nothing_depends_on_the_machine(tmp_path: Path) -> None:
     text = ejected(Request(tilestep.registry["AdamW"], clip=True))
     assert text == ejected(Request(tilestep.registry["AdamW"], clip=True))
@@ -291,6 +305,12 @@ def test_the_example_is_current() -> None:
     assert EXAMPLE.with_name(f"test_{EXAMPLE.name}").read_text() == ejected_test(request, EXAMPLE.stem)
 
 
+def test_the_example_is_short() -> None:
+    lines = len(EXAMPLE.read_text().splitlines())
+    assert lines <= 680
+    assert f"AdamW with `--clip` is {lines} lines" in (ROOT / "docs/guide/eject.md").read_text()
+
+
 def dtensors_are_updated_by_their_parts() -> None:
     """On two ranks: shards of uneven sizes, copies and plain tensors, clipped by one norm; states are DTensors."""
     mesh = init_device_mesh("cpu", (2,))
@@ -330,27 +350,34 @@ def test_two_ranks() -> None:
     all_pass([dtensors_are_updated_by_their_parts], ranks=2)
 
 
-def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"master_weights": True}], ids=str)
+def test_kernels_compile_for_a_gpu(options: dict[str, Any], tmp_path: Path) -> None:
     """By Triton on a machine without one: what the interpreter lets pass may not compile."""
     compiler = pytest.importorskip("triton.compiler")
     target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", 90, 32)
     kinds = {torch.int64: "*i64", torch.int32: "*i32", torch.float32: "*fp32", torch.float64: "*fp64"}
-    module = made("AdamW", tmp_path, clip=True, master_weights=True)
+    module = made("AdamW", tmp_path, clip=True, **options)
     module.load_triton()
     for kind in module.KINDS.values():
-        param = torch.nn.Parameter(torch.ones(8, dtype=kind.buffers[0].arrays[0][1]))
+        param = torch.nn.Parameter(
+            torch.ones(8, dtype=kind.buffers[0].arrays[0][1] if options else kind.buffers[0].dtype)
+        )
         param.grad = torch.ones_like(param)
         optimizer = module.AdamW([param])
         optimizer.build(optimizer.members()[0])
         (tables,) = optimizer.tables
         tables.refresh(optimizer.param_groups)
-        for name, _, options in kind.stages[0]:
+        total = {"ROOT": True, "BLOCK": 8192, "num_warps": 32}
+        tables.tables |= {"partials": optimizer.partials, "partial_count": optimizer.tile_count}
+        launches = [*kind.launches, ("norm_tiles", "norm", tables.norm), ("norm_total", "", total)]
+        for name, _, launched in launches:
             kernel = getattr(module, name)
-            constants = {key: value for key, value in options.items() if key.isupper()}
-            for key in constants.keys() & {"ELEMENT", "MATH"}:
-                constants[key] = vars(module).get(constants[key]) or getattr(module.tl, constants[key])
+            constants = {key: value for key, value in launched.items() if key.isupper()}
+            constants.update({key: vars(module)[constants[key]] for key in constants.keys() & {"MATH"}})
+            types = constants.keys() & {"ELEMENT"}
+            constants.update({key: getattr(module.tl, str(constants[key]).removeprefix("torch.")) for key in types})
             signature = {pointer: kinds[tables.tables[pointer].dtype] for pointer in module.POINTERS[name]}
             places = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
             source = compiler.ASTSource(kernel, {**signature, **dict.fromkeys(constants, "constexpr")}, places)
-            built = compiler.compile(source, target=target, options={"num_warps": options["num_warps"]})
+            built = compiler.compile(source, target=target, options={"num_warps": launched.get("num_warps", 4)})
             assert "cubin" in built.asm, name

@@ -111,6 +111,23 @@ def test_it_imports_triton_at_the_first_step_alone(tmp_path: Path) -> None:
     assert module.tl is not None
 
 
+@pytest.mark.parametrize("name", ["AdamW", "LAMB", "Prodigy", "NAdam"])
+def test_the_host_waits_for_nothing(name: str, tmp_path: Path) -> None:
+    module = made(name, tmp_path, clip=True)
+    for dtype in DTYPES.values():
+        params = [torch.nn.Parameter(torch.ones(1000, 30, device="cuda", dtype=dtype)) for _ in range(3)]
+        optimizer = getattr(module, name)(params, max_grad_norm=1.0)
+        for step in range(4):
+            for param in params:
+                param.grad = torch.ones_like(param)  # new addresses
+            optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+            torch.cuda.set_sync_debug_mode("error" if step else "default")
+            try:
+                optimizer.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
 def _times(optimizer: Any, rounds: int = 20) -> tuple[float, float]:
     """Milliseconds of a step: of the device, where the host is ahead, and of the host."""
     for _ in range(3):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..rules import Interval, Rule
 from ..storage import Array, codec_of
 from ..tuning import default_shape
 from .formulas import codec_functions, condition, formula, helpers_of
-from .kernels import Helpers, constant_lines, flat, merged, norm_functions, renamed
+from .kernels import NORM, Helpers, constant_lines, flat, functions_of, merged, renamed
 from .kinds import SIZES, Kind, kinds_of
 from .layout import formatted
 
@@ -87,6 +87,23 @@ class Request:
             kind.name = name
 
     @property
+    def is_plain(self) -> bool:
+        """Whether each buffer is one tensor like the parameter, of its numbers as they are, and updated on its own."""
+        return all(
+            not kind.spec.global_count
+            and codec_of(storage).is_plain
+            and [(name, 1)] == [(array.name, array.elements) for array in storage.arrays(name)]
+            and name not in kind.graph.slice_states
+            for kind in self.kinds
+            for name, storage in kind.storages.items()
+        )
+
+    @property
+    def is_single(self) -> bool:
+        """Whether a step is one stage: nothing is summed over tensors before elements are updated."""
+        return all(len(kind.spec.program.tiles) == 1 and not kind.spec.global_count for kind in self.kinds)
+
+    @property
     def matters(self) -> tuple[bool, bool]:
         """Whether dimensions, and sizes, make a difference."""
         names = [kind.name for kind in self.kinds]
@@ -106,11 +123,12 @@ def ejected(request: Request) -> str:
     """The text of the file."""
     rule, kinds = request.rule, request.kinds
     specs = {kind.name: kind.spec for kind in kinds}
-    functions, names, general = merged(specs)
-    shape = ""
+    functions, names, general = merged(specs, clip=request.clip)
     if request.clip:
-        own, shape = norm_functions(request.dtypes)
-        functions = own + functions
+        # Blocks fill up rows, so that their kernels have other numbers of elements.
+        own = NORM if any(kind.spec.has_blocks for kind in kinds) else NORM.replace("elements", "numel")
+        functions = [*(lines for _, lines in functions_of(own)), *functions]
+    parameters = _parameters(lines for lines in functions if "norm_" not in lines[1])
     helpers, constants = Helpers().of(functions)
     functions = helpers + functions
     text = flat(functions)
@@ -119,18 +137,17 @@ def ejected(request: Request) -> str:
         "header": _header(request),
         "globals": _globals(text, constants),
         "settings": _settings(request),
-        "libdevice": "libdevice" in text,
-        "capability": "cuda_capability_geq" in text,
         "constants": bool(constants),
-        "kernels": text + (f"{shape}\n\n" if shape else ""),
+        "kernels": text,
         "formulas": flat(formulas),
-        "kinds": _kinds_text(request, names, called, general),
+        "kinds": _kinds_text(request, names, called, general, parameters),
         "signature": _signature(request),
     }
     has_codecs = any(not codec_of(storage).is_plain for kind in kinds for storage in kind.storages.values())
     has_blocks = any(kind.spec.has_blocks for kind in kinds)
     across = any(kind.spec.global_count for kind in kinds)
     slices = any(kind.spec.program.slices.views or kind.graph.slice_states for kind in kinds)
+    by_rows = any(kind.spec.has_blocks or kind.spec.program.slices.views for kind in kinds)
     whole = any(kind.spec.reduction_count or kind.spec.program.slices.views for kind in kinds)
     follows = isinstance(request.masters, str)
     for name, wanted in {
@@ -140,8 +157,20 @@ def ejected(request: Request) -> str:
         "slice": slices,
         "whole": whole,
         "clip": request.clip,
+        "libdevice": "libdevice" in text,
+        "capability": "cuda_capability_geq" in text,
+        "epsilon": any("machine_epsilon" in line for lines in formulas for line in lines),
         "constexpr": "@constexpr_function" in text,
         "versions": follows,
+        "plain": request.is_plain,
+        "formats": not request.is_plain,
+        "rows": by_rows,
+        "free": not by_rows,
+        "sizes": "sizes" in parameters,
+        "sums": bool(parameters & {"sums", "partials"}),
+        "scalar": any(kind.graph.scalar_states for kind in kinds),
+        "stages": not request.is_single,
+        "single": request.is_single,
     }.items():
         regions[f"*{name}"] = wanted
     text = _filled(Path(__file__).with_name("template.py").read_text(), regions)
@@ -169,7 +198,12 @@ def _filled(template: str, regions: Mapping[str, str | bool]) -> str:
                 raise KeyError(f"the region {name} ends as {closes[1]}")
         elif all(wanted is True for _, wanted in inside):
             lines.append(line)
-    return "\n".join(lines).rstrip() + "\n"
+    return re.sub(r"\n{3,}(?=    )", "\n\n", "\n".join(lines)).rstrip() + "\n"
+
+
+def _parameters(functions: Iterable[Sequence[str]]) -> set[str]:
+    """The names of all parameters of kernels."""
+    return {name for lines in functions for name in re.findall(r"\w+", lines[1])}
 
 
 def _header(request: Request) -> str:
@@ -202,19 +236,15 @@ def _quoted(text: str) -> str:
 
 
 def _settings(request: Request) -> str:
-    lines = formatted([f"VALUES: dict[str, Any] = {_literal(request.values)}"])
+    words = ", ".join(f"{name}={_literal(value)}" for name, value in request.values.items())
+    lines = formatted([f"VALUES: dict[str, Any] = dict({words})"])
     lines.append('"""Hyperparameters as this file was made for them; those that are numbers may have other values."""')
     lines.append("")
-    if request.clip:
-        order = [dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)]
-        lines += formatted([f"NORM_DTYPES = ({', '.join(map(str, order))})"])
     if isinstance(request.masters, str):
         keys = sorted({key for kind in request.kinds for key in [_master_key(kind, request.group)] if key})
         lines.append(
             f"FOLLOWING = {{{', '.join(map(_quoted, keys))}}}  # what a write by other code to a parameter voids"
         )
-    by_rows = any(kind.spec.has_blocks or kind.spec.program.slices.views for kind in request.kinds)
-    lines.append(f"FREE_ORDER = {not by_rows}  # whether dimensions may lie in memory in any order")
     return "\n".join(lines)
 
 
@@ -269,17 +299,35 @@ def _kinds_text(
     names: Mapping[str, Mapping[str, str]],
     called: Mapping[str, str],
     general: Mapping[str, bool],
+    parameters: set[str],
 ) -> str:
     listed = {}
     for kind in request.kinds:
         stages = tuple(_stages(kind.spec, names[kind.name], is_general=general[kind.name]))
-        listed[kind.name] = _kind(request, kind, stages, called[kind.name])
-    lines = formatted([f"KINDS = {_literal(listed)}"])
+        listed[kind.name] = _kind(request, kind, stages, called[kind.name], parameters)
+    lines = _alike(request, listed, names) or formatted([f"KINDS = {_literal(listed)}"])
     lines += ["", "", *formatted(_kind_of(request)), "", "", *formatted(_check(request)), "", ""]
     return "\n".join(lines) + "\n"
 
 
-def _kind(request: Request, kind: Kind, stages: tuple[Any, ...], called: str) -> Code:
+def _alike(request: Request, listed: Mapping[str, Code], names: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Kinds that differ by their dtype and their formulas alone, as calls of one function; empty for other kinds."""
+    calls, texts = {}, set()
+    for kind in request.kinds:
+        text = str(listed[kind.name]).replace(str(kind.dtype), "dtype")
+        maths = [name for base, name in names[kind.name].items() if base.startswith("math_")]
+        for place, name in enumerate(maths):
+            text = text.replace(f'"{name}"', f"functions[{place}]")
+        texts.add(text)
+        calls[kind.name] = Code(f"kind_of_dtype({', '.join([str(kind.dtype), *map(_quoted, maths)])})")
+    if len(texts) > 1:
+        return []
+    head = ["def kind_of_dtype(dtype: torch.dtype, *functions: str) -> Kind:"]
+    head.append('    """The kind of one dtype, with the formulas that are its own."""')
+    return [*head, *formatted([f"    return {texts.pop()}"]), "", "", *formatted([f"KINDS = {_literal(calls)}"])]
+
+
+def _kind(request: Request, kind: Kind, stages: tuple[Any, ...], called: str, parameters: set[str]) -> Code:
     spec, rule = kind.spec, request.rule
     starts = starts_of(rule, kind.graph.states, kind.dtype, request.group)
     buffers = []
@@ -291,7 +339,7 @@ def _kind(request: Request, kind: Kind, stages: tuple[Any, ...], called: str) ->
         if name == "param":
             begins = "param" if master is None or master.begins_as_parameter else 0.0
         arrays = tuple(_array(array) for array in storage.arrays(name))
-        words = [_literal(name), _literal(begins), _literal(arrays)]
+        words = [_literal(name), _literal(begins), _literal(arrays[0][1] if request.is_plain else arrays)]
         if not codec_of(storage).is_plain:
             words += [f"load_{storage.title}", f"store_{storage.title}"]
         over = kind.graph.slice_states.get(name)
@@ -305,11 +353,11 @@ def _kind(request: Request, kind: Kind, stages: tuple[Any, ...], called: str) ->
         "scalars": tuple(scalars),
         "arrays": tuple(array.name for array in spec.arrays),
         "hypers": spec.hypers,
-        "sizes": spec.sizes,
+        "sizes": spec.sizes if "sizes" in parameters else (),
         "columns": max(len(spec.program.columns), 1),
-        "reductions": max(spec.reduction_count, 1),
+        "reductions": max(spec.reduction_count, 1) if parameters & {"sums", "partials"} else 1,
         "span": default_shape(spec, "cuda").span,
-        "stages": stages,
+        **({"launches": stages[0]} if request.is_single else {"stages": stages}),
     }
     fields = {name: value for name, value in fields.items() if (name, value) not in _AS_MOSTLY}
     if any(kind.spec.global_count for kind in request.kinds):
@@ -336,7 +384,7 @@ def _stages(spec: KernelSpec, names: Mapping[str, str], *, is_general: bool) -> 
         if tile is not None:
             own: dict[str, Any] = {}
             if is_general:
-                own = {"ELEMENT": _dtype(spec.grad.dtype), "MATH": names[f"math_{index}"]}
+                own = {"ELEMENT": Code(spec.grad.dtype), "MATH": names[f"math_{index}"]}
             own = {**constants, **own, "num_warps": shape.warps, **options}
             launches.append((names[f"tile_pass_{index}"], "tiles", own))
             if tile.reductions:
@@ -407,9 +455,8 @@ def _check(request: Request) -> list[str]:
         '    """Raise for hyperparameters that are out of their ranges, or that this file has no kernels for."""',
         "    for name, value in VALUES.items():",
         "        if fixed(group[name]) != fixed(value):",
-        '            made = f"this file was made for {name}={value!r}"',
         f'            another = f"make another: {again} {{name}}={{group[name]}}"',
-        '            raise ValueError(f"{name}={group[name]!r}: {made}; {another}")',
+        '            raise ValueError(f"{name}={group[name]!r}: this file was made for {name}={value!r}; {another}")',
         f"    valid = {{{valid}}}",
         "    for name, holds in valid.items():",
         "        if not holds:",
@@ -505,6 +552,8 @@ def ejected_test(request: Request, module: str) -> str:
         "header": header,
         "limit": f"{limit}\nTOLERANCE = {tolerance}",
         "across": any(kind.spec.global_count for kind in request.kinds),
+        "slice": any(kind.graph.slice_states for kind in request.kinds),
+        "clip": request.clip,
         "torch": own is not None and not request.state_dtype,
     }
     text = _filled(Path(__file__).with_name("template_of_test.py").read_text(), regions)

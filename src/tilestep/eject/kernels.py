@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import math
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -12,17 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
-from ..backends.floats import input_of
-from ..backends.spec import NORM, KernelSpec
+from ..backends.spec import KernelSpec
 from ..backends.triton import source as triton_source
-from ..backends.triton.text import TritonNames, writer_of
-from ..graph import Builder, ancestors
-from ..norm.tiles import Order
-from ..norm.triton_source import norm_source, tile_shape
-from ..optimizer.control import decide
-from ..rules.scalars import scalar_globals
 from .layout import formatted, logical_lines
 
 Function = tuple[str, list[str]]
@@ -40,12 +30,26 @@ def functions_of(source: str) -> list[Function]:
     return functions
 
 
-def update_functions(spec: KernelSpec) -> list[Function]:
+def update_functions(spec: KernelSpec, *, clip: bool) -> list[Function]:
     """The kernels of a spec and what belongs to it alone; tensors are walked in memory order, without a loss scale."""
     functions = functions_of(triton_source.source(spec))
     kept = [(name, lines) for name, lines in functions if not name.endswith("_strided")]
+    kept = [(name, [_always(line, clip=clip) for line in lines]) for name, lines in kept if name != "gradient_scale_of"]
     narrowed = [(name, _narrowed(lines, keeps_sums=bool(spec.reduction_count))) for name, lines in kept]
     return [(name, _numbered(lines) if "_tile_pass_" in name else lines) for name, lines in narrowed]
+
+
+def _always(line: str, *, clip: bool) -> str:
+    """A line of a step that is never skipped, and that has one limit of the norm at most."""
+    line = line.replace("tl.where(skip, 0.0, 1.0)", "1.0").replace("(skip == 0.0) & ", "")
+    line = line.replace(" & (skip == 0)", "").replace("if (grad_address != 0):", "if grad_address != 0:")
+    scale = re.fullmatch(
+        r"    (\w+) = gradient_scale_of\(tl\.load\(control \+ 0\), .*?, (tl\.load\(base \+ .*\))\)", line
+    )
+    if scale is None:
+        return line
+    factor = f"gradient_scale_of(tl.load(total_norm), {scale[2]})" if clip else "tl.full((1,), 1.0, tl.float64)"
+    return f"    {scale[1]} = {factor}"
 
 
 def _numbered(lines: Sequence[str]) -> list[str]:
@@ -70,9 +74,9 @@ def _narrowed(lines: Sequence[str], *, keeps_sums: bool) -> list[str]:
             narrowed.append(line.replace(" & (layout_row < 0)", ""))
     narrowed = _without_unused(narrowed)
     body = "\n".join(narrowed[2:])
-    heading = narrowed[1]
+    heading = re.sub(r"\bcontrol\b", "control" if "control" in body else "total_norm", narrowed[1])
     unused = ["layout_index", *([] if keeps_sums else ["partials"])]
-    for name in (*unused, "numel", "sizes", "sums", "global_parts", "totals"):
+    for name in (*unused, "numel", "sizes", "sums", "global_parts", "totals", "total_norm"):
         if not re.search(rf"\b{name}\b", body):
             heading = re.sub(rf"(?<=[(,]) ?{name},", "", heading)
     heading = re.sub(r", UNSCALE: tl\.constexpr", "", heading).replace("( ", "(")
@@ -100,7 +104,9 @@ def renamed(lines: Iterable[str], names: dict[str, str]) -> list[str]:
     return [pattern.sub(lambda match: names[match[1]], line) for line in lines]
 
 
-def merged(specs: dict[str, KernelSpec]) -> tuple[list[list[str]], dict[str, dict[str, str]], dict[str, bool]]:
+def merged(
+    specs: dict[str, KernelSpec], *, clip: bool
+) -> tuple[list[list[str]], dict[str, dict[str, str]], dict[str, bool]]:
     """The functions of several kinds, each text once, and for each kind the names of the functions that are its own.
 
     Also whether a kind's passes over elements take its dtype and its formula as constants, as those of others do.
@@ -109,7 +115,7 @@ def merged(specs: dict[str, KernelSpec]) -> tuple[list[list[str]], dict[str, dic
     written: dict[tuple[str, ...], str] = {}
     order: list[list[str]] = []
     names: dict[str, dict[str, str]] = {}
-    functions = {kind: update_functions(spec) for kind, spec in specs.items()}
+    functions = {kind: update_functions(spec, clip=clip) for kind, spec in specs.items()}
     general = {kind: _general(spec, functions[kind]) for kind, spec in specs.items()}
     shared = {
         kind: own is not None and any(_passes(own) == _passes(other) for at, other in general.items() if at != kind)
@@ -132,6 +138,10 @@ def merged(specs: dict[str, KernelSpec]) -> tuple[list[list[str]], dict[str, dic
     return order, short, shared
 
 
+def _without_new(found: re.Match[str]) -> str:
+    return f"{found[1]}.to(" if found[1] else found[2]
+
+
 def _passes(functions: Sequence[Function] | None) -> list[Function] | None:
     return None if functions is None else [function for function in functions if "_tile_pass_" in function[0]]
 
@@ -145,44 +155,96 @@ def _general(spec: KernelSpec, functions: Sequence[Function]) -> list[Function] 
     general: list[Function] = []
     for name, lines in functions:
         if "_tile_pass_" in name:
-            lines = [line.replace(f"tl.pointer_type({dtype})", "tl.pointer_type(ELEMENT)") for line in lines]
+            lines = [line.replace(f"tl.pointer_type({dtype})", "pointer") for line in lines]
             lines = [re.sub(rf"(tl\.store\(.*\.to\(){dtype}\)", r"\1ELEMENT)", line) for line in lines]
             lines = [re.sub(rf"(?<= = ){spec.name}_math_\d+\(", "MATH(", line) for line in lines]
+            if not re.search(r"\b(partials|sums)\b", "\n".join(lines)):
+                lines = [re.sub(r"\(new_(\w+)\)\.to\(|\bnew_(\w+)", _without_new, line) for line in lines]
+            lines.insert(2, "    pointer = tl.pointer_type(ELEMENT)")
             lines[1] = lines[1].replace("):", ", ELEMENT: tl.constexpr, MATH: tl.constexpr):")
         general.append((name, lines))
     return general
 
 
-def norm_functions(dtypes: Sequence[torch.dtype]) -> tuple[list[list[str]], str]:
-    """The kernels of the gradients' norm and of the decision, and the function of its tiles' shape."""
-    order = [dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64) if dtype in dtypes]
-    unused = ("root_of_squares", "finish_step", "norm_finish", "add")
-    functions = [lines for name, lines in functions_of(norm_source(order, Order.SQUARES)) if name not in unused]
-    functions = [_without_unused(lines) for lines in functions]
-    # Squares need no power.
-    functions = [[re.sub(r',? power(: "fp64")?(?=[,)])', "", line) for line in lines] for lines in functions]
-    total = ["@jit", "def norm_total(partials, partial_count, out, BLOCK: tl.constexpr):"]
-    total.append("    tl.store(out, sum_of_partials(partials, partial_count, BLOCK))")
-    return [*functions, total, _decision()], inspect.getsource(tile_shape)
+NORM = '''
+@jit
+def norm_tiles(
+    grads, elements, norm_first, norm_owner, weights, norm_partials,
+    ELEMENT: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
+):
+    """Add up the squares of a tile of a gradient."""
+    tile = tl.program_id(0)
+    t = tl.load(norm_owner + tile)
+    address = tl.load(grads + t)
+    begin = (tile - tl.load(norm_first + t)) * TILE
+    count = tl.minimum(tl.load(elements + t) - begin, TILE).to(tl.int32)
+    count = tl.where(address == 0, 0, count)
+    pointer = address.to(tl.pointer_type(ELEMENT)) + begin
+    lane = tl.arange(0, STEP)
+    total = tl.zeros((STEP,), tl.float32)
+    place = count * 0
+    if address % 16 == 0:
+        aligned = tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), 16) + tl.multiple_of(begin, TILE)
+        while place + 2 * STEP <= count:  # two steps together: their loads overlap
+            here = aligned + tl.multiple_of(place, STEP)
+            left = tl.load(here + lane).to(tl.float32)
+            right = tl.load(here + STEP + lane).to(tl.float32)
+            total = (total + left * left) + right * right
+            place += 2 * STEP
+        if place + STEP <= count:
+            value = tl.load(aligned + tl.multiple_of(place, STEP) + lane).to(tl.float32)
+            total += value * value
+            place += STEP
+    while place < count:
+        value = tl.load(pointer + place + lane, mask=place + lane < count, other=0).to(tl.float32)
+        total += tl.where(place + lane < count, value * value, 0.0)
+        place += STEP
+    result = tl.sum(total).to(tl.float64)
+    if not (result < float("inf")):
+        # Finite elements may have squares that are not: again, of elements times 2 ** -80.
+        finite = tl.full((STEP,), 1, tl.int32)
+        total = tl.zeros((STEP,), tl.float32)
+        place = count * 0
+        while place < count:
+            value = tl.load(pointer + place + lane, mask=place + lane < count, other=0).to(tl.float32)
+            finite &= (tl.abs(value) < float("inf")).to(tl.int32)
+            small = value * 8.271806125530277e-25
+            total += small * small
+            place += STEP
+        if tl.min(finite) == 1:
+            result = tl.sum(total).to(tl.float64) * 1.461501637330903e48
+    tl.store(norm_partials + tile, result * tl.load(weights + t))
 
 
-def _decision() -> list[str]:
-    """The decision of a step that is clipped and never skipped, which is the norm."""
-    build = Builder()
-    policy = SimpleNamespace(skip_above=math.inf, skip_nonfinite=False, check_overflow=False, limits=[])
-    decision = scalar_globals(decide)(input_of(build, "power_sum"), None, None, None, [], policy)
-    writer = writer_of("float64", "    ", TritonNames(["control", "partials", "partial_count", "first", "BLOCK"]))
-    values = ancestors([decision.norm.value])
-    for value in values:
-        if value.operation == "hyper":
-            writer.name(value, "sum_of_partials(partials, partial_count, BLOCK) + tl.zeros((1,), tl.float64)")
-    writer.write(values)
-    return [
-        "@jit",
-        "def decide(control, partials, partial_count, BLOCK: tl.constexpr):",
-        *writer.lines,
-        f"    tl.store(control + {NORM} + tl.zeros((1,), tl.int32), {writer[decision.norm.value]})",
-    ]
+@jit
+def norm_total(partials, partial_count, total_norm, ROOT: tl.constexpr, BLOCK: tl.constexpr):
+    """Add up tiles in a fixed order; with ROOT the norm, else its square."""
+    count = tl.load(partial_count)
+    lane = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float64)
+    begin = count * 0
+    while begin < count:
+        left = tl.load(partials + begin + lane, mask=begin + lane < count, other=0.0)
+        right = tl.load(partials + begin + BLOCK + lane, mask=begin + BLOCK + lane < count, other=0.0)
+        total += left
+        total += right
+        begin += 2 * BLOCK
+    result = tl.sum(total)
+    if ROOT:
+        result = tl.sqrt(result)
+    tl.store(total_norm, result)
+
+
+@jit
+def gradient_scale_of(norm, max_grad_norm):
+    """The factor of gradients: the limit over their norm where that is less than 1; NaN for a norm of NaN."""
+    scale = divide(max_grad_norm, norm + tl.full((1,), 1e-06, tl.float64))
+    return tl.where((max_grad_norm == float("inf")) | (scale > 1.0), tl.full((1,), 1.0, tl.float64), scale)
+'''
+"""The norm of gradients, with the bits of the library's: `norm/triton_source.py` for two dtypes and squares alone.
+
+Sums of so few digits never leave float64.
+"""
 
 
 class Helpers:

@@ -89,10 +89,23 @@ def _around(head: str, body: str, tail: str, indent: str, width: int) -> list[st
             return [head, *_by_operator(body, operators, inner), f"{indent}{tail}"]
         return [head, *folded(f"{inner}{body}", width), f"{indent}{tail}"]
     lines = [head]
+    if head.lstrip().startswith("def ") or head.endswith("dict("):
+        # Many names: as many on a line as there is room for, which formatters leave alone by the comment.
+        return [head, *_packed(parts, inner, width), f"{indent}{tail}  # fmt: skip"]
     for part in parts:
         own = folded(f"{inner}{part.strip()},", width)
         lines += own
     return [*lines, f"{indent}{tail}"]
+
+
+def _packed(parts: Sequence[str], indent: str, width: int) -> list[str]:
+    lines = [f"{indent}{parts[0]},"]
+    for part in parts[1:]:
+        if len(lines[-1]) + len(part) + 2 <= width:
+            lines[-1] += f" {part},"
+        else:
+            lines.append(f"{indent}{part},")
+    return lines
 
 
 def _in_parentheses(head: str, value: str, operators: list[int], indent: str, width: int) -> list[str]:

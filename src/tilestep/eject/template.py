@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +25,7 @@ CONSTANTS: tuple[str, ...] = ()
 # {settings
 BY_SHAPE: dict[Any, Any] = {}
 VALUES: dict[str, Any] = {}
-NORM_DTYPES: tuple[torch.dtype, ...] = ()
 FOLLOWING: set[str] = set()
-FREE_ORDER = True
 # settings}
 POINTERS: dict[str, list[str]] = {}  # the Triton functions of this file, with the parameters that are tables
 
@@ -54,17 +53,21 @@ def load_triton() -> None:
     import triton
     import triton.language
 
-    globals()["tl"] = triton.language
     # {libdevice
     from triton.language.extra import libdevice
 
-    globals()["libdevice"] = libdevice
     # libdevice}
     # {capability
     from triton.language.target_info import cuda_capability_geq
-
-    globals()["cuda_capability_geq"] = cuda_capability_geq
     # capability}
+
+    globals().update(tl=triton.language)
+    # {libdevice_set
+    globals().update(libdevice=libdevice)
+    # libdevice_set}
+    # {capability_set
+    globals().update(cuda_capability_geq=cuda_capability_geq)
+    # capability_set}
     # {constexpr_load
     for name in SHAPES:
         globals()[name] = triton.constexpr_function(globals()[name])
@@ -80,20 +83,7 @@ def load_triton() -> None:
 
 # {kernels
 @jit
-def norm_tiles(addresses, table, tile_tensor, partials): ...  # type: ignore[no-untyped-def]
-
-
-@jit
-def norm_total(partials, partial_count, out): ...  # type: ignore[no-untyped-def]
-
-
-@jit
-def decide(control, partials, partial_count): ...  # type: ignore[no-untyped-def]
-
-
-def tile_shape(elements: int) -> tuple[int, int, int]:
-    """Elements of a tile, elements of a step within it, and warps of its program."""
-    return 0, 0, 0
+def norm_total(partials, partial_count, total_norm): ...  # type: ignore[no-untyped-def]
 
 
 # kernels}
@@ -104,7 +94,12 @@ class Buffer(NamedTuple):
 
     name: str
     begins: float | str  # a number, "param" for the parameter's values, or the name of a hyperparameter
-    arrays: tuple[tuple[str, torch.dtype, int], ...]  # key, dtype, and of how many neighbours an entry is
+    # {plain_buffer
+    dtype: torch.dtype
+    # plain_buffer}
+    # {formats_buffer
+    arrays: tuple[tuple[str, torch.dtype, int], ...] = ()  # key, dtype, and of how many neighbours an entry is
+    # formats_buffer}
     # {codec_fields
     load: Callable[..., Any] | None = None  # from these tensors to numbers; None for one tensor as it is
     store: Callable[..., Any] | None = None  # from numbers to these tensors
@@ -123,10 +118,19 @@ class Kind(NamedTuple):
     hypers: tuple[str, ...]  # columns of the table of hyperparameters
     columns: int  # numbers that the scalar passes leave for the tiles of a tensor
     span: int  # elements that one program updates
+    # {single_kind
+    launches: tuple[tuple[str, str, dict[str, Any]], ...]  # kernel, grid, constants and options
+    # single_kind}
+    # {stages_kind
     stages: tuple[tuple[tuple[str, str, dict[str, Any]], ...], ...]  # launches: kernel, grid, constants and options
+    # stages_kind}
     scalars: tuple[tuple[str, float | str, torch.dtype], ...] = ()  # states of one number: name, beginning, dtype
+    # {sizes_kind
     sizes: tuple[int, ...] = ()  # sizes that kernels read, from the last dimension as 1; 0 for their product
+    # sizes_kind}
+    # {sums_kind
     reductions: int = 1  # sums over a tensor
+    # sums_kind}
     # {across_kind
     across: tuple[tuple[tuple[int, str], ...], ...] = ()  # for each stage, numbers of all tensors to combine, and how
     # across_kind}
@@ -162,6 +166,7 @@ def version_of(param: Any) -> int:
 
 
 # versions_of}
+# {formats_placed
 def placed(part: torch.Tensor, param: Any, shape: tuple[int, ...]) -> Any:
     """A part of a state as a DTensor where the parameter is one; checkpoints need that."""
     if not hasattr(param, "placements"):
@@ -171,21 +176,7 @@ def placed(part: torch.Tensor, param: Any, shape: tuple[int, ...]) -> Any:
     return type(param.data).from_local(part, param.device_mesh, param.placements, **layout)
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor fills its memory without gaps, in any order of its dimensions."""
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def runs_kernels(tensor: torch.Tensor) -> bool:
-    """Whether Triton updates a tensor; plain PyTorch does elsewhere."""
-    return tensor.is_cuda
-
-
+# formats_placed}
 # {blocks
 BLOCK = 128  # neighbours along a row that share a scale; the last block of a row is shorter
 
@@ -217,6 +208,7 @@ def joined(blocks: torch.Tensor, shape: Any, columns: int, elements: int = 1) ->
 
 
 # blocks}
+# {formats_shape
 def shape_of(shape: Any, buffer: Buffer, elements: int) -> tuple[int, ...]:
     """The shape of a tensor that keeps a buffer of a parameter of this shape."""
     # {blocks_shape
@@ -267,33 +259,27 @@ def keep(buffer: Buffer, tensors: dict[str, Any], shape: Any, values: torch.Tens
     kept[0].copy_(values)
 
 
+# formats_shape}
 # {clip_shares
 def shares(params: list[Any]) -> tuple[Any, list[float]]:
-    """The mesh over which sums are added up, and how much each parameter's part counts on this rank.
-
-    A part that several ranks hold counts as one over their number, so that the sum over the mesh has each element once.
-    """
+    """The mesh over which squares are added up, and how much each part counts: one over the ranks that hold it."""
     meshes = {param.device_mesh for param in params if hasattr(param, "placements")}
     if not meshes:
         return None, [1.0] * len(params)
     largest = max(meshes, key=lambda mesh: mesh.size())
     ranks, counts = set(largest.mesh.flatten().tolist()), []
-    for place, param in enumerate(params):
-        parts = 1
-        if hasattr(param, "placements"):
-            if not ranks.issuperset(param.device_mesh.mesh.flatten().tolist()):
-                raise ValueError(f"parameter {place} lies on {param.device_mesh}, no part of {largest}: no common norm")
-            if any(placement.is_partial() for placement in param.placements):
-                raise ValueError(f"parameter {place} has the placements {param.placements}; shard or replicate it")
-            sizes = zip(param.device_mesh.shape, param.placements)
-            parts = math.prod(size for size, placement in sizes if not placement.is_replicate())
-        counts.append(parts / largest.size())
+    for param in params:
+        mesh, placements = getattr(param, "device_mesh", largest), getattr(param, "placements", ())
+        if not ranks.issuperset(mesh.mesh.flatten().tolist()) or any(one.is_partial() for one in placements):
+            raise ValueError(f"a parameter is {placements} on {mesh}; the norm adds up shards and copies on {largest}")
+        parts = [size for size, placement in zip(mesh.shape, placements) if not placement.is_replicate()]
+        counts.append(math.prod(parts) / largest.size())
     return largest, counts
 
 
 def add_up(total: torch.Tensor, mesh: Any) -> torch.Tensor:
-    """The sum of a number over all ranks of a mesh."""
-    for dim in range(mesh.ndim):
+    """The sum of a number over all ranks of a mesh, in place."""
+    for dim in range(0 if mesh is None else mesh.ndim):
         torch.distributed.all_reduce(total, group=mesh.get_group(dim))
     return total
 
@@ -318,14 +304,7 @@ def together(formulas: list[Any]) -> list[Any]:
 
 
 # across_together}
-def gradient_scale(norm: torch.Tensor, limit: Any) -> torch.Tensor:
-    """The factor of gradients: the limit over their norm where that is less than 1; NaN for a norm of NaN."""
-    if limit is None or limit == math.inf:
-        return torch.ones((), dtype=torch.float64)
-    return torch.clamp(limit / (norm + 1e-6), max=1.0)
-
-
-def upload(values: list[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def upload(device: torch.device, values: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """A table on a device; the host does not wait for the copy."""
     table = torch.tensor(values or [0], dtype=dtype)
     return table.to(device) if device.index is None else table.pin_memory().to(device, non_blocking=True)
@@ -344,10 +323,19 @@ def tiles_of(lengths: list[int], size: int) -> tuple[list[int], list[int]]:
 class Tables:
     """What the kernels of one kind read: tensors, tiles, addresses and hyperparameters."""
 
-    def __init__(self, kind: Kind, members: list[Any], grads: torch.Tensor, control: torch.Tensor) -> None:
-        self.kind, self.members, self.device = kind, members, grads.device
+    def __init__(self, kind: Kind, members: list[Any], grads: torch.Tensor, total: int) -> None:
+        self.kind, self.members = kind, members
+        table, zeros = partial(upload, grads.device), partial(torch.zeros, device=grads.device)
         count = len(members)
         lengths = [local(param).numel() for param, _, _ in members]
+        # {clip_elements
+        # {blocks_lengths
+        elements = lengths
+        # blocks_lengths}
+        tile = 16384 if total < 2**28 else 32768
+        self.norm = {"ELEMENT": members[0][0].dtype, "TILE": tile, "STEP": 2048, "enable_fp_fusion": True}
+        norm_first, norm_owners = tiles_of(lengths, tile)
+        # clip_elements}
         # {blocks_tables
         columns = [0] * count
         if any(elements > 1 for buffer in kind.buffers for _, _, elements in buffer.arrays):
@@ -356,70 +344,82 @@ class Tables:
             lengths = [size // max(row, 1) * -(-row // BLOCK) * BLOCK for size, row in zip(lengths, columns)]
         # blocks_tables}
         first, owners = tiles_of(lengths, kind.span)
+        # {sizes_tables
         sizes = [
             math.prod(param.shape) if place == 0 else param.shape[-place] if place <= param.ndim else 1
             for param, _, _ in members
             for place in kind.sizes
         ]
+        # sizes_tables}
         self.groups = sorted({group for _, _, group in members})
         self.programs = {"tensors": count, "blocks": -(-count // 128), "tiles": len(owners)}
+        # {clip_tiles
+        self.programs["norm"] = len(norm_owners)
+        # clip_tiles}
         self.tables = {
-            "counts": self.table([count]),
+            # {clip_tables
+            # {blocks_elements
+            "elements": table(elements),
+            # blocks_elements}
+            "norm_first": table(norm_first),
+            "norm_owner": table(norm_owners, torch.int32),
+            # clip_tables}
+            "counts": table([count]),
             "grads": grads,
-            "group": self.table([self.groups.index(group) for _, _, group in members], torch.int32),
-            "numel": self.table(lengths),
-            "sizes": self.table(sizes),
-            "tile_tensor": self.table(owners, torch.int32),
-            "first_tile": self.table(first),
-            "control": control,
-            "rows": self.numbers(count * kind.columns, torch.float32),
-            "partials": self.numbers(len(owners) * kind.reductions),
-            "sums": self.numbers(count * kind.reductions),
+            "group": table([self.groups.index(group) for _, _, group in members], torch.int32),
+            "numel": table(lengths),
+            # {sizes_table
+            "sizes": table(sizes),
+            # sizes_table}
+            "tile_tensor": table(owners, torch.int32),
+            "first_tile": table(first),
+            "rows": zeros(count * kind.columns),
+            # {sums_tables
+            "partials": zeros(len(owners) * kind.reductions, dtype=torch.float64),
+            "sums": zeros(count * kind.reductions, dtype=torch.float64),
+            # sums_tables}
             # {across_tables
-            "global_parts": self.numbers(count * sum(map(len, kind.across))),
-            "totals": self.numbers(sum(map(len, kind.across))),
+            "global_parts": zeros(count * sum(map(len, kind.across)), dtype=torch.float64),
+            "totals": zeros(sum(map(len, kind.across)), dtype=torch.float64),
             # across_tables}
             # {blocks_columns
-            "columns": self.table(columns),
+            "columns": table(columns),
             # blocks_columns}
         }
         self.addresses: list[int] = []
         self.hypers: list[float] = []
-        self.views: list[Any] = []
         # Numbers of all tensors lie side by side for kernels; a state has views of its own.
         for name, dtype in [("step", torch.float32), *((name, dtype) for name, _, dtype in kind.scalars)]:
-            numbers = torch.stack([state[name].to(self.device, dtype) for _, state, _ in members])
+            numbers = torch.stack([state[name].to(grads.device, dtype) for _, state, _ in members])
             self.tables[name if name == "step" else f"{name}_state"] = numbers
             for (_, state, _), view in zip(members, numbers.unbind()):
                 state[name] = view
-                self.views.append((state, name, view))
-
-    def table(self, values: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        """A table on the device of the kernels."""
-        return upload(values, dtype, self.device)
-
-    def numbers(self, count: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        """Room for numbers that kernels write."""
-        return torch.zeros(max(count, 1), dtype=dtype, device=self.device)
+        self.kept = [list(state.values()) for _, state, _ in members]  # alive, so that no other tensor gets their ids
 
     def refresh(self, groups: list[dict[str, Any]]) -> None:
         """Bring addresses and hyperparameters up to date."""
-        addresses = []
+        addresses, device = list[int](), self.tables["rows"].device
         for param, state, _ in self.members:
             addresses += [local(param if key == "param" else state[key]).data_ptr() for key in self.kind.arrays]
         if addresses != self.addresses:
-            self.addresses, self.tables["addresses"] = addresses, self.table(addresses)
+            self.addresses, self.tables["addresses"] = addresses, upload(device, addresses)
         hypers = [number_of(groups[group], name) for group in self.groups for name in self.kind.hypers]
         if hypers != self.hypers:
-            self.hypers, self.tables["hyper"] = hypers, self.table(hypers, torch.float64)
+            self.hypers, self.tables["hyper"] = hypers, upload(device, hypers, torch.float64)
 
     def launch(self, name: str, grid: str, options: dict[str, Any]) -> None:
         """Launch a kernel with the tables that its parameters name."""
         if self.programs[grid]:
             pointers = [self.tables[pointer] for pointer in POINTERS[name]]
-            named = {key: value for key, value in options.items() if isinstance(value, str)}
-            found = {key: globals().get(value) or getattr(tl, value) for key, value in named.items()}
-            globals()[name][(self.programs[grid],)](*pointers, **{**options, **found}, enable_fp_fusion=False)
+            types = {key: getattr(tl, str(value)[6:]) for key, value in options.items() if key == "ELEMENT"}
+            functions = {key: globals()[value] for key, value in options.items() if key == "MATH"}
+            options = {"enable_fp_fusion": False, **options, **types, **functions}
+            globals()[name][(self.programs[grid],)](*pointers, **options)
+
+
+def identities(members: list[Any]) -> list[Any]:
+    """What tables are made for: parameters, their groups and the tensors of their states."""
+    return [(id(param), group, *map(id, state.values())) for param, state, group in members]
 
 
 def fixed(value: Any) -> Any:
@@ -454,12 +454,12 @@ class Ejected(torch.optim.Optimizer):
     # signature}
 
     tables: list[Tables] | None = None  # for kernels; made again when parameters or states are other ones
+    known: list[Any] | None = None  # what they were made for
     grads: torch.Tensor
-    control: torch.Tensor
-    addresses: list[int]
+    addresses: list[int]  # of gradients, as in their table
     # {clip_attributes
     grad_norm: torch.Tensor | None = None  # of the gradients of the last step
-    norm: tuple[Any, ...] = ()
+    mesh: Any  # of the ranks that share it
     # clip_attributes}
     # {versions_attribute
     versions: dict[Any, int] | None = None  # of parameters after their last step
@@ -467,27 +467,19 @@ class Ejected(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as torch's."""
+        check({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        try:
-            check(self.param_groups[-1])
-            for param in self.param_groups[-1]["params"]:
-                kind_of(param)
-        except ValueError:
-            del self.param_groups[-1]
-            raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint, as torch's; states keep the dtypes that they have here."""
+        """Load a checkpoint, as torch's; states keep the dtypes and the order in memory that they have here."""
         super().load_state_dict(state_dict)
-        # torch casts states to the dtypes of parameters.
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        owners = [(param, group) for group in self.param_groups for param in group["params"]]
-        for number, (param, group) in zip(numbers, owners):
-            if number in state_dict["state"]:
-                self.state[param] = self.begin(param, group, state_dict["state"][number])
-        self.tables = None
+        self.tables, self.known, saved = None, None, state_dict["state"]
+        for group, other in zip(self.param_groups, state_dict["param_groups"]):
+            for param, number in zip(group["params"], other["params"]):
+                if number in saved:
+                    self.state[param] = self.begin(param, group, saved[number])
         # {versions_load
-        self.versions = {param: version_of(param) for param, _ in owners}
+        self.versions = {param: version_of(param) for group in self.param_groups for param in group["params"]}
         # versions_load}
 
     def begin(self, param: Any, group: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
@@ -497,14 +489,28 @@ class Ejected(torch.optim.Optimizer):
         if part.shape != param.shape:
             raise ValueError(f"a parameter is sharded, {param.placements}, and this rule sums over whole tensors")
         # whole}
-        if not (part.is_contiguous() or (FREE_ORDER and is_dense(part))):
-            raise ValueError(
-                f"a parameter of shape {tuple(part.shape)} has strides {part.stride()}; make it contiguous"
-            )
+        # {free
+        if torch.empty_like(part).stride() != part.stride():
+            raise ValueError(f"a parameter {tuple(part.shape)} has strides {part.stride()}; make it contiguous")
+        # free}
+        # {rows
+        if not part.is_contiguous():
+            raise ValueError(f"a parameter has the strides {part.stride()}; make it contiguous")
+        # rows}
         state: dict[str, Any] = {}
         for name, begins, dtype in (("step", 0.0, torch.float32), *kind.scalars):
-            value = values.get(name, group[begins] if isinstance(begins, str) else begins)
+            value: Any = values.get(name, group[begins] if isinstance(begins, str) else begins)
             state[name] = torch.as_tensor(value, dtype=dtype).to(part.device, copy=True)
+        # {plain_begin
+        for name, begins, dtype, *_ in kind.buffers[1:]:
+            if values and name not in values:
+                raise ValueError(f"the checkpoint has no state {name!r}: it is of another optimizer")
+            value = values.get(name, param.detach() if begins == "param" else group.get(str(begins), begins))
+            state[name] = torch.empty_like(param, dtype=dtype)
+            state[name].copy_(value) if isinstance(value, torch.Tensor) else state[name].fill_(value)
+        unknown = values.keys() - state.keys()
+        # plain_begin}
+        # {formats_begin
         for buffer in kind.buffers:
             tensors = {
                 key: torch.empty_like(part, dtype=dtype)
@@ -529,6 +535,7 @@ class Ejected(torch.optim.Optimizer):
                 if key != "param":
                     state[key] = placed(tensors[key], param, shape_of(param.shape, buffer, elements))
         unknown = values.keys() - state.keys() - {buffer.name for buffer in kind.buffers}
+        # formats_begin}
         if unknown:
             raise ValueError(f"the checkpoint has the states {sorted(unknown)}, which this optimizer does not keep")
         return state
@@ -536,26 +543,22 @@ class Ejected(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have gradients."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         for group in self.param_groups:
             check(group)
         members, gradients = self.members()
-        if not members:
-            return loss
         # {versions
         for param, state, _ in members:
             if (self.versions or {}).get(param, version_of(param)) != version_of(param):
                 for key in FOLLOWING & state.keys():
                     local(state[key]).zero_()  # other code has written to the parameter
         # versions}
-        run = self.step_by_kernels if runs_kernels(local(members[0][0])) else self.step_in_torch
-        run(members, gradients)
-        torch.autograd.graph.increment_version(
-            [member[0] for member, grad in zip(members, gradients) if grad is not None]
-        )
+        if members:
+            run = self.step_by_kernels if local(members[0][0]).is_cuda else self.step_in_torch
+            run(members, gradients)
+        written = [param for (param, _, _), grad in zip(members, gradients) if grad is not None]
+        torch.autograd.graph.increment_version(written)
         # {versions_record
         self.versions = {param: version_of(param) for param, _, _ in members}
         # versions_record}
@@ -563,12 +566,14 @@ class Ejected(torch.optim.Optimizer):
 
     def members(self) -> tuple[list[Any], list[Any]]:
         """Parameters with their states and groups, and the gradients; by kinds, as kernels have them."""
-        found: dict[str, list[Any]] = {}
+        found: dict[str, list[Any]] = {name: [] for name in KINDS}
+        devices = set()
         for number, group in enumerate(self.param_groups):
             for param in group["params"]:
                 if param.grad is None and not self.state.get(param):
                     continue
                 part, grad = local(param), local(param.grad)
+                devices.add(part.device)
                 if grad is not None:
                     if grad.layout is not torch.strided or (grad.dtype, grad.shape) != (part.dtype, part.shape):
                         what = f"{grad.layout}, {grad.dtype}, {tuple(grad.shape)}"
@@ -577,26 +582,25 @@ class Ejected(torch.optim.Optimizer):
                         grad = torch.empty_like(part).copy_(grad)
                 if not self.state.get(param):
                     self.state[param] = self.begin(param, group, {})
-                found.setdefault(kind_of(param), []).append(((param, self.state[param], number), grad))
-        pairs = [pair for pairs in found.values() for pair in pairs]
-        devices = {local(member[0]).device for member, _ in pairs}
+                found[kind_of(param)].append(((param, self.state[param], number), grad))
         if len(devices) > 1:
             raise ValueError(f"parameters lie on {devices}: give each device an optimizer of its own")
+        pairs = [pair for pairs in found.values() for pair in pairs]
         return [member for member, _ in pairs], [grad for _, grad in pairs]
 
     def step_in_torch(self, members: list[Any], gradients: list[Any]) -> None:
         """A step tensor by tensor: what CPUs run, and the same numbers as kernels compute."""
-        norm = torch.zeros((), dtype=torch.float64)
         # {clip_in_torch
+        norm = torch.zeros((), dtype=torch.float64, device=members[0][1]["step"].device)
         if any(group["max_grad_norm"] is not None for group in self.param_groups):
             mesh, counts = shares([param for param, _, _ in members])
-            squares = [
-                grad.double().square().sum() * count for grad, count in zip(gradients, counts) if grad is not None
-            ]
-            norm = torch.stack([norm.to(members[0][1]["step"].device), *squares]).sum()
-            self.grad_norm = norm = (norm if mesh is None else add_up(norm, mesh)).sqrt()
+            for grad, count in zip(gradients, counts):
+                norm += 0 if grad is None else grad.double().square().sum() * count
+            self.grad_norm = norm = add_up(norm, mesh).sqrt()
         # clip_in_torch}
+        # {formats_all
         running: list[Any] = []
+        # formats_all}
         for (param, state, number), grad in zip(members, gradients):
             if grad is None:
                 continue
@@ -604,19 +608,38 @@ class Ejected(torch.optim.Optimizer):
             group, part, kind = self.param_groups[number], local(param).detach(), KINDS[kind_of(param)]
             tensors = {**state, "param": part}
             given = {name: as_numbers(group[name]) for name in VALUES}
+            # {plain_values
+            given.update({name: local(tensors[name]).float() for name, *_ in kind.buffers})
+            # plain_values}
+            # {formats_values
             given.update({buffer.name: values_of(buffer, tensors, part.shape) for buffer in kind.buffers})
+            # formats_values}
+            # {scalar_values
             given.update({name: state[name].double() for name, _, _ in kind.scalars})
-            given.update(grad=grad.float(), step=state["step"].double(), shape=param.shape)
-            given["gradient_scale"] = gradient_scale(norm, group.get("max_grad_norm"))
+            # scalar_values}
+            given.update(grad=grad.float(), step=state["step"].double(), shape=param.shape, gradient_scale=1.0)
+            # {epsilon
             given["machine_epsilon"] = torch.finfo(part.dtype).eps
+            # epsilon}
+            # {clip_scale
+            if group["max_grad_norm"] not in (None, math.inf):
+                given["gradient_scale"] = torch.clamp(group["max_grad_norm"] / (norm + 1e-6), max=1.0)
+            # clip_scale}
             wanted = inspect.signature(kind.formula).parameters
             if part.numel():
                 results = kind.formula(**{name: given[name] for name in wanted})
+                # {plain_write
+                for name, values in results.items():
+                    local(tensors[name]).copy_(values)
+                # plain_write}
+                # {formats_after
                 running.append((kind, tensors, part.shape, results))
+                # formats_after}
         # {across_run
         combined = together([results for _, _, _, results in running])
         running = [(*one[:3], results) for one, results in zip(running, combined)]
         # across_run}
+        # {formats_keep
         for kind, tensors, shape, results in running:
             for buffer in kind.buffers:
                 if buffer.name in results:
@@ -624,40 +647,32 @@ class Ejected(torch.optim.Optimizer):
             for name, _, _ in kind.scalars:
                 if name in results:
                     tensors[name].copy_(results[name])
+        # formats_keep}
 
     def step_by_kernels(self, members: list[Any], gradients: list[Any]) -> None:
         """A step by a few launches over all tensors; the host waits for nothing."""
         if tl is None:
             load_triton()
-        known = [member for tables in self.tables or () for member in tables.members]
-        unchanged = len(known) == len(members) and all(
-            old[0] is new[0] and old[1] is new[1] and old[2] == new[2] for old, new in zip(known, members)
-        )
-        if not unchanged or any(
-            state[name] is not view for one in self.tables or () for state, name, view in one.views
-        ):
+        if self.known != identities(members):
             self.build(members)
-        assert self.tables is not None
         addresses = [0 if grad is None else grad.data_ptr() or 1 for grad in gradients]
         if addresses != self.addresses:
             self.addresses = addresses
-            self.grads.copy_(upload(addresses, torch.int64, self.grads.device))
+            self.grads.copy_(upload(self.grads.device, addresses))
+        assert self.tables is not None
         for tables in self.tables:
             tables.refresh(self.param_groups)
         # {clip_by_kernels
-        self.control[0] = 0.0
         if any(group["max_grad_norm"] is not None for group in self.param_groups):
-            mesh, (tile, step, warps), table, owners, partials, weights = self.norm
-            norm_tiles[(len(owners),)](self.grads, table, owners, partials, TILE=tile, STEP=step, num_warps=warps)
-            size = table[-1:]
-            if mesh is not None:
-                partials *= weights
-                total = torch.zeros(1, dtype=torch.float64, device=self.grads.device)
-                norm_total[(1,)](partials, size, total, BLOCK=8192, num_warps=32, enable_fp_fusion=False)
-                partials, size = add_up(total, mesh), torch.ones_like(size)
-            decide[(1,)](self.control, partials, size, BLOCK=8192, num_warps=32, enable_fp_fusion=False)
-            self.grad_norm = self.control[0].clone()
+            for tables in self.tables:
+                tables.launch("norm_tiles", "norm", tables.norm)
+            constants = {"ROOT": self.mesh is None, "BLOCK": 8192, "num_warps": 32, "enable_fp_fusion": False}
+            norm_total[(1,)](self.partials, self.tile_count, self.norm, **constants)
+            if self.mesh is not None:
+                add_up(self.norm, self.mesh).sqrt_()
+            self.grad_norm = self.norm[0].clone()
         # clip_by_kernels}
+        # {stages_launches
         for stage in range(max(len(tables.kind.stages) for tables in self.tables)):
             running = [tables for tables in self.tables if stage < len(tables.kind.stages)]
             for tables in running:
@@ -668,37 +683,41 @@ class Ejected(torch.optim.Optimizer):
             for tables in running:
                 for launch in tables.kind.stages[stage][1:]:
                     tables.launch(*launch)
+        # stages_launches}
+        # {single_launches
+        for tables in self.tables:
+            for launch in tables.kind.launches:
+                tables.launch(*launch)
+        # single_launches}
 
     def build(self, members: list[Any]) -> None:
         """Make the tables of these parameters."""
         device = local(members[0][0]).device
+        self.tables, self.addresses = [], list[int]()
         self.grads = torch.zeros(len(members), dtype=torch.int64, device=device)
-        self.addresses = []
-        # The norm, whether the step is skipped, one over a loss scale, unused, another limit, skipped steps.
-        self.control = torch.tensor([0.0, 0.0, 1.0, 0.0, math.inf, 0.0], dtype=torch.float64).to(device)
-        # {clip_build
-        lengths = [local(param).numel() for param, _, _ in members]
-        sizes = tile_shape(sum(lengths))
-        first, owners = tiles_of(lengths, sizes[0])
-        codes = [NORM_DTYPES.index(param.dtype) for param, _, _ in members]
-        table = [number for row in zip(lengths, first, codes) for number in row]
-        mesh, counts = shares([param for param, _, _ in members])
-        self.norm = (
-            mesh,
-            sizes,
-            upload([*table, len(owners)], torch.int64, device),
-            upload(owners, torch.int32, device),
-            torch.zeros(max(len(owners), 1), dtype=torch.float64, device=device),
-            upload([counts[owner] for owner in owners], torch.float64, device),
-        )
-        # clip_build}
-        self.tables, start = [], 0
-        kinds = [kind_of(param) for param, _, _ in members]
-        for name in dict.fromkeys(kinds):
-            stop = start + kinds.count(name)
-            own = Tables(KINDS[name], members[start:stop], self.grads[start:stop], self.control)
-            self.tables.append(own)
+        total = sum(local(param).numel() for param, _, _ in members)
+        # {clip_weights
+        self.mesh, counts = shares([param for param, _, _ in members])
+        weights = upload(device, counts, torch.float64)
+        # clip_weights}
+        start = 0
+        for name, kind in KINDS.items():
+            own = [member for member in members if kind_of(member[0]) == name]
+            stop = start + len(own)
+            if own:
+                self.tables.append(Tables(kind, own, self.grads[start:stop], total))
+                # {clip_weight
+                self.tables[-1].tables["weights"] = weights[start:stop]
+                # clip_weight}
             start = stop
+        # {clip_build
+        tiles = [tables.programs["norm"] for tables in self.tables]
+        self.partials = torch.zeros(sum(tiles), dtype=torch.float64, device=device)
+        self.norm, self.tile_count = self.partials.new_zeros(1), upload(device, [sum(tiles)])
+        for tables, partials in zip(self.tables, self.partials.split(tiles)):
+            tables.tables |= {"norm_partials": partials, "total_norm": self.norm}
+        # clip_build}
+        self.known = identities(members)
 
 
 # {across_combine

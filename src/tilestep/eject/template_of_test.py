@@ -48,7 +48,10 @@ class Float64:
         values = {}
         for buffer in kind.buffers:
             start = self.group.get(str(buffer.begins), buffer.begins)
+            shape: tuple[int, ...] = tuple(part.shape)
+            # {slice
             shape = ejected.shape_of(part.shape, buffer, 1)
+            # slice}
             is_param = start == "param" or buffer.name == "param"
             values[buffer.name] = part.clone() if is_param else torch.full(shape, float(start)).double()
         for name, start, _ in kind.scalars:
@@ -59,8 +62,11 @@ class Float64:
         """One step with these gradients."""
         self.count += 1
         grads = [grad.cpu().double() for grad in gradients]
+        scale: Any = 1.0
+        # {clip
         norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
-        scale = ejected.gradient_scale(norm, self.group.get("max_grad_norm"))
+        scale = torch.clamp(self.group["max_grad_norm"] / (norm + 1e-6), max=1.0)
+        # clip}
         results = []
         for kind, values, grad in zip(self.kinds, self.values, grads):
             given = {name: ejected.as_numbers(self.group[name]) for name in ejected.VALUES}
