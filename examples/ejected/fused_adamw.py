@@ -36,7 +36,6 @@ def load_triton() -> None:
     """Import Triton and compile the marked functions at their first launch."""
     import triton
     import triton.language
-
     from triton.language.extra import libdevice
 
     globals().update(tl=triton.language)

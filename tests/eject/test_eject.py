@@ -240,7 +240,7 @@ def test_files_are_formatted(tmp_path: Path) -> None:
         (tmp_path / f"module_{place}.py").write_text(ejected(request))
         (tmp_path / f"test_module_{place}.py").write_text(ejected_test(request, f"module_{place}"))
     config = ["--config", str(ROOT / "pyproject.toml")]
-    for words in (["format", "--diff", *config], ["check", "--select", "E9,F", *config]):
+    for words in (["format", "--diff", *config], ["check", "--select", "E9,F,I", *config]):
         done = subprocess.run([sys.executable, "-m", "ruff", *words, str(tmp_path)], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-3000:]
 

@@ -198,7 +198,8 @@ def _filled(template: str, regions: Mapping[str, str | bool]) -> str:
                 raise KeyError(f"the region {name} ends as {closes[1]}")
         elif all(wanted is True for _, wanted in inside):
             lines.append(line)
-    return re.sub(r"\n{3,}(?=    )", "\n\n", "\n".join(lines)).rstrip() + "\n"
+    text = re.sub(r"\n{3,}(?=    )", "\n\n", "\n".join(lines)).rstrip() + "\n"
+    return re.sub(r"\n+(?=    from triton)", "\n", text)
 
 
 def _parameters(functions: Iterable[Sequence[str]]) -> set[str]:
