@@ -48,7 +48,7 @@ test: $(READY)
 	OMP_WAIT_POLICY=passive $(if $(OPTIMIZED),TILESTEP_CXXFLAGS=) $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS) $(or $(TESTS),--ignore tests/frameworks)
 
 test-frameworks: $(READY)-frameworks
-	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS) tests/frameworks
+	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS) tests/frameworks
 
 fuzz: $(READY)
 	TILESTEP_FUZZ_SEEDS=$(or $(SEEDS),500) TILESTEP_FUZZ_FIRST=$(or $(FIRST),0) $(VENV)/bin/python -m pytest -o timeout=0 tests/fuzz $(ARGS)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
+pytestmark = pytest.mark.xdist_group("experts")  # one process starts the ranks, for all of these tests
 HAS_GPUS = torch.cuda.device_count() >= 2
 MAX_NORM = 0.05
 """Below every norm that there is: a clip that does not happen is seen."""
