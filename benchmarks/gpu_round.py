@@ -92,8 +92,10 @@ PARTS = [
         "later",
         1,
         120,
-        "tests/gpu/test_drop_in_gpu.py tests/gpu/test_elementwise_gpu.py tests/gpu/test_memory_gpu.py",
+        "tests/gpu/test_drop_in_gpu.py tests/gpu/test_elementwise_gpu.py tests/gpu/test_memory_gpu.py "
+        "tests/gpu/test_park_gpu.py",
     ),
+    _tests("eject", 1, 160, "tests/gpu/test_eject_gpu.py"),
     _tests("overlap", 1, 90, "tests/gpu/test_overlap_gpu.py tests/gpu/test_kept_gradients_gpu.py -m 'not two_gpus'"),
     Part("e2e", 1, 480, "benchmarks/bench.py e2e --mode both --compiled --seconds 460 --out {out}"),
     Part("shard-2", 2, 150, "benchmarks/shard_figures.py --ranks 2 --output {out}/shard-2.json"),

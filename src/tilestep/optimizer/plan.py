@@ -58,7 +58,7 @@ class StepPlan:
     def begin_states(self, optimizer: Optimizer, *, all_of_them: bool = False) -> None:
         """Let states that were made ahead begin again, with the values of parameters and groups at their first step."""
         begun = [share for share in self.ahead if all_of_them or share.holder.grad is not None]
-        initialize(optimizer, begun)
+        initialize(optimizer, begun, self.state)
         for share in begun:
             self.state[share.param].is_ahead = False
         self.ahead = [share for share in self.ahead if self.state[share.param].is_ahead]

@@ -524,14 +524,22 @@ def starts_of(rule: Rule, names: Iterable[str], dtype: torch.dtype, group: Mappi
 
 
 @torch.no_grad()
-def initialize(optimizer: Optimizer, shares: Iterable[Share] | None = None, *, again: bool = False) -> None:
+def initialize(
+    optimizer: Optimizer,
+    shares: Iterable[Share] | None = None,
+    states: Mapping[torch.Tensor, Any] | None = None,
+    *,
+    again: bool = False,
+) -> None:
     """Write the first values of states, by the parameters and groups as they are now.
 
     Only those of states that were made ahead of their first step; `again`: of all states but masters, and step counts.
+    A step gives `states` that it reads on the device: `optimizer.state` waits for updates that are still running.
     """
+    states = optimizer.state if states is None else states
     zeros: list[torch.Tensor] = []
     for share in shares_of(optimizer) if shares is None else shares:
-        state, param, rule = optimizer.state.get(share.param), share.holder, optimizer.rule_of(share.group)
+        state, param, rule = states.get(share.param), share.holder, optimizer.rule_of(share.group)
         if not (isinstance(state, ParameterState) and (again or state.is_ahead)):
             continue
         kept = {name: kept_in_blocks(state, name) for name in rule.state_names}
@@ -570,11 +578,13 @@ def _write(
         source = own if start.init == "param" else own.new_full((), _start(start, group), dtype=torch.float64)
     names = [name] if storage is None else [array.name for array in storage.arrays(name)]
     buffers = {key: as_real(local_part(state[key])) for key in names}
-    begun = buffers if fresh is None else {key: torch.empty_like(buffer) for key, buffer in buffers.items()}
-    if storage is None:
-        begun[name].copy_(source)
-    else:
+    if storage is not None:
+        begun = buffers if fresh is None else {key: torch.empty_like(buffer) for key, buffer in buffers.items()}
         stored_in(storage, begun, name, source.to(begun[names[0]].device), shape=param.shape)
+    elif fresh is None:
+        buffers[name].copy_(source)
+    else:
+        begun = {name: source.to(buffers[name].device, buffers[name].dtype)}
     if fresh is None:
         return
     for key, buffer in buffers.items():
