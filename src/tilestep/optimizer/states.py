@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..compat import distributed_like, is_zero_tensor, zero_all
-from ..devices import is_host, synchronize
+from ..devices import synchronize
 from ..errors import StateError
 from ..graph import Graph, never_negative
 from ..memory.memory import StateMemory
@@ -610,7 +610,7 @@ def fill_buffers(requests: BufferRequests, home: StateMemory) -> None:
             zeros.append(buffer)
         elif one.source is not None and one.blocks is None:
             # Many copies from page-locked memory run one after the other without the host.
-            arrives = is_host(one.source.device) and not is_host(buffer.device)
+            arrives = one.source.is_cpu and not buffer.is_cpu
             buffer.copy_(one.source, non_blocking=arrives)
             arriving.update({buffer.device} if arrives else ())
         else:
