@@ -557,7 +557,7 @@ def ejected_test(request: Request, module: str) -> str:
         "clip": request.clip,
         "torch": own is not None and not request.state_dtype,
     }
-    text = _filled(Path(__file__).with_name("template_of_test.py").read_text(), regions)
+    text = _filled(Path(__file__).with_name("template_for_tests.py").read_text(), regions)
     text = re.sub(_FOR_MYPY, "", text)
     imports = sorted([f"import {module} as ejected", "import pytest", "import torch"])
     text = text.replace("import pytest\nimport torch\n\nfrom . import template as ejected\n", "\n".join(imports) + "\n")

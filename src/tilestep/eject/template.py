@@ -161,8 +161,7 @@ def local(tensor: Any) -> Any:
 # {versions_of
 def version_of(param: Any) -> int:
     """How often a parameter was written to, as torch counts."""
-    read = torch.Tensor._version.__get__  # type: ignore[attr-defined]
-    return int(read(param) + read(local(param)))
+    return int(param._version + local(param)._version)
 
 
 # versions_of}
