@@ -174,6 +174,18 @@ def test_the_page_of_environment_variables_names_every_one_and_no_other() -> Non
     }
 
 
+def test_the_nine_concepts_are_where_the_page_says() -> None:
+    page = (ROOT / "docs" / "how-it-works.md").read_text()
+    rows = re.findall(r"^\| \*\w+\* \|.*\| `(\w+)` in `([\w./]+)` \|$", page, re.MULTILINE)
+    package = Path(tilestep.__file__).parent
+    missing = [
+        name
+        for name, path in rows
+        if not re.search(rf"^(class|def) {name}\b", (package / path).read_text(), re.MULTILINE)
+    ]
+    assert len(rows) == 9 and missing == []
+
+
 def test_the_table_of_folders_names_every_one_and_no_other() -> None:
     page = (ROOT / "docs" / "how-it-works.md").read_text()
     rows = re.findall(r"^\| (`.*?) \|", page[page.index("## Where things are") :], re.MULTILINE)
