@@ -21,7 +21,7 @@ import typer
 import tilestep
 from tilestep.bench.measure import Contender, measure
 from tilestep.bench.results import environment
-from tilestep.linalg import batches
+from tilestep.runtime import batches
 
 __all__ = ["SETS", "main"]
 

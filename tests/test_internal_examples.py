@@ -290,7 +290,7 @@ def of_linalg() -> None:
     tensor([[0., 1.],
             [1., 0.]])
 
-    >>> from tilestep.linalg.batches import elementwise
+    >>> from tilestep.runtime.batches import elementwise
     >>> elementwise("maximum", [torch.tensor([1.0, 5.0]), torch.tensor(3.0)])
     tensor([3., 5.])
     """

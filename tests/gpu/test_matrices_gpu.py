@@ -13,10 +13,11 @@ from iterations import JORDAN, NUMBERS, conditioned, exact
 from synchronization import no_synchronization
 
 import tilestep
-from tilestep.linalg import batches, orthogonal
+from tilestep.linalg import orthogonal
 from tilestep.linalg.coefficients import NAMES, flat, rows_of
 from tilestep.linalg.orthogonal import gram_newton_schulz, newton_schulz, takes
 from tilestep.linalg.symmetric import BLOCKS, Blocks, symmetric_product
+from tilestep.runtime import batches
 
 SHAPES = [(256, 256), (256, 768), (768, 256), (64, 64), (24, 40), (320, 1088), (256, 768)]
 

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tilestep
 from tilestep import StateError
 from tilestep.backends.eager import EagerPasses
-from tilestep.linalg.batches import StepBounds
 from tilestep.runtime import engine
+from tilestep.runtime.batches import StepBounds
 
 SHAPES = [(6, 7), (7, 6), (8, 8), (6, 7), (4, 4)]
 

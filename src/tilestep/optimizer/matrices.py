@@ -12,13 +12,13 @@ import torch
 from ..errors import GradientError, MatrixError
 from ..graph import Graph, combines, is_matrix_work, stacked
 from ..graph.partition import MatrixProgram
-from ..linalg.batches import work_of
 from ..linalg.views import Matrices, find_matrices, leading_dims
 from ..placement import Share, is_distributed, is_whole
 from ..placement.local import sharded_dims
 from ..rules import Rule
 from ..rules.protocol import MATRIX_OPTIONS
 from ..runtime import graph_for
+from ..runtime.batches import work_of
 from ..storage import Storage, codec_of
 from .parameters import Optimizer, name_in, shortened
 

@@ -16,10 +16,10 @@ import torch
 
 from ..backends.spec import total_traffic
 from ..describe import spec_for
-from ..linalg.batches import work_of
 from ..optimizer.masters import MasterWeights
 from ..optimizer.states import compute_dtype
 from ..rules import Rule
+from ..runtime.batches import work_of
 from ..schedules.zero.buckets import default_sizes
 
 ASSUMED = "assumed"  # how the source of a constant begins that was not measured

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..errors import CaptureError
-from ..linalg.batches import MatrixBatches, SkippedValues
+from .batches import MatrixBatches, SkippedValues
 from .passes import Passes
 
 PREPARE = "call optimizer.prepare_capture() before the capture"

@@ -10,7 +10,7 @@ import torch
 
 from ..backends.spec import KernelSpec, Output
 from ..backends.triton.launch import Launch
-from ..linalg.batches import MatrixBatches
+from .batches import MatrixBatches
 from .outputs import OutputTables
 from .segment import Segment, TileRange
 

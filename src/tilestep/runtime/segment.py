@@ -15,10 +15,10 @@ from ..compat import has_memory
 from ..errors import GradientError, StateError
 from ..graph import Program
 from ..graph.tracer import group_value
-from ..linalg.batches import Exchange
 from ..linalg.views import Matrices
 from ..storage import BLOCK, rows_of, stream_of
 from ..tensor_table import addresses_of
+from .batches import Exchange
 from .decision import clip_code
 from .kernel_cache import guards_hold
 

@@ -18,7 +18,7 @@ from ..garbage import without_collections
 from ..graph import SCALAR_LEVELS, MatrixPass, Value, evaluate
 from ..graph.partition import Condition, MatrixProgram
 from ..graph.tracer import group_value
-from .operations import MATRIX_OPERATIONS, Batch, Launch, MatrixSegment, matrices_at_once
+from ..linalg.operations import MATRIX_OPERATIONS, Batch, Launch, MatrixSegment, matrices_at_once
 
 LEAST_MATRICES = 32
 """Passes over fewer matrices are not recorded: a graph's workspace stays allocated between steps.
