@@ -49,7 +49,6 @@ CIRCLES: set[tuple[str, ...]] = set()
 
 UPWARD: set[tuple[str, str]] = {
     ("linalg.symmetric", "backends.triton.launch"),
-    ("placement.reduction", "runtime.segment"),
 }
 """Arrows against the layers that are still there."""
 

@@ -23,7 +23,6 @@ from ..placement import (
     MatrixExchange,
     ReductionGroup,
     Share,
-    SharedSums,
     checked_part,
     distribute,
     is_distributed,
@@ -42,6 +41,7 @@ from ..placement.local import (
 from ..rules import Rule
 from ..rules.protocol import MATRIX_OPTIONS
 from ..runtime import READABLE, DeviceEngine, Entry, JointNorm, grad_dtype, is_dense, kernel_spec, load_ahead
+from ..runtime.shared_sums import SharedSums
 from ..storage import entries_of
 from .control import DeviceControl
 from .groups import about_group, check_flags, deciding_keys

@@ -17,9 +17,10 @@ from ..compat import is_fake
 from ..devices import combined
 from ..errors import GradientError, StateError
 from ..memory.memory import StateMemory
-from ..placement import LocalGradients, ReductionGroup, Share, SharedSums
+from ..placement import LocalGradients, ReductionGroup, Share
 from ..runtime import DeviceEngine, JointNorm, Stale, StepInputs, pass_calls, run_marked
 from ..runtime.engine import CALL, Calls
+from ..runtime.shared_sums import SharedSums
 from ..stats import Reports
 from ..tensor_table import CHANGED, SAME, same_list
 from .masters import Masters

@@ -1,4 +1,4 @@
-"""Communication: reductions of numbers, collectives of buckets, reductions over tensors that ranks share."""
+"""Communication: reductions of numbers, collectives of buckets."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import math
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,12 +17,7 @@ import torch.distributed as dist
 from ..compat import gather_together, group_device_types, is_capturing, root_mesh
 from ..devices import is_host
 from ..errors import GradientError
-from .local import is_distributed, is_whole, sharded_dims, slices_here, spans_ranks
-
-if TYPE_CHECKING:
-    from ..graph import Value
-    from ..runtime.segment import Entry, Segment
-
+from .local import is_distributed
 
 # Their names until torch 2.12.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -431,129 +425,3 @@ def _gather_in(group: Any, value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values
-
-
-@dataclass
-class _Part:
-    """Numbers of one segment that ranks combine: reductions over its tensors, or over slices of them."""
-
-    # Ranks may have other slices each, one number a column, say, of parameters cut into rows; then every rank has a
-    # place for all of them.
-
-    numbers: torch.Tensor  # flat, where passes leave them
-    places: torch.Tensor  # int64[parts] on the device, those to combine
-    factors: torch.Tensor  # float64[parts] on the device: what they count, or the sign that makes extremes the largest
-    turns_back: bool  # whether the factors apply to results too
-    targets: torch.Tensor | None = None  # int64[parts] on the device, the place of each among all ranks' slices
-    count: int = 0  # how many slices all ranks have together
-
-    def values(self) -> torch.Tensor:
-        """What this rank has of them, float64[numbers], counted as its share."""
-        own = self.numbers.index_select(0, self.places).to(torch.float64) * self.factors
-        if self.targets is None:
-            return own
-        neutral = -torch.inf if self.turns_back else 0.0
-        return own.new_full((self.count,), neutral).index_copy_(0, self.targets, own)
-
-    def take(self, values: torch.Tensor) -> None:
-        """Replace them by what all ranks have together."""
-        values = values if self.targets is None else values.index_select(0, self.targets)
-        values = values * self.factors if self.turns_back else values
-        self.numbers.index_copy_(0, self.places, values.to(self.numbers.dtype))
-
-
-class SharedSums:
-    """Combines after each tile pass what it has summed up per tensor and slice: one all-reduce for all sums."""
-
-    def __init__(self, group: ReductionGroup, segments: Sequence[Segment]) -> None:
-        sharded = [segment for segment in segments if not all(is_whole(entry.handle) for entry in segment.entries)]
-        depth = max((len(segment.spec.program.tiles) for segment in sharded), default=0)
-        self._group = group
-        self._parts = [
-            [_parts_of(group, sharded, index, adds=adds) for adds in (True, False)] for index in range(depth)
-        ]
-
-    @property
-    def sends(self) -> bool:
-        """Whether there is something to combine."""
-        return any(parts for kinds in self._parts for parts in kinds)
-
-    def calls(self, index: int) -> list[partial[None]]:
-        """What lets every segment know the reductions over whole tensors that tile pass `index` has begun."""
-        if index >= len(self._parts):
-            return []
-        kinds = zip(self._parts[index], (self._group.add, self._group.largest))
-        return [partial(_combine, parts, reduce) for parts, reduce in kinds if parts]
-
-
-def _combine(parts: Sequence[_Part], reduce: Callable[[torch.Tensor], None]) -> None:
-    values = [part.values() for part in parts]
-    combined = torch.cat(values)
-    reduce(combined)
-    for part, result in zip(parts, combined.split([len(value) for value in values])):
-        part.take(result)
-
-
-def _parts_of(group: ReductionGroup, segments: Sequence[Segment], index: int, *, adds: bool) -> list[_Part]:
-    """What the passes of a stage leave in each segment that has such reductions: sums, or largest and smallest."""
-    parts: list[_Part] = []
-    for segment in segments:
-        program = segment.spec.program
-        tiles = [*program.slices_before(index), program.tiles[index]] if index < len(program.tiles) else []
-        passes = [tile for tile in tiles if tile is not None]
-        tensors = [(slot, value) for tile in passes for slot, value in tile.reductions if _adds(value) is adds]
-        slices = [(slot, value) for tile in passes for slot, value in tile.parts if _adds(value) is adds]
-        if (tensors or slices) and not segment.leaves_sums:
-            sharded = next(entry for entry in segment.entries if not is_whole(entry.handle))
-            raise GradientError(
-                f"{sharded.label} is sharded, and rule {program.graph.title} sums it up: that needs a C++ compiler, or "
-                "Triton on a GPU"
-            )
-        if tensors:
-            # What one rank has whole is in no segment of the others.
-            sums = segment.sums
-            listed = [
-                (place, entry, slot, value)
-                for place, entry in enumerate(segment.entries)
-                if not is_whole(entry.handle)
-                for slot, value in tensors
-            ]
-            places = torch.tensor([place * sums.shape[1] + slot for place, _, slot, _ in listed], device=sums.device)
-            factors = [_factor(group, entry, value) for _, entry, _, value in listed]
-            scale = torch.tensor(factors, dtype=torch.float64, device=sums.device)
-            parts.append(_Part(sums.view(-1), places, scale, not adds))
-        parts += [part for slot, value in slices if (part := _slice_part(group, segment, slot, value)) is not None]
-    return parts
-
-
-def _adds(reduction: Value) -> bool:
-    return reduction.operation == "reduce_sum"
-
-
-def _factor(group: ReductionGroup, entry: Entry, reduction: Value) -> float:
-    """What this rank's reduction counts; the sign that makes extremes the largest."""
-    if not _adds(reduction):
-        return 1.0 if reduction.operation == "reduce_amax" else -1.0
-    over = reduction.args[0].over
-    return group.share(entry.handle, over) if over and is_distributed(entry.handle) else entry.weight
-
-
-def _slice_part(group: ReductionGroup, segment: Segment, slot: int, reduction: Value) -> _Part | None:
-    assert reduction.over is not None
-    slots, starts = segment.slices_of(slot)
-    places: list[torch.Tensor] = []
-    targets: list[torch.Tensor] = []
-    factors: list[torch.Tensor] = []
-    count = 0
-    for entry, start, stop in zip(segment.entries, starts, starts[1:]):
-        if not spans_ranks(reduction, sharded_dims(entry.handle)):
-            continue
-        places.append(torch.arange(start, stop, device="cpu"))
-        targets.append(count + slices_here(entry.handle, reduction.over).cpu())
-        factor = _factor(group, entry, reduction)
-        factors.append(torch.full((stop - start,), factor, dtype=torch.float64, device="cpu"))
-        count += math.prod(size for dim, size in enumerate(entry.handle.shape) if dim not in range(*reduction.over))
-    if not count:
-        return None
-    where, scale, among = (torch.cat(numbers).to(slots.device) for numbers in (places, factors, targets))
-    return _Part(slots, where, scale, not _adds(reduction), among, count)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -26,10 +26,7 @@ from .norms import JointNorm, SharedNorm, norm_table
 from .overlaps import WrittenMemory
 from .passes import Passes
 from .segment import Entry, Segment
-
-if TYPE_CHECKING:
-    from ..placement import SharedSums
-
+from .shared_sums import SharedSums
 
 Calls = list[Sequence["partial[Any]"]]
 """The calls of a step, in order; a segment replaces those in its lists when its kernels are others."""

@@ -17,8 +17,9 @@ from ...optimizer.masters import MASTER_KEYS
 from ...optimizer.matrices import matrix_work, seen_by
 from ...optimizer.parameters import iter_params
 from ...optimizer.states import TRAINING
-from ...placement import Listed, Placement, Ranks, ReductionGroup, Share, SharedSums
+from ...placement import Listed, Placement, Ranks, ReductionGroup, Share
 from ...rules import Rule
+from ...runtime.shared_sums import SharedSums
 from ...storage import BLOCK, entries_before, entries_of, rows_of, shape_of_entries, states_in_blocks, values_of
 from .buckets import ALIGNMENT, Bucket, Division, Options, Slot, make_buckets, memory_order, view_of
 from .tensor_piece import ShardedTensorPiece
