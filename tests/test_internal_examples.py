@@ -14,7 +14,7 @@ def of_graph() -> None:
     [False, True]
 
     >>> import torch
-    >>> from tilestep.graph.analysis import displacement
+    >>> from tilestep.rules.compose import displacement
     >>> displacement(torch.tensor([3.0]), torch.tensor([1.0]))
     tensor([2.])
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import torch
-
 from .ir import Builder, Graph, Level, Value, ancestors
 from .lowering import LOWERINGS
 
@@ -105,21 +103,6 @@ def _mixed(value: Value, bounds: Mapping[int, Bounds]) -> Bounds | None:
                 ends = (bounds[id(begin)], bounds[id(way.args[0])])
                 return (min(low for low, _ in ends), max(high for _, high in ends))
     return None
-
-
-@torch.library.custom_op("tilestep::displacement", mutates_args=(), schema="(Tensor new, Tensor old) -> Tensor")
-def _displacement(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    return torch.where(new == old, 0.0, new - old)  # also where both are infinite
-
-
-@_displacement.register_fake
-def _(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    return new - old
-
-
-def displacement(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """`new - old`; in a kernel, what the rule added to `old`, without the rounding of adding and subtracting it."""
-    return _displacement(new, old)
 
 
 def difference(build: Builder, new: Value, old: Value) -> Value:

@@ -388,13 +388,25 @@ def _require_lr(label: str, rule: Rule) -> None:
         raise RuleError(f"{label}({rule.name}): the decay is scaled by lr, which the rule does not have")
 
 
+@torch.library.custom_op("tilestep::displacement", mutates_args=(), schema="(Tensor new, Tensor old) -> Tensor")
+def _displacement(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    return torch.where(new == old, 0.0, new - old)  # also where both are infinite
+
+
+@_displacement.register_fake
+def _(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    return new - old
+
+
+def displacement(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """`new - old`; in a kernel, what the rule added to `old`, without the rounding of adding and subtracting it."""
+    return _displacement(new, old)
+
+
 def _update(
     rule: Rule, param: Any, grad: Any, states: tuple[Any, ...], hyper: Mapping[str, Any]
 ) -> tuple[Any, tuple[Any, ...]]:
     """What the rule adds to the parameter, and its new states."""
-    # Imported here because the graph package imports the rules.
-    from ..graph.analysis import displacement
-
     # Copies, because a rule may work in place; in a kernel they cost nothing.
     moved, *states_after = rule(param.clone(), grad.clone(), *states, **hyper)
     return displacement(moved, param), tuple(states_after)
