@@ -79,7 +79,7 @@ def engine_of(make: Callable[[], Any], shape: Any) -> Any:
     """The engine that an optimizer would have on a GPU, in tiles of this shape; its tensors are on the CPU."""
     from tilestep.backends import registry
     from tilestep.backends.triton.run import TritonPasses
-    from tilestep.tuning import forced_shape
+    from tilestep.backends.tuning import forced_shape
 
     chosen, registry.passes_class = registry.passes_class, lambda device: TritonPasses
     try:

@@ -31,10 +31,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 import tilestep
 from tilestep import native
+from tilestep.backends.tuning import device_key
 from tilestep.bench.measure import Contender, measure
 from tilestep.bench.results import Group, Result, environment, print_result
 from tilestep.bench.sections import free
-from tilestep.tuning import device_key
 
 RESULTS = Path(__file__).parent / "results"
 CLIP, RATE = 1.0, 1e-4

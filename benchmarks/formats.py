@@ -40,8 +40,8 @@ import tilestep
 from tilestep import native
 from tilestep.backends.spec import total_traffic
 from tilestep.backends.triton import text as triton_text
+from tilestep.backends.tuning import TileShape, forced_shape
 from tilestep.graph import Builder, Value
-from tilestep.tuning import TileShape, forced_shape
 
 CHOICES: dict[str, dict[str, Any]] = {
     "float32 states": {"state_dtype": "float32"},

@@ -41,11 +41,11 @@ def main(
 def measure(seconds: float, rounds: int, kinds: str, rules: str, steps: bool, output: Path, quick: bool) -> None:
     """What `main` does, in a cache of its own."""
     from tilestep import Optimizer
+    from tilestep.backends.tuning import forced_shape
     from tilestep.bench.results import environment
     from tilestep.bench.sections import gpu_workloads, make_parameters
     from tilestep.bench.tune import KINDS, jobs, timed, tune
     from tilestep.rules import registry
-    from tilestep.tuning import forced_shape
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     listed = [

@@ -20,7 +20,7 @@ LAYERS = (
     ("errors", "_version", "devices"),
     ("compat", "cache"),
     ("rules", "graph", "linalg", "storage"),
-    ("backends", "native", "tuning", "schedule"),
+    ("backends", "native", "schedule"),
     (
         "tensor_table",
         "placement",
@@ -208,7 +208,7 @@ def test_few_ask_for_the_type_of_a_device() -> None:
     seen = {module: asked_devices(module) for module in trees() if asked_devices(module)}
     assert sum(map(len, seen.values())) <= 10, seen
     others = {module for module in seen if folder_of(module) not in BACKENDS}
-    assert others <= {"memory.offload", "placement.reduction", "tuning"}, seen
+    assert others <= {"memory.offload", "placement.reduction"}, seen
 
 
 def test_classes_stay_what_they_are() -> None:

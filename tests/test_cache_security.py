@@ -22,7 +22,8 @@ import pytest
 import torch
 
 import tilestep
-from tilestep import cache, tuning
+from tilestep import cache
+from tilestep.backends import tuning
 from tilestep.backends.cpp import compile
 from tilestep.backends.cpp.compile import load_library
 from tilestep.backends.triton import launch

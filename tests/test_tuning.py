@@ -12,11 +12,9 @@ import pytest
 import torch
 
 import tilestep
-from tilestep import cache, tuning
-from tilestep.bench import tune as tune_module
-from tilestep.bench.tune import KINDS, jobs, tune
-from tilestep.describe import spec_for
-from tilestep.tuning import (
+from tilestep import cache
+from tilestep.backends import tuning
+from tilestep.backends.tuning import (
     CANDIDATES,
     STAGED,
     TileShape,
@@ -27,6 +25,9 @@ from tilestep.tuning import (
     save_shapes,
     signature,
 )
+from tilestep.bench import tune as tune_module
+from tilestep.bench.tune import KINDS, jobs, tune
+from tilestep.describe import spec_for
 
 CPU = torch.device("cpu")
 

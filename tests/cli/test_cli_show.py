@@ -10,7 +10,8 @@ import pytest
 import typer
 
 import tilestep
-from tilestep import cache, cli, tuning
+from tilestep import cache, cli
+from tilestep.backends import tuning
 from tilestep.cli.arguments import load_rule, parse_settings
 from tilestep.describe import describe
 

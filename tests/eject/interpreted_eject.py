@@ -14,8 +14,8 @@ from format_rows import backend
 
 import tilestep
 from tilestep.backends.triton import support
+from tilestep.backends.tuning import TileShape, forced_shape
 from tilestep.eject import Request, ejected
-from tilestep.tuning import TileShape, forced_shape
 
 SHAPES = [(7,), (), (40, 70), (3, 5, 33), (600,), (0,)]
 

@@ -14,9 +14,9 @@ import tilestep
 from tilestep.backends import registry
 from tilestep.backends.triton import run
 from tilestep.backends.triton.run import TritonPasses
+from tilestep.backends.tuning import TileShape, forced_shape
 from tilestep.memory.offload import move_state
 from tilestep.memory.streaming import StreamedState
-from tilestep.tuning import TileShape, forced_shape
 
 
 def parameters(dtype: torch.dtype) -> list[torch.nn.Parameter]:

@@ -21,8 +21,8 @@ from rich.table import Table
 
 from .._version import __version__
 from ..backends.cpp.compile import compiler_version
+from ..backends.tuning import device_key
 from ..devices import has_streams
-from ..tuning import device_key
 from .measure import Row, Spread
 
 

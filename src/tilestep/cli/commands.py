@@ -533,9 +533,9 @@ def tune(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from ..backends.tuning import device_key
     from ..bench.tune import jobs, tiled_rules
     from ..bench.tune import tune as measured
-    from ..tuning import device_key
 
     # Triton prints the code of a compilation that Ctrl-C has ended, with a request to report it.
     console = Console(file=sys.stdout)

@@ -13,12 +13,12 @@ import torch
 from .._version import __version__
 from ..backends.spec import KernelSpec
 from ..backends.triton.run import tile_options
+from ..backends.tuning import default_shape
 from ..optimizer.groups import check_group
 from ..optimizer.masters import MasterWeights, check_choice, master_kind
 from ..optimizer.states import SHORTEST, SMALLEST, starts_of
 from ..rules import Interval, Rule
 from ..storage import Array, codec_of
-from ..tuning import default_shape
 from .formulas import codec_functions, condition, formula, helpers_of
 from .kernels import NORM, Helpers, constant_lines, flat, functions_of, merged, renamed
 from .kinds import SIZES, Kind, kinds_of

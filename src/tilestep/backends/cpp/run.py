@@ -17,8 +17,8 @@ from ...errors import BuildError
 from ...runtime.gradients import Stale
 from ...runtime.passes import Passes
 from ...runtime.segment import Block, Entry, Segment, SliceTables, TileRange
-from ...tuning import tile_shape
 from ..spec import KernelSpec, Output
+from ..tuning import tile_shape
 from . import source
 from .compile import load_library, user_flags, warn_of_failure, wide_vectors
 from .support import Launch, SliceLaunch, ViewTables

@@ -14,16 +14,15 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ._version import __version__
-from .cache import open_cached, update_cached
-from .devices import has_streams, is_host
-
-if TYPE_CHECKING:
-    from .backends.spec import KernelSpec
+from .._version import __version__
+from ..cache import open_cached, update_cached
+from ..devices import has_streams, is_host
+from ..storage import dtype_name, is_coarse
+from .spec import KernelSpec, total_traffic
 
 
 @dataclass(frozen=True)
@@ -77,9 +76,6 @@ _forced: ContextVar[TileShape | None] = ContextVar("forced_shape", default=None)
 
 def signature(spec: KernelSpec) -> str:
     """The properties on which the fastest shape depends: bytes moved, arrays' dtypes, sums over tiles, random bits."""
-    from .backends.spec import total_traffic
-    from .storage import dtype_name
-
     read, written = total_traffic(spec)
     dtypes = Counter(dtype_name(array.dtype) for array in [spec.grad, *spec.arrays])
     arrays = ", ".join(f"{count} {name}" for name, count in sorted(dtypes.items()))
@@ -99,8 +95,6 @@ def candidates(spec: KernelSpec, device: torch.device) -> tuple[TileShape, ...]:
 
 def default_shape(spec: KernelSpec | None, device_type: str) -> TileShape:
     """The shape where nothing was measured; on GPUs, what is fastest on an H200."""
-    from .storage import is_coarse
-
     if device_type == "cpu":
         return TileShape(16_384)
     wide = [] if spec is None else [array for array in (spec.grad, *spec.arrays) if array.dtype.itemsize > 2]
