@@ -15,10 +15,10 @@ from earlier import take_over
 from fresh_process import in_fresh_process
 
 import tilestep
-from tilestep.backends.triton.launch import build_threads
 from tilestep.bench.measure import Spread, spread, synchronize
 from tilestep.bench.results import Group, Result, Row, environment
 from tilestep.bench.sections import MAX_GRAD_NORM, OURS, Settings, peers, step_of
+from tilestep.triton_launch import build_threads
 
 __all__ = ["first_step", "run_compile"]
 

@@ -19,9 +19,9 @@ from scripts import run_function
 
 import tilestep
 from tilestep import cache
+from tilestep import triton_launch as launch
 from tilestep.backends.cpp import compile
 from tilestep.backends.cpp.compile import load_library
-from tilestep.backends.triton import launch
 from tilestep.cache import cache_directory, cached, content_key, find_cached
 from tilestep.errors import BuildError
 

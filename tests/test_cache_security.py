@@ -23,10 +23,10 @@ import torch
 
 import tilestep
 from tilestep import cache
+from tilestep import triton_launch as launch
 from tilestep.backends import tuning
 from tilestep.backends.cpp import compile
 from tilestep.backends.cpp.compile import load_library
-from tilestep.backends.triton import launch
 from tilestep.cache import cached, find_cached, open_cached, private_folder, publish
 from tilestep.errors import BuildError
 

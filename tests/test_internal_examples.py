@@ -88,7 +88,7 @@ def of_graph() -> None:
 def of_backends() -> None:
     """The package `backends`.
 
-    >>> from tilestep.backends.triton.launch import build_threads
+    >>> from tilestep.triton_launch import build_threads
     >>> 1 <= build_threads() <= 8
     True
 

@@ -17,8 +17,8 @@ from scripts import run_script
 from triton_assembler import require_launchers
 
 from tilestep import compat
-from tilestep.backends.triton import launch
-from tilestep.backends.triton.launch import Launcher, build_together
+from tilestep import triton_launch as launch
+from tilestep.triton_launch import Launcher, build_together
 
 SCRIPT = Path(__file__).with_name("built_together.py")
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from .. import triton_launch as launch
 from ..errors import BuildError
 from ..runtime.passes import Passes
 from .cpp.compile import warn_of_failure
 from .spec import KernelSpec
-from .triton import launch
 
 _interpreting = False
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..triton_launch import Launcher
 from .operations import Launch
 
 
@@ -102,8 +103,6 @@ def _launcher(
     device: torch.device,
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """A launcher for operands of these dtypes: what it has compiled for one reads another's bits wrongly."""
-    from ..backends.triton.launch import Launcher
-
     blocks = blocks or BLOCKS
     matrices = shape[0]
     is_tall = shape[2] == rows and shape[1] != rows

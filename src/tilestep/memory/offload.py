@@ -8,7 +8,6 @@ from typing import Literal, cast
 import torch
 
 from ..backends.cpp.compile import compiler
-from ..backends.triton.launch import available as triton_is_there
 from ..combinations import kind_of, refuse, wrappers_around
 from ..devices import is_host
 from ..errors import OffloadError
@@ -17,6 +16,7 @@ from ..optimizer.checkpoint import unchanged_on_error
 from ..optimizer.optimizer import resolve_optimizer
 from ..optimizer.parameters import iter_params
 from ..placement.local import local_part
+from ..triton_launch import available as triton_is_there
 from .copies import check_device
 from .host import HostState
 from .offloaded import InPlace, OffloadedOptimizer, OffloadedState

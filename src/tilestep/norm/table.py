@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..backends.triton.launch import Launch
 from ..devices import has_streams
+from ..triton_launch import Launch
 from .cpu_backend import CpuNorm, EagerNorm, cpu_norm
 from .triton_backend import TritonNorm
 

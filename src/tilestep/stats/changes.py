@@ -414,7 +414,7 @@ class _Run:
 
     def __init__(self, members: Sequence[_Tracked], device: torch.device) -> None:
         from ..backends.triton.changes import WORDS, count_changes, list_changes
-        from ..backends.triton.launch import Launcher
+        from ..triton_launch import Launcher
 
         self.members, self._device = list(members), device
         bits = members[0].bits

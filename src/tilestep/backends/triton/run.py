@@ -20,13 +20,13 @@ from ...runtime.decision import StepInputs
 from ...runtime.outputs import chunks_of
 from ...runtime.passes import Passes
 from ...runtime.segment import Entry, Segment, TileRange
+from ...triton_launch import EXACT, Launch, Launcher, build_together, load_module
 from ..decision import Decision, numbers_of
 from ..outputs import PassOutputs
 from ..spec import KernelSpec, Output, Tiles, cut_tiles
 from ..tuning import TileShape, tile_shape
 from . import source as triton_backend
 from .decision import decision_source
-from .launch import EXACT, Launch, Launcher, build_together, load_module
 from .slices import CudaSlices
 
 _SCALAR_BLOCK = 128

@@ -11,8 +11,8 @@ import torch
 
 from ...graph import TilePass
 from ...runtime.segment import Block, Entry, SliceTables, ViewTiles
+from ...triton_launch import EXACT, Launcher
 from ..spec import KernelSpec, tile_traffic
-from .launch import EXACT, Launcher
 from .source import FINISH_POINTERS, SLICE_POINTERS, STRIDED_POINTERS, slice_pointers
 
 Launch = tuple[Launcher, list[torch.Tensor]]

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from ...cache import cached, content_key, count_build, private_folder, publish, text_builder
-from ...compat import compile_together, direct_launch, replace_triton_hash, triton_hash
-from ...devices import has_streams
-from ...errors import BuildError
+from .cache import cached, content_key, count_build, private_folder, publish, text_builder
+from .compat import compile_together, direct_launch, replace_triton_hash, triton_hash
+from .devices import has_streams
+from .errors import BuildError
 
 
 def keep_triton_key() -> None:
