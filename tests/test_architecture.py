@@ -23,6 +23,7 @@ LAYERS = (
     ("backends", "native", "schedule"),
     (
         "tensor_table",
+        "host_memory",
         "placement",
         "combinations",
         "timeline",
@@ -37,7 +38,7 @@ LAYERS = (
         "backends.triton.slices",
     ),
     ("stats",),
-    ("optimizer", "memory.memory", "memory.copies", "memory.parking"),
+    ("optimizer",),
     ("amp", "schedules", "memory"),
     ("describe", "planning", "tracing", "checking", "eject"),
     ("bench", "cli", "integrations"),

@@ -568,16 +568,16 @@ def of_memory() -> None:
     >>> torch.equal(checksums([values]), before)
     False
 
-    >>> from tilestep.memory.copies import gigabytes
+    >>> from tilestep.host_memory import gigabytes
     >>> gigabytes(14.3e9), gigabytes(2_500)
     ('14.3 GB', '2.5 kB')
 
-    >>> from tilestep.memory.copies import available
+    >>> from tilestep.host_memory import available
     >>> available()[0] > 0
     True
 
     >>> import torch
-    >>> from tilestep.memory.copies import HostMemory
+    >>> from tilestep.host_memory import HostMemory
     >>> image = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
     >>> (copy,) = HostMemory(torch.device("cpu")).like([image], [torch.float64])
     >>> copy.dtype, copy.stride() == image.stride()

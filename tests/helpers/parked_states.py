@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from tilestep.compat import local_parts
-from tilestep.memory import parking
-from tilestep.memory.copies import HostMemory
-from tilestep.optimizer import states
+from tilestep.host_memory import HostMemory
+from tilestep.optimizer import parking, states
 
 
 class Device:

@@ -13,7 +13,8 @@ from offloaded_pairs import on_host, streamed
 from scripts import run_python
 
 import tilestep
-from tilestep.memory import copies, offload
+from tilestep import host_memory
+from tilestep.memory import offload
 from tilestep.memory.offload import move_state
 from tilestep.memory.offloaded import plan_for
 from tilestep.memory.streaming import StreamedState
@@ -115,8 +116,8 @@ def test_state_is_never_on_the_device_of_an_optimizer_that_is_made_for_it() -> N
 def limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: int, group: int | None = None) -> None:
     """A machine that has so many bytes, and a control group that leaves so many."""
     (tmp_path / "meminfo").write_text(f"MemTotal: 99999 kB\nMemAvailable: {system // 1024} kB\n")
-    monkeypatch.setattr(copies, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(copies, "_CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(host_memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host_memory, "_CONTROL_GROUP", tmp_path)
     if group is not None:
         (tmp_path / "memory.max").write_text(f"{group + 5000}\n")
         (tmp_path / "memory.current").write_text("8000\n")
@@ -157,7 +158,7 @@ SCRIPT = """
 import resource, torch, tilestep
 from tilestep.memory.offload import move_state
 from tilestep.memory.streaming import StreamedState
-from tilestep.memory import copies as memory
+from tilestep import host_memory as memory
 params = [torch.nn.Parameter(torch.ones(25_000_000))]
 optimizer = tilestep.SGD(params, lr=1.0)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tilestep.memory.copies import HostMemory
+from tilestep.host_memory import HostMemory
 from tilestep.memory.offloaded import HostCopies, Mirrors
 
 

@@ -1,1 +1,1 @@
-"""Where the bytes of state live: beside their parameters, or in host memory; one file a memory."""
+"""State in host memory, updated there or streamed to the device; one file a memory."""

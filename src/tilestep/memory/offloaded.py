@@ -15,8 +15,10 @@ from ..backends.spec import KernelSpec, pass_traffic, total_traffic
 from ..compat import ready
 from ..devices import is_host
 from ..errors import OffloadError
+from ..host_memory import HostMemory, gigabytes
 from ..optimizer import Optimizer
 from ..optimizer.build import spec_of
+from ..optimizer.memory import StateMemory
 from ..optimizer.optimizer import Attached, AttachedType
 from ..optimizer.parameters import shares_of
 from ..placement import Share, is_distributed
@@ -26,8 +28,7 @@ from ..runtime.passes import Passes
 from ..runtime.segment import TileRange, same_walk
 from ..timeline.side_stream import Event, Held, SideStream
 from ..timeline.timeline import Row, Timeline
-from .copies import HostMemory, check_device, gigabytes
-from .memory import StateMemory
+from .copies import check_device
 
 
 @dataclass(frozen=True)

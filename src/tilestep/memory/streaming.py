@@ -9,10 +9,11 @@ import torch
 from ..backends.spec import KernelSpec
 from ..devices import is_host
 from ..errors import OffloadError
+from ..host_memory import HostMemory
 from ..runtime import DeviceEngine, Entry
 from ..runtime.passes import Passes
 from ..timeline.side_stream import Event
-from .copies import HostMemory, cut_chunks, staged_view
+from .copies import cut_chunks, staged_view
 from .offloaded import ChunkedPasses, Mirror, Mirrors, StateOnHost, check_unchanged, moved_arrays, traffic_of
 
 

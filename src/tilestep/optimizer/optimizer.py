@@ -24,8 +24,6 @@ from ..compat import (
 )
 from ..errors import BuildInterrupted, did_you_mean
 from ..linalg import keeping_to, operations
-from ..memory.memory import StateMemory
-from ..memory.parking import Parking
 from ..placement import LOCAL, Placement, distribute, local_state
 from ..placement.local import as_real, copy_into, local_part
 from ..rules import Rule, registry
@@ -50,7 +48,9 @@ from .control import SkipPolicy, StepControl
 from .graphs import Graphs, require_checked, step_in_capture
 from .groups import about_group, check_group, current_value, fill_group, find_rule, without_defaults
 from .masters import MASTER_KEYS, Masters, MasterWeights, exact_values
+from .memory import StateMemory
 from .parameters import param_states, shares_of
+from .parking import Parking
 from .plan import StepPlan
 from .schedule import AT_STEP, Schedule
 from .states import (

@@ -19,7 +19,6 @@ from ..compat import distributed_like, is_zero_tensor, zero_all
 from ..devices import synchronize
 from ..errors import StateError
 from ..graph import Graph, never_negative
-from ..memory.memory import StateMemory
 from ..placement import Share
 from ..placement.local import as_real, is_distributed, local_part, sharded_dims
 from ..rules import Interval, Rule, State
@@ -45,6 +44,7 @@ from ..storage import (
 )
 from ..tensor_table import address_of
 from .masters import MASTER_KEYS, exact_values, master_kind, other_master
+from .memory import StateMemory
 from .parameters import Optimizer, iter_params, name_in, shares_of
 
 StateDtype = torch.dtype | str | Mapping[str, Any] | Callable[[str], Any] | None  # what `state_dtype` takes

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...memory.memory import StateMemory
 from ...optimizer import Optimizer
 from ...optimizer.build import graph_of
+from ...optimizer.memory import StateMemory
 from ...optimizer.parameters import iter_params
 from ...optimizer.states import StateTemplate, fill_buffers, initialize, storages
 from ...rules import Rule
