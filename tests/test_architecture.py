@@ -241,7 +241,7 @@ GONE = (
 )
 """Mechanisms that others have taken in."""
 
-MOST = {"wide classes": 9, "modules that ask for addresses": 7, "functions that C++ exports": 12}
+MOST = {"wide classes": 8, "modules that ask for addresses": 7, "functions that C++ exports": 12}
 """What a reader must hold. A change that adds a mechanism names the one it removes; these numbers only fall."""
 
 

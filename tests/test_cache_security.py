@@ -39,7 +39,7 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give fil
 
 def forget() -> None:
     cache.forget_directory()
-    tuning.forget_tables()
+    tuning.known_table.cache_clear()
     compile.compiler.cache_clear()
     compile.compiler_version.cache_clear()
 
@@ -258,11 +258,11 @@ def test_a_file_is_on_disk_before_it_has_its_name(directory: Path, monkeypatch: 
 def test_a_table_of_another_user_is_passed_over(directory: Path) -> None:
     cpu = torch.device("cpu")
     path = tuning.save_shapes(cpu, {"one": tuning.TileShape(4096)})
-    tuning.forget_tables()
+    tuning.known_table.cache_clear()
     assert tuning.known_table(tuning.device_key(cpu), "cpu")
     assert json.loads(path.read_text())["shapes"], "people may read and copy it"
     path.chmod(0o666)
-    tuning.forget_tables()
+    tuning.known_table.cache_clear()
     with pytest.warns(RuntimeWarning, match="others may write to it"):
         assert not tuning.known_table(tuning.device_key(cpu), "cpu")
 

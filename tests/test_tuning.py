@@ -36,10 +36,10 @@ CPU = torch.device("cpu")
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("TILESTEP_CACHE_DIR", str(tmp_path))
     cache.forget_directory()
-    tuning.forget_tables()
+    tuning.known_table.cache_clear()
     yield tmp_path
     cache.forget_directory()
-    tuning.forget_tables()
+    tuning.known_table.cache_clear()
 
 
 def spec_of(name: str, **kwargs: object) -> tuning.KernelSpec:
@@ -177,7 +177,7 @@ def test_a_table_that_cannot_be_right_is_passed_over(content: str) -> None:
     for word, meaning in words.items():
         content = content.replace(word, meaning)
     path.write_text(content)
-    tuning.forget_tables()
+    tuning.known_table.cache_clear()
     assert span_of(optimizer()) == default
     save_shapes(CPU, {signature(spec_of("AdamW")): TileShape(4096)})
     assert span_of(optimizer()) == 4096

@@ -175,10 +175,10 @@ def test_an_import_error_inside_the_module_is_not_hidden(tmp_path: Path, monkeyp
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("TILESTEP_CACHE_DIR", str(tmp_path))
     cache.forget_directory()
-    tuning.forget_tables()
+    tuning.known_table.cache_clear()
     yield tmp_path
     cache.forget_directory()
-    tuning.forget_tables()
+    tuning.known_table.cache_clear()
 
 
 def test_tune_prints_before_and_after_and_keeps_the_shapes(run: Run, own_cache: Path) -> None:

@@ -24,10 +24,10 @@ from tilestep.checking import check_rule
 def own_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TILESTEP_CACHE_DIR", str(tmp_path))
     cache.forget_directory()
-    tuning.forget_tables()
+    tuning.known_table.cache_clear()
     yield
     cache.forget_directory()
-    tuning.forget_tables()
+    tuning.known_table.cache_clear()
 
 
 NAMES = sorted(tilestep.registry)

@@ -49,14 +49,13 @@ class Names:
 
     def spelled(self, wanted: str) -> str:
         """The wanted name as an ASCII identifier that is no keyword and is not kept; Greek letters by their names."""
-        base = "".join(letter if letter.isascii() else _letter_name(letter) for letter in wanted)
+        names = {
+            letter: unicodedata.name(letter, "letter").split()[-1].lower() for letter in wanted if not letter.isascii()
+        }
+        base = "".join(names.get(letter, letter) for letter in wanted)
         base = "".join(letter if letter.isalnum() else "_" for letter in base) or "value"
         base = f"{base}_" if keyword.iskeyword(base) or base[0].isdigit() else base
         return f"{base}_" if self.is_kept(base) else base
-
-
-def _letter_name(letter: str) -> str:
-    return unicodedata.name(letter, "letter").split()[-1].lower()
 
 
 class Writer:

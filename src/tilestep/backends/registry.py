@@ -14,24 +14,19 @@ from ..runtime.passes import Passes
 from .cpp.compile import warn_of_failure
 from .spec import KernelSpec
 
-_interpreting = False
+interpreting = False
 
 
 def interpret_on_cpu() -> None:
     """Let the rest of this process run the GPU's code on CPU tensors; Triton must be in its interpreter."""
-    global _interpreting
+    global interpreting
     if not launch.available():
         raise BuildError("Triton is not installed")
     from triton import knobs
 
     if not knobs.runtime.interpret:
         raise BuildError("Triton is not in its interpreter: set TRITON_INTERPRET=1 before it is imported")
-    _interpreting = True
-
-
-def is_interpreting() -> bool:
-    """Whether the GPU's code runs on CPU tensors."""
-    return _interpreting
+    interpreting = True
 
 
 def _triton() -> type[Passes]:
@@ -58,7 +53,7 @@ BACKENDS: dict[str, Callable[[], type[Passes]]] = {"cuda": _triton, "cpu": _cpp}
 
 def passes_class(device: torch.device) -> type[Passes]:
     """The passes for tensors on a device; the eager ones if no kernels can be built for it."""
-    if _interpreting:
+    if interpreting:
         return _triton()
     backend = BACKENDS.get(device.type, _eager)
     return _eager() if backend is _triton and not launch.available() else backend()
@@ -70,7 +65,7 @@ def build_passes(device: torch.device, *args: object) -> Passes:
     try:
         return chosen(*args)
     except BuildError as error:
-        if device.type != "cpu" or _interpreting:
+        if device.type != "cpu" or interpreting:
             raise
         warn_of_failure(error)
         eager: Callable[..., Passes] = _eager()

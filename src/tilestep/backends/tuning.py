@@ -175,11 +175,6 @@ def known_table(device_name: str, device_type: str) -> Mapping[str, TileShape]:
         return _usable(_parsed(file.content), device_name, device_type)
 
 
-def forget_tables() -> None:
-    """Read the tables again at the next build."""
-    known_table.cache_clear()
-
-
 def _parsed(content: str | bytes) -> Any:
     try:
         return json.loads(content)
@@ -211,5 +206,5 @@ def save_shapes(device: torch.device, shapes: Mapping[str, TileShape]) -> Path:
         return json.dumps({"device": name, "tilestep": __version__, "shapes": stored}, indent=1) + "\n"
 
     path = update_cached(_file_name(name), merged)
-    forget_tables()
+    known_table.cache_clear()
     return path

@@ -118,8 +118,7 @@ class Peer:
     gpu_only: bool = False  # whether it has no CPU version
 
 
-def _torch_adamw(parameters: Sequence[Tensor], **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **options)
+_torch_adamw = partial(torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
 
 
 def _torch_compiled(parameters: Sequence[Tensor]) -> Any:
@@ -130,8 +129,7 @@ def _torch_compiled(parameters: Sequence[Tensor]) -> Any:
     return optimizer
 
 
-def _tilestep(parameters: Sequence[Tensor], **options: Any) -> Any:
-    return Optimizer(parameters, "AdamW", lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **options)
+_tilestep = partial(Optimizer, rule="AdamW", lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
 
 
 def _of_peer(parameters: Sequence[Tensor], module: str, name: str, **options: Any) -> Any:
@@ -228,16 +226,16 @@ def _norm_groups(workload: Workload, settings: Settings) -> list[Group]:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     read = sum(gradient.numel() * gradient.element_size() for gradient in gradients)
     norms = [
-        Contender("torch", lambda: torch.nn.utils.get_total_norm(gradients), read),
-        Contender(OURS, lambda: total_norm(gradients), read),
+        Contender("torch", partial(torch.nn.utils.get_total_norm, gradients), read),
+        Contender(OURS, partial(total_norm, gradients), read),
     ]
 
-    def enlarge() -> None:  # so that a clip has work to do in every call: after one they would be small enough
-        torch._foreach_mul_(gradients, 1.5)
+    # So that a clip has work to do in every call: after one they would be small enough.
+    enlarge = partial(torch._foreach_mul_, gradients, 1.5)
 
     clips = [
-        Contender("torch", lambda: torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM), 3 * read, enlarge),
-        Contender(OURS, lambda: clip_grad_norm_(parameters, MAX_GRAD_NORM), 3 * read, enlarge),
+        Contender("torch", partial(torch.nn.utils.clip_grad_norm_, parameters, MAX_GRAD_NORM), 3 * read, enlarge),
+        Contender(OURS, partial(clip_grad_norm_, parameters, MAX_GRAD_NORM), 3 * read, enlarge),
     ]
     reads = bandwidth.flat_reads(settings.device, settings.buffer_bytes)
     copy = bandwidth.copy(settings.device, settings.buffer_bytes)

@@ -82,10 +82,6 @@ def has_matrix_work(optimizer: Optimizer) -> bool:
     return any(segment.spec.program.matrices.passes for engine in engines for segment in engine.segments)
 
 
-def _spec(optimizer: Optimizer) -> KernelSpec:
-    return optimizer.fitting_plan(ahead=True).engines[0].segments[0].spec
-
-
 def tiled_rules() -> list[Rule]:
     """Every registered rule whose step is tile passes alone, without work on whole matrices."""
     parameter = torch.nn.Parameter(torch.ones(2, 2))
@@ -98,7 +94,7 @@ def jobs(rules: Iterable[Rule], device: torch.device) -> list[Job]:
     by_signature: dict[str, Job] = {}
     for rule in rules:
         for kind in KINDS:
-            spec = _spec(_optimizer(rule, kind, 0, device))
+            spec = _optimizer(rule, kind, 0, device).fitting_plan(ahead=True).engines[0].segments[0].spec
             name = signature(spec)
             by_signature.setdefault(name, Job(rule, kind, name, spec))
     return list(by_signature.values())

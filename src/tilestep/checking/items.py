@@ -507,9 +507,9 @@ def formats(subject: Subject, state_dtype: str) -> str:
 
 def sizes(subject: Subject) -> str:
     """Empty, single, odd and long tensors, and those around the size of a tile."""
-    from ..backends.registry import is_interpreting
+    from ..backends import registry
 
-    interpreted = is_host(subject.device) and is_interpreting()
+    interpreted = is_host(subject.device) and registry.interpreting
     shapes = subject.shapes(_MATRICES if subject.has_matrices else _SMALL_TILES if interpreted else _TILES)
     Training(subject, _parameters(subject, shapes=shapes)).run(1 if interpreted else 2)
     longest = max(math.prod(shape) for shape in shapes)

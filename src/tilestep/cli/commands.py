@@ -74,9 +74,7 @@ def bench(
     require_output(out)
     console = Console()
 
-    def say(line: str) -> None:
-        console.print(line, style="dim", markup=False)
-
+    say = partial(console.print, style="dim", markup=False)
     chosen = chosen_device(device)
     if not quick and wait():
         say("the C++ look at tensors is built: steps are measured as a training sees them after its first minute")

@@ -18,7 +18,7 @@ from ..optimizer.groups import check_group
 from ..optimizer.masters import MasterWeights, check_choice, master_kind
 from ..optimizer.states import SHORTEST, SMALLEST, starts_of
 from ..rules import Interval, Rule
-from ..storage import Array, codec_of
+from ..storage import Array, codec_of, dtype_name
 from .formulas import codec_functions, condition, formula, helpers_of
 from .kernels import NORM, Helpers, constant_lines, flat, functions_of, merged, renamed
 from .kinds import SIZES, Kind, kinds_of
@@ -78,7 +78,7 @@ class Request:
     def _name_kinds(self) -> None:
         for kind in self.kinds:
             alike = [other for other in self.kinds if other.dtype is kind.dtype]
-            name = _dtype(kind.dtype)
+            name = dtype_name(kind.dtype)
             if len({frozenset(other.dims) for other in alike}) > 1 and any(o.graph.reads_shape for o in alike):
                 name += f"_{min(kind.dims)}d"
             same = [other for other in alike if other.dims & kind.dims]
@@ -113,10 +113,6 @@ class Request:
 def _word(value: Any) -> str:
     text = str(value).replace(" ", "")
     return text.lower() if isinstance(value, bool) or value is None else text
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def ejected(request: Request) -> str:
@@ -210,7 +206,7 @@ def _parameters(functions: Iterable[Sequence[str]]) -> set[str]:
 def _header(request: Request) -> str:
     rule = request.rule
     about = (inspect.cleandoc(rule.__doc__ or rule.name)).splitlines()[0].rstrip(".")
-    kept = " and ".join(_dtype(dtype) for dtype in request.dtypes)
+    kept = " and ".join(dtype_name(dtype) for dtype in request.dtypes)
     return f'''# Made by tilestep {__version__}:
 #     {request.command}
 # Make it anew instead of changing it. It needs torch, and Triton where parameters are on a GPU; not tilestep.
@@ -251,7 +247,7 @@ def _settings(request: Request) -> str:
 
 def _master_key(kind: Kind, group: Mapping[str, Any]) -> str:
     master = master_kind(kind.dtype, group)
-    return "" if master is None or master.sees_writes else master.key
+    return "" if master is None or master.begins_as_parameter else master.key
 
 
 def _literal(value: Any) -> str:
@@ -408,7 +404,7 @@ def _kind_of(request: Request) -> list[str]:
                 continue
             sizes = own.setdefault(dims, {}) if by_dims else own
             sizes.update(dict.fromkeys(sorted(kind.sizes), kind.name))
-    dtypes = " and ".join(_dtype(dtype) for dtype in request.dtypes)
+    dtypes = " and ".join(dtype_name(dtype) for dtype in request.dtypes)
     lines = [
         f"BY_SHAPE: dict[Any, Any] = {_literal(tree)}",
         "",
@@ -464,15 +460,12 @@ def _check(request: Request) -> list[str]:
         '            raise ValueError(f"Invalid {name}: {group[name]}")',
     ]
     for guard in dict.fromkeys(condition(guard) for kind in request.kinds for guard in kind.graph.guards):
+        words = re.sub(r'group\["(\w+)"\]', r"\1", guard)
         lines += [
             f"    if not ({guard}):",
-            f"        raise ValueError('this file was made for {_words(guard)}; make another: {again} NAME=VALUE')",
+            f"        raise ValueError('this file was made for {words}; make another: {again} NAME=VALUE')",
         ]
     return lines
-
-
-def _words(guard: str) -> str:
-    return re.sub(r'group\["(\w+)"\]', r"\1", guard)
 
 
 def _range(rule: Rule, name: str, value: Any) -> str:

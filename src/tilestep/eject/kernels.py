@@ -87,13 +87,10 @@ def _without_unused(lines: Sequence[str]) -> list[str]:
     """A function without the names that it only assigns."""
     if len(lines) == 2:
         return [*lines, "    pass"]
-    read = {node.id for node in ast.walk(ast.parse("\n".join(lines))) if isinstance(node, ast.Name) and _is_load(node)}
+    named = [node for node in ast.walk(ast.parse("\n".join(lines))) if isinstance(node, ast.Name)]
+    read = {node.id for node in named if isinstance(node.ctx, ast.Load)}
     kept = [line for line in lines if (name := re.match(r"\s+(\w+) = ", line)) is None or name[1] in read]
     return kept if len(kept) == len(lines) else _without_unused(kept)
-
-
-def _is_load(node: ast.Name) -> bool:
-    return isinstance(node.ctx, ast.Load)
 
 
 def renamed(lines: Iterable[str], names: dict[str, str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,20 +108,14 @@ def _truth(build: Builder, item: Any) -> Value:
     return value if value.is_bool else build.apply("ne", value, build.constant(0.0))
 
 
-def _numeric(operation: str) -> Lowering:
+def _numeric(operation: str, taken: Callable[[Builder, Any], Value] = _number) -> Lowering:
     def lower(build: Builder, *args: Any) -> Value:
-        return build.apply(operation, *(_number(build, arg) for arg in args))
+        return build.apply(operation, *(taken(build, arg) for arg in args))
 
     return lower
 
 
-def _logical(operation: str) -> Lowering:
-    def lower(build: Builder, *args: Any) -> Value:
-        return build.apply(operation, *(_truth(build, arg) for arg in args))
-
-    return lower
-
-
+_logical = partial(_numeric, taken=_truth)
 _add, _sub, _mul, _div, _pow = (_numeric(name) for name in ("add", "sub", "mul", "div", "pow"))
 _maximum, _minimum = _numeric("maximum"), _numeric("minimum")
 
@@ -455,8 +450,8 @@ LOWERINGS: dict[str, Lowering] = {
         build, base, _scaled(build, _div(build, left, right), value)
     ),
     "clamp": _lower_clamp,
-    "clamp_min": lambda build, value, low: _maximum(build, value, low),
-    "clamp_max": lambda build, value, high: _minimum(build, value, high),
+    "clamp_min": _maximum,
+    "clamp_max": _minimum,
     "where": _lower_where,
     "masked_fill": lambda build, value, mask, fill: _lower_where(build, mask, fill, value),
     "isfinite": lambda build, value: build.apply(

@@ -373,15 +373,11 @@ class Recorder(TensorDispatch):
             return self.values[id(tensor)]
         if isinstance(tensor, torch.Tensor):
             self.refused = RuleError(
-                f"{self.location()}: the rule uses a tensor of shape {tuple(tensor.shape)} that is neither a state "
+                f"{rule_place().line}: the rule uses a tensor of shape {tuple(tensor.shape)} that is neither a state "
                 "buffer nor computed from one (or a view of one written to since); make it a state or a hyperparameter"
             )
             raise self.refused
         return self.build.constant(tensor)
-
-    def location(self) -> str:
-        """The rule author's file and line that is running."""
-        return rule_place().line
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -474,7 +470,7 @@ class Recorder(TensorDispatch):
 
     def unsupported(self, what: str, instead: str = ALTERNATIVE) -> RuleError:
         """The error for an operation that cannot be translated, with what works instead."""
-        self.refused = RuleError(f"{self.location()}: in {self.title}: {what}; {instead}")
+        self.refused = RuleError(f"{rule_place().line}: in {self.title}: {what}; {instead}")
         return self.refused
 
     def read_error(self, tensor: Any) -> RuleError:
@@ -491,7 +487,7 @@ class Recorder(TensorDispatch):
             functions = [key for key, value in self.hyperparameters.items() if changes(value)]
             if functions:
                 what += f" ({' and '.join(functions)} being given as a function of it)"
-        return RuleError(f"{self.location()}: in {self.title}: {what}; use torch.where instead of if")
+        return RuleError(f"{rule_place().line}: in {self.title}: {what}; use torch.where instead of if")
 
     def branch(self, tensor: Any) -> bool:
         """Decide an `if` of the rule on its hyperparameters and sizes, and remember the decision as a guard."""

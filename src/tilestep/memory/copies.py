@@ -42,10 +42,6 @@ class Run:
         empty = torch.empty(0, dtype=torch.uint8, device="cpu")
         return empty.set_(self.storage, self.start, (self.stop - self.start,), (1,))
 
-    def inside(self, memory: torch.Tensor) -> torch.Tensor:
-        """The bytes in a buffer, uint8."""
-        return memory[self.place : self.place + self.stop - self.start]
-
     def extend(self, storage: torch.UntypedStorage, start: int, length: int) -> bool:
         """Extend the run over bytes that follow closely in memory; returns whether they do."""
         if address_of(storage) != address_of(self.storage) or not 0 <= start - self.stop < ALIGNMENT:

@@ -196,4 +196,6 @@ class StreamedUpdate(ChunkedPasses):
     def _copied(self, names: Sequence[str], position: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Pairs of memory of a chunk's arrays, in its buffer and on the host."""
         memory, runs = self._buffer(position).memory, self.chunks[position].runs
-        return [(run.inside(memory), run.host) for name in names for run in runs[name]]
+        return [
+            (memory[run.place : run.place + run.stop - run.start], run.host) for name in names for run in runs[name]
+        ]

@@ -77,7 +77,9 @@ class Masters:
     ) -> None:
         kinds = [(param, master_kind(param.dtype, group), state) for param, group, state in members]
         self._members = [
-            (param, kind, state[kind.key]) for param, kind, state in kinds if kind is not None and not kind.sees_writes
+            (param, kind, state[kind.key])
+            for param, kind, state in kinds
+            if kind is not None and not kind.begins_as_parameter
         ]
         self.writes = Writes([one[0] for one in self._members], [id(buffer) in fresh for _, _, buffer in self._members])
 

@@ -193,7 +193,7 @@ class Optimizer(torch.optim.Optimizer):
         if self.reports is None and (stats is not None or track_changes is not False):
             self.reports = Reports(stats, track_changes)
         self.attached = () if self.reports is None else self.reports.attached
-        self._plan: StepPlan | None = None
+        self.plan: StepPlan | None = None  # of steps, once there is one
         self._masters: Masters | None = None
         self.graphs, self.memory = Graphs(), StateMemory()
         self.is_evaluating = self._ready = False
@@ -218,8 +218,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def take_memory(self, memory: StateMemory) -> None:
         """Move all state to another memory, and make a plan for it."""
-        if self._plan is not None:
-            self._plan.sync_masters()
+        if self.plan is not None:
+            self.plan.sync_masters()
         self.memory = memory
         self._make_plan(ahead=True)
 
@@ -385,14 +385,14 @@ class Optimizer(torch.optim.Optimizer):
     def _make_plan(self, *, ahead: bool) -> StepPlan:
         """Make a plan, and missing state, for the present parameters; see `build_plan`."""
         # State that an evaluation under inference_mode makes must be writable in steps.
-        if self._plan is not None:
-            self._plan.require_unbroken()
+        if self.plan is not None:
+            self.plan.require_unbroken()
         with torch.inference_mode(False), torch.no_grad(), self.schedule.making_plan():
             self.drop_plan()
             self.control.flat_part = flat_part(self)
             self.control.take_number(self.param_groups)
             with keeping_to(self.workspace_limit):
-                self._plan = plan = build_plan(self, ahead=ahead)
+                self.plan = plan = build_plan(self, ahead=ahead)
             self.placement.take_part(plan)
             plan.masters.carry(self._masters)
             if self.reports is not None:
@@ -401,19 +401,14 @@ class Optimizer(torch.optim.Optimizer):
             self.control.carry_to(plan.engines)
             return plan
 
-    @property
-    def plan(self) -> StepPlan | None:
-        """The plan of steps, once there is one."""
-        return self._plan
-
     def drop_plan(self) -> None:
         """Drop the plan; graphs that read its tables are stale."""
-        self.graphs = self.graphs.without(self._plan)
-        self._plan = None
+        self.graphs = self.graphs.without(self.plan)
+        self.plan = None
 
     def fitting_plan(self, *, ahead: bool = False) -> StepPlan:
         """The plan, built anew if groups, parameters or states have changed; see `StepPlan.fit` and `build_plan`."""
-        plan = self._plan
+        plan = self.plan
         fits = plan is not None and plan.fit(self) and not (ahead and plan.leaves_out_training)
         return plan if fits and plan is not None else self.rebuild(ahead=ahead)
 
@@ -473,7 +468,7 @@ class Optimizer(torch.optim.Optimizer):
             >>> optimizer.grad_norm
             tensor(5.)
         """
-        if not self.control.history.has_norm and (self._plan is None or self._plan.engines):
+        if not self.control.history.has_norm and (self.plan is None or self.plan.engines):
             raise RuntimeError(
                 "grad_norm: the norm has not been computed; make the optimizer with "
                 "track_grad_norm=True, or with max_grad_norm, and call step() first"
@@ -510,8 +505,8 @@ class Optimizer(torch.optim.Optimizer):
         """The gradients' sum of squares as a step computes it, float64[1]; `prepared` if the plan is up to date."""
         if not prepared:
             self.schedule.complete_gradients(self)
-        if prepared and self._plan is not None:
-            return self.control.power_sum(self._plan)
+        if prepared and self.plan is not None:
+            return self.control.power_sum(self.plan)
         plan = self.prepared()
         total = self.control.power_sum(plan)
         plan.release()
@@ -586,7 +581,7 @@ class Optimizer(torch.optim.Optimizer):
         if self.reports is None:
             raise RuntimeError("first_nonfinite: make the optimizer with stats=tilestep.Stats(every=...)")
         params = [param for group in self.param_groups for param in group["params"]]
-        sharers = self.placement.sharers(params) if self._plan is None else self._plan.sharers
+        sharers = self.placement.sharers(params) if self.plan is None else self.plan.sharers
         return self.reports.first_nonfinite(self.param_groups, self._present_gradients, sharers)
 
     @torch.no_grad()
@@ -640,7 +635,7 @@ class Optimizer(torch.optim.Optimizer):
         return self.schedule.unscale(self, unscale, *args, **kwargs)
 
     def _current_plan(self) -> StepPlan:
-        return self._plan or self.rebuild(ahead=True)
+        return self.plan or self.rebuild(ahead=True)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any:
@@ -699,7 +694,7 @@ class Optimizer(torch.optim.Optimizer):
 
         `unmoved` says that no tensor has moved or been written to since the last step; versions are not counted then.
         """
-        plan = self._plan
+        plan = self.plan
         if self.is_evaluating:
             raise RuntimeError("the parameters hold the weights to evaluate: call train() before step()")
         if not unmoved and is_capturing():
@@ -726,7 +721,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def prepared(self) -> StepPlan:
         """A plan that is up to date."""
-        plan = self._plan
+        plan = self.plan
         if plan is not None:
             try:
                 plan.refresh(optimizer=self)
@@ -806,7 +801,7 @@ class Optimizer(torch.optim.Optimizer):
             swap_out_averages(self)
             self.is_evaluating = False
         elif not mode and keeps_averages(self):
-            if self.state and self._plan is None:
+            if self.state and self.plan is None:
                 self.rebuild()
             try:
                 swap_in_averages(self)
@@ -883,15 +878,15 @@ class Optimizer(torch.optim.Optimizer):
         if not self.attached:
             begin_at_once(self)
         initialize(self)
-        if self._plan is not None:
-            if self._plan.broken_by:
+        if self.plan is not None:
+            if self.plan.broken_by:
                 warnings.warn(
-                    f"state_dict(): {self._plan.broken_by} has interrupted a step between two of its passes, and the "
+                    f"state_dict(): {self.plan.broken_by} has interrupted a step between two of its passes, and the "
                     "checkpoint has what is there: some numbers of after the step, others of before",
                     stacklevel=3,
                 )
             # Masters of parameters that other code has written to are saved as the next step would read them.
-            self._plan.sync_masters()
+            self.plan.sync_masters()
         with states_of_groups(self):
             state_dict = super().state_dict()
         if isinstance(state_dict.get("state"), dict):
@@ -958,10 +953,10 @@ class Optimizer(torch.optim.Optimizer):
     def _settle_states(self) -> None:
         """Have states show all updates, and what other code has written to parameters."""
         self.schedule.settle_everywhere()
-        if self._plan is not None:
-            self._plan.require_unbroken()
-            self._plan.sync_masters()
-            self._plan.record_versions()
+        if self.plan is not None:
+            self.plan.require_unbroken()
+            self.plan.sync_masters()
+            self.plan.record_versions()
 
     @opaque
     def park(self) -> None:
@@ -996,7 +991,7 @@ class Optimizer(torch.optim.Optimizer):
         parking = self._parking or Parking()
         if move_states(self, parking.take):
             # Graphs that check themselves before replays need no tables any more.
-            self._parking, self.graphs, self._plan = parking, Graphs(), None
+            self._parking, self.graphs, self.plan = parking, Graphs(), None
             if self._masters is not None:
                 self._masters.forget_buffers()
             if self.reports is not None:
@@ -1014,16 +1009,16 @@ class Optimizer(torch.optim.Optimizer):
             >>> def wake(optimizer: tilestep.Optimizer) -> None:
             ...     optimizer.unpark()  # before the first step, which does it too
         """
-        if self._parking is not None and self._plan is None:
+        if self._parking is not None and self.plan is None:
             self.rebuild()
 
     def __getstate__(self) -> dict[str, Any]:
         joint = "an optimizer that shares its norm cannot be copied or pickled: save its state_dict()"
         if reason := self.schedule.not_copied or self.memory.not_copied or joint * (self.control.joint is not None):
             raise TypeError(reason)
-        if self._plan is not None:
+        if self.plan is not None:
             # As in a checkpoint: a copy does not know which parameters other code has written to.
-            self._plan.sync_masters()
+            self.plan.sync_masters()
         return {
             **super().__getstate__(),
             "_rule": self._rule,
@@ -1044,7 +1039,7 @@ class Optimizer(torch.optim.Optimizer):
                 self.reports.watch(group["params"])
         if "_rule" in state:
             self._ready = True
-            self._plan = self._masters = None
+            self.plan = self._masters = None
             self.memory = StateMemory()
             self.held = held_averages(self)
             self.is_evaluating = bool(self.held)

@@ -248,7 +248,9 @@ class Bucket:
         """
         received = memory.new_empty(len(self._arriving))
         if self._everywhere:
-            work = all_gather_flat(_bytes(received), _bytes(memory), group=self._group, async_op=True)
+            work = all_gather_flat(
+                received.view(torch.uint8), memory.view(torch.uint8), group=self._group, async_op=True
+            )
         else:
             if self._leaving.sizes != self._here.sizes:
                 here = {run.places[0]: parts for run, _, parts in self._here.parts(memory)}
@@ -276,7 +278,9 @@ class Bucket:
     def _exchanged(self, received: torch.Tensor, arriving: _Message, sent: torch.Tensor, leaving: _Message) -> Any:
         width = sent.dtype.itemsize
         come, go = ([size * width for size in message.sizes] for message in (arriving, leaving))
-        return dist.all_to_all_single(_bytes(received), _bytes(sent), come, go, group=self._group, async_op=True)
+        return dist.all_to_all_single(
+            received.view(torch.uint8), sent.view(torch.uint8), come, go, group=self._group, async_op=True
+        )
 
 
 def _pairs(wholes: Mapping[int, torch.Tensor], message: _Message, memory: torch.Tensor) -> list[list[torch.Tensor]]:
@@ -284,7 +288,3 @@ def _pairs(wholes: Mapping[int, torch.Tensor], message: _Message, memory: torch.
     parts = list(message.parts(memory))
     inside = [wholes[run.places[0]][(slice(None), *bounds)] for run, bounds, _ in parts]
     return [inside, [own for _, _, own in parts]]
-
-
-def _bytes(memory: torch.Tensor) -> torch.Tensor:
-    return memory.view(torch.uint8)  # which every backend sends

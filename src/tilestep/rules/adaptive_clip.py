@@ -66,11 +66,6 @@ class AdaGC:
         return rule if self.numbers.keys() <= rule.hyperparameters.keys() else _clipped(rule)
 
 
-@functools.lru_cache(maxsize=64)
-def _clipped(rule: Rule) -> Rule:
-    return adaptive_clip(rule)
-
-
 def adaptive_clip(rule: Rule, rel: float = 1.05, limit: float = 1.0, decay: float = 0.98, warmup: int = 100) -> Rule:
     """Clip each tensor's gradient to a multiple of the mean of its previous norms, before the rule.
 
@@ -144,3 +139,6 @@ def adaptive_clip(rule: Rule, rel: float = 1.05, limit: float = 1.0, decay: floa
         },
         uses_step=True,
     )
+
+
+_clipped = functools.lru_cache(maxsize=64)(adaptive_clip)

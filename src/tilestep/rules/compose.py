@@ -389,18 +389,14 @@ def _require_lr(label: str, rule: Rule) -> None:
 
 
 @torch.library.custom_op("tilestep::displacement", mutates_args=(), schema="(Tensor new, Tensor old) -> Tensor")
-def _displacement(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+def displacement(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """`new - old`; in a kernel, what the rule added to `old`, without the rounding of adding and subtracting it."""
     return torch.where(new == old, 0.0, new - old)  # also where both are infinite
 
 
-@_displacement.register_fake
+@displacement.register_fake
 def _(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     return new - old
-
-
-def displacement(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """`new - old`; in a kernel, what the rule added to `old`, without the rounding of adding and subtracting it."""
-    return _displacement(new, old)
 
 
 def _update(

@@ -32,16 +32,13 @@ class JointNorm:
         self._norm = SharedNorm(device, entries)
         self._power_sum = torch.zeros(1, dtype=torch.float64, device=device)
 
-    def _addresses(self) -> torch.Tensor:
-        return torch.cat(self._grads)[self._order]
-
     def norm(self) -> torch.Tensor:
         """As `DeviceEngine.norm`."""
-        return self._norm.launch(self._addresses(), self._power_sum)
+        return self._norm.launch(torch.cat(self._grads)[self._order], self._power_sum)
 
     def norm_partials(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """As `DeviceEngine.norm_partials`."""
-        return self._norm.tables[0].launch_tiles(self._addresses())
+        return self._norm.tables[0].launch_tiles(torch.cat(self._grads)[self._order])
 
 
 class SharedNorm:

@@ -174,10 +174,6 @@ class SliceTables:
         self.most_tiles = max((len(view.tile_tensor) for view in self.views), default=0)
         self._slices = slices
 
-    def starts_of(self, slot: int) -> list[int]:
-        """Where each tensor's slices begin in a slot's array, and where the last one's end."""
-        return self.starts[self._slices.kinds.index(self._slices.overs[slot])].tolist()
-
     def part_counts(self, program: Program) -> list[int]:
         """For each slot, the parts that tiles leave of it; 0 for one that is not the result of a reduction."""
         counts = [0] * len(self._slices.overs)
@@ -405,7 +401,9 @@ class Segment:
     def slices_of(self, slot: int) -> tuple[torch.Tensor, list[int]]:
         """The slices in a slot; where each tensor's begin, and where the last one's end."""
         assert self.slices is not None
-        return self.slices.slot(slot), self.slices.tables.starts_of(slot)
+        own = self.spec.program.slices
+        starts = self.slices.tables.starts[own.kinds.index(own.overs[slot])]
+        return self.slices.slot(slot), starts.tolist()
 
     def adopt_scalars(self) -> None:
         """Take the entries' step counts and scalar states into the flat arrays and give back views of them."""

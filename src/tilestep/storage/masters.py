@@ -19,17 +19,13 @@ class MasterFormat:
     key: str  # the buffer's key in the state
     dtypes: tuple[torch.dtype, ...]  # of the parameters that can be kept so
     storage: Callable[[torch.dtype], Storage]  # of a parameter and its buffer, by the parameter's dtype
-    begins_as_parameter: bool  # whether the buffer begins with the parameter's values; else with zeros
+    begins_as_parameter: bool
+    """Whether the buffer begins with the parameter's values, and shows writes of other code; else with zeros."""
 
     @property
     def dtype(self) -> torch.dtype:
         """The buffer's dtype."""
         return self.storage(self.dtypes[0]).arrays("param")[1].dtype
-
-    @property
-    def sees_writes(self) -> bool:
-        """Whether parameter and buffer show where other code has written to the parameter: the buffer has it all."""
-        return self.begins_as_parameter
 
     def values(self, param: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
         """The parameter in float32, as a new tensor where the buffer is."""

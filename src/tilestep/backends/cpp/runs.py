@@ -93,7 +93,7 @@ class RunBody:
         # Codes become products. A compiler that unrolls these loops wholly fuses them with what follows, in one kernel
         # of a rule and not in another, unless they may be read in memory here.
         codes = [name for name in read if codec_of(self.spec.storages[name]).has_blocks]
-        joined = [line for name in read for line in self._join(name)]
+        joined = [line for name in read for line in self.join(name)]
         return [*room, *joined, *(f'asm("" : "+m"({name}_values));' for name in codes)]
 
     def begin(self, arrays: Iterable[Array]) -> list[str]:
@@ -196,11 +196,8 @@ class RunBody:
             return ["#pragma omp simd", f"for (int64_t i = first; i < first + count; ++i) {statement}"]
         return ["#pragma omp simd", f"for (int64_t j = 0; j < {BLOCK if self.in_blocks else 'count'}; ++j) {statement}"]
 
-    def kept_numbers(self, name: str) -> list[str]:
-        """The statements that convert the stored codes of a block to numbers."""
-        return self._join(name, "kept")
-
-    def _join(self, name: str, entry: str = "entry") -> list[str]:
+    def join(self, name: str, entry: str = "entry") -> list[str]:
+        """The statements that convert the stored codes of a block to numbers; "kept" for those of before the step."""
         storage, elements, lines = self.spec.storages[name], [], []
         for array in read_arrays(storage, name):
             if array.elements == 2:
@@ -335,7 +332,7 @@ class OutputText:
             given.update({name: f"seen_given_{name}s[{place}]" for name in self._remembered})
             moves = None if self._outputs.moves is None else f"(seen_movess[{place}] != 0)"
             self._accumulate(body, writer, given, moves)
-            lines += [line for name in self._given if name in body.kept for line in body.kept_numbers(name)]
+            lines += [line for name in self._given if name in body.kept for line in body.join(name, "kept")]
             lines += body.loop(clause_of(self.reported), writer.lines)
         if self._outputs.marks:
             array = body.position(self._storages["param"].arrays("param")[0])

@@ -130,6 +130,7 @@ class TritonPasses(Passes):
             **{name: numbers(1) for name in ("words", "first_word", "report_partials")},
         }
         self._sum_reports: list[tuple[Launcher, list[torch.Tensor]]] = []
+        self._scalar: list[tuple[Launcher, list[torch.Tensor]]] = []  # the list stays: calls read it
         self._cut: tuple[Tiles, dict[str, torch.Tensor]] | None = None  # the tiles of passes that measure
         self._list_strided_tiles()
 
@@ -194,7 +195,7 @@ class TritonPasses(Passes):
         states = [f"{name}_state" for name in program.graph.scalar_states]
         grid = -(-len(self.segment.entries) // _SCALAR_BLOCK)
         scalar_arguments = [self._tables[name] for name in (*triton_backend.POINTERS["scalar"], *states)]
-        self._scalar = [
+        self._scalar[:] = [
             (self._prepare(self._spec, f"scalar_pass_{index}", grid, {"BLOCK": _SCALAR_BLOCK}), scalar_arguments)
             for index in range(len(program.scalars))
         ]
@@ -331,11 +332,7 @@ class TritonPasses(Passes):
         yield from self._sum_reports
 
     def scalar_calls(self, index: int) -> list[partial[Any]]:
-        return [partial(self._scalar_pass, index)]
-
-    def _scalar_pass(self, index: int) -> None:
-        launcher, arguments = self._scalar[index]
-        launcher(*arguments)
+        return [partial(_launch, self._scalar, index)]
 
     def _tables_of(self, tile_range: TileRange) -> tuple[dict[str, torch.Tensor], int]:
         """The tables of launches over a range of tiles, and the number of its tiles that are walked by coordinates."""
@@ -383,6 +380,11 @@ class TritonPasses(Passes):
     def sum_up_reports(self) -> None:
         for launcher, arguments in self._sum_reports:
             launcher(*arguments)
+
+
+def _launch(launches: Sequence[tuple[Launcher, list[torch.Tensor]]], index: int) -> None:
+    launcher, arguments = launches[index]
+    launcher(*arguments)
 
 
 DecisionLaunchers = dict[tuple[object, ...], tuple[Launcher, torch.Tensor]]

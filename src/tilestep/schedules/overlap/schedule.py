@@ -15,7 +15,7 @@ from torch import nn
 
 from ...combinations import FSDP2, kind_of, refusal, refuse, split_kind
 from ...compat import before_gathering, is_capturing, opaque, uncompiled
-from ...errors import CaptureError
+from ...errors import CaptureError, GradientError
 from ...optimizer import Optimizer
 from ...optimizer.checkpoint import unchanged_on_error
 from ...optimizer.optimizer import Attached, AttachedType
@@ -29,7 +29,7 @@ from ...timeline.side_stream import SideStream, Ticket
 from ...timeline.timeline import refuse_taken_by_another
 from .groups import Group, Grouping
 from .reduced import CommHook
-from .updates import GroupUpdates, scale_error
+from .updates import UNTOLD_SCALE, GroupUpdates
 
 
 class OverlapSchedule(Schedule):
@@ -169,7 +169,7 @@ class OverlapSchedule(Schedule):
         optimizer = self._optimizer()
         is_run_by_scaler = hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf")
         if self.updates.meets_a_scaler and is_run_by_scaler:
-            raise scale_error()
+            raise GradientError(UNTOLD_SCALE)
         if self.during == "forward":
             self._step_later()
             self.updates.forget()
@@ -313,7 +313,7 @@ class OverlapSchedule(Schedule):
     def unscale(self, optimizer: Any, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Unscale gradients that no update has used."""
         if self.updates.meets_a_scaler:
-            raise scale_error()
+            raise GradientError(UNTOLD_SCALE)
         return super().unscale(optimizer, unscale, *args, **kwargs)
 
     def prepare_capture(self, optimizer: Any) -> None:

@@ -13,7 +13,6 @@ from torch import nn
 from ...combinations import count_sharded, refuse_replaced
 from ...compat import count_scaled_losses, local_parts, opaque, ready, step_is_ordinary
 from ...devices import is_host
-from ...errors import GradientError
 from ...optimizer import Optimizer
 from ...optimizer.parameters import iter_params
 from ...placement.local import is_distributed
@@ -314,9 +313,7 @@ def _listed(names: Sequence[str]) -> str:
     return shown or "nothing"
 
 
-def scale_error() -> GradientError:
-    """The error for a loss scale that `overlap` was not told of."""
-    return GradientError(
-        "updates are made in backward, and the gradients carry a loss scale: tell overlap() of the scaler, "
-        "overlap(optimizer, model, scaler=scaler), and updates wait for its decision; nothing was updated"
-    )
+UNTOLD_SCALE = (
+    "updates are made in backward, and the gradients carry a loss scale: tell overlap() of the scaler, "
+    "overlap(optimizer, model, scaler=scaler), and updates wait for its decision; nothing was updated"
+)
