@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import MatrixError, RuleError
+from ..scalar_values import as_scalar
 from .coefficients import SAFETY, Row, flat, rows_of
 from .operations import Launch, MatrixOperation, register
 from .symmetric import SMALLEST, pays, symmetric_launch, symmetric_product
@@ -185,8 +186,6 @@ def orthogonalize(
         >>> [[round(entry, 1) for entry in row] for row in orthogonalize(matrix, 8, "polar_express").tolist()]
         [[1.0, 0.0, 0.0], [0.0, 0.0, -1.0]]
     """
-    from ..rules.protocol import as_scalar  # rules use this module
-
     if x.dim() < 2:
         raise MatrixError(f"orthogonalize takes matrices, not a tensor of {x.dim()} dimensions")
     if precision not in PRECISIONS:

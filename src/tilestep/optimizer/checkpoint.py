@@ -17,7 +17,7 @@ from ..errors import StateError
 from ..placement.local import copy_into, distribute, gathered, is_distributed, local_part
 from ..rules import Rule, State
 from ..rules.protocol import at_step, changes
-from ..rules.scalars import PYTHON_TYPES
+from ..scalar_values import PYTHON_TYPES
 from ..storage import (
     Storage,
     block_names,

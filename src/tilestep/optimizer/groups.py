@@ -17,7 +17,7 @@ from ..graph import flat_numbers
 from ..rules import Rule, registry
 from ..rules.limits import Limit
 from ..rules.protocol import MATRIX_OPTIONS, at_step
-from ..rules.scalars import PYTHON_TYPES, as_python
+from ..scalar_values import PYTHON_TYPES, as_python
 from .masters import MASTER_KEYS, check_choice
 from .matrices import check_matrix_options
 from .parameters import Optimizer, shortened

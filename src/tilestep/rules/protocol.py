@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import RuleError, did_you_mean
-from .scalars import PYTHON_TYPES, ScalarCalls, as_python, scalar_globals
+from ..scalar_values import PYTHON_TYPES, as_python, as_scalar
+from .scalars import ScalarCalls, scalar_globals
 
 
 @dataclass(frozen=True)
@@ -137,9 +138,6 @@ NOT_FOR_HYPERPARAMETERS = {
 
 registry: dict[str, Rule] = {}
 """Every named rule, by the name of its optimizer class: `registry["AdamW"]`."""
-
-scalar_factory: ContextVar[Callable[[float], Any] | None] = ContextVar("scalar_factory", default=None)
-"""How a number becomes a 0-dim value inside a rule; the tracer replaces it while it traces."""
 
 
 STATE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -527,17 +525,6 @@ def _by_reference(module: str, qualname: str) -> Any:
     for part in qualname.split("."):
         member = getattr(member, part)
     return member
-
-
-def as_scalar(value: Any, device: torch.device | None = None) -> Any:
-    """A number as a 0-dim float64 value, a tuple entry by entry; flags, strings, None and tensors as they are."""
-    value = as_python(value)
-    if isinstance(value, (tuple, list)):
-        return tuple(as_scalar(entry, device) for entry in value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return value
-    factory = scalar_factory.get()
-    return factory(value) if factory else torch.tensor(float(value), dtype=torch.float64, device=device)
 
 
 def changes(value: Any) -> bool:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -23,27 +22,6 @@ precision_of: ContextVar[Callable[[Any], Any] | None] = ContextVar("precision_of
 """The machine epsilon of the type in which a buffer is stored; set where the rule computes in another type."""
 
 _TORCH_NAMES = {"fabs": "abs", "pow": "pow", "copysign": "copysign"}
-
-
-def as_python(value: Any) -> Any:
-    """A numpy number, or array of one element, as Python's; tuples, lists, arrays by entries; anything else as it is.
-
-    Example:
-        >>> import numpy as np
-        >>> as_python((np.float32(0.5), np.bool_(True), 1e-3))
-        (0.5, True, 0.001)
-    """
-    if type(value) in PYTHON_TYPES:
-        return value
-    if isinstance(value, (tuple, list)):
-        return type(value)(map(as_python, value)) if type(value) in (tuple, list) else value
-    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.size == 1):
-        return value.item()
-    return tuple(value.tolist()) if isinstance(value, np.ndarray) else value
-
-
-PYTHON_TYPES = frozenset((float, int, bool, type(None), str))
-"""What needs no `as_python`."""
 
 
 def is_traced(value: Any) -> bool:
