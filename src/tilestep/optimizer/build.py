@@ -371,7 +371,7 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
         groups=list(optimizer.param_groups),
         params=params,
         state=state,
-        state_changes=state.changes,
+        state_changes=state.count.changes,
         masters=Masters(stated, fresh),
         mesh_ranks=mesh_ranks,
         ranks=mesh_ranks,

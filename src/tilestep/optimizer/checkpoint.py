@@ -191,7 +191,7 @@ def unchanged_on_error(optimizer: Optimizer) -> Iterator[None]:
         state.update(states)
         if isinstance(state, WatchedState):
             # The entries are those of before, and so tables and captured graphs fit as before.
-            state.changes = changes
+            state.count.changes = changes
         raise
 
 

@@ -314,7 +314,7 @@ def _counted(name: str) -> Callable[..., Any]:
     original = getattr(defaultdict, name)
 
     def changing(self: WatchedState, *args: Any, **kwargs: Any) -> Any:
-        self.changes += 1
+        self.count.changes += 1
         return original(self, *args, **kwargs)
 
     return changing
@@ -325,16 +325,7 @@ class WatchedState(defaultdict[Any, Any]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.count = _Count()
-
-    @property
-    def changes(self) -> int:
-        """How often an entry, or a tensor inside one, was set or removed."""
-        return self.count.changes
-
-    @changes.setter
-    def changes(self, number: int) -> None:
-        self.count.changes = number
+        self.count = _Count()  # how often an entry, or a tensor inside one, was set or removed
 
     def entry(self, values: Mapping[str, Any], *, is_ahead: bool = False) -> ParameterState:
         """A parameter's state whose changes this one counts too."""
@@ -351,7 +342,7 @@ class WatchedState(defaultdict[Any, Any]):
         self.update(entries)
 
     def __missing__(self, key: Any) -> Any:
-        self.changes += 1
+        self.count.changes += 1
         return super().__missing__(key)
 
     def __reduce__(self) -> tuple[Any, ...]:

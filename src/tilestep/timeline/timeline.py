@@ -173,7 +173,7 @@ class Timeline:
         self._counted: list[Any] = []  # what C++ counts the gradients of a pass in
         self._pass: int | None = None  # the backward pass whose gradients are counted
         self._passes: set[int | None] = set()  # all passes of the same backward
-        self._running: set[int | None] = set()
+        self.running: set[int | None] = set()  # backward passes that have not ended, or were broken off
 
     def announce(self, model: torch.nn.Module | None = None) -> None:
         """Watch clips of gradients and wrappers of the model from now on."""
@@ -220,11 +220,6 @@ class Timeline:
             yield
         finally:
             self.syncing = before
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether a backward pass was broken off."""
-        return bool(self._running)
 
     @property
     def is_native(self) -> bool:
@@ -281,7 +276,7 @@ class Timeline:
             self._passes.add(current)
             ends = current is not None and after_backward(partial(self._end_of_pass, current, within))
             if ends:
-                self._running.add(current)
+                self.running.add(current)
             if begins and row.eager:
                 self.when = "ready" if ends and not within and self.syncing else "step"
         self._pass = current
@@ -305,7 +300,7 @@ class Timeline:
             with torch.no_grad():
                 self._end_of_pass(number, within)
             return
-        self._running.discard(number)
+        self.running.discard(number)
         row = self.row()
         if row is None:
             return
@@ -328,7 +323,7 @@ class Timeline:
         """End the round: the next gradient begins another round."""
         self.is_open, self.when = False, "step"
         self._pass, self._passes = None, set()
-        self._running.clear()
+        self.running.clear()
         for counted in self._counted:
             self._module.note(counted, _NO_PASS)
         for awaited in self.buckets:
@@ -336,7 +331,7 @@ class Timeline:
 
     def forget(self) -> None:
         """After a step: clear all stages, and count in C++ once the module is built."""
-        if self.is_open or self._running:
+        if self.is_open or self.running:
             self.end()
         self.taken[:] = self._none
         self.trained = b""

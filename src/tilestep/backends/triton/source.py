@@ -498,12 +498,9 @@ class _SliceKernel(TileMath):
     def _kind(self, slot: int) -> int:
         return self.all_slices.kinds.index(self.all_slices.overs[slot])
 
-    def _slot(self, value: Value) -> int:
-        return self.all_slices.slots[id(value)]
-
     def _prologue(self) -> list[str]:
         """All table loads, and which matrices, rows and columns the tile covers."""
-        slots = [*(self._slot(value) for _, value in self.slices), *(slot for slot, _ in self.tile.kept)]
+        slots = [*(self.all_slices.slots[id(value)] for _, value in self.slices), *(slot for slot, _ in self.tile.kept)]
         kinds = sorted({self._kind(slot) for slot in slots})
         lines = [
             "    skip = tl.load(control + 1)",
@@ -519,7 +516,7 @@ class _SliceKernel(TileMath):
         lines += [f"    start_{kind} = tl.load(starts + t * {count} + {kind})" for kind in kinds]
         for _, value in self.slices:
             if self.tile.place(value) == "other":
-                slot, spans = self._slot(value), self.all_slices.spans
+                slot, spans = self.all_slices.slots[id(value)], self.all_slices.spans
                 pair = spans.index((self.tile.over, self.all_slices.overs[slot]))
                 lines.append(f"    span_{slot} = tl.load(spans + (t * {len(spans)} + {pair}) * 2)")
                 lines.append(f"    inner_{slot} = tl.load(spans + (t * {len(spans)} + {pair}) * 2 + 1)")
@@ -724,7 +721,7 @@ class _SliceKernel(TileMath):
         return lines
 
     def _load_slice(self, value: Value, masked: bool) -> str:
-        slot = self._slot(value)
+        slot = self.all_slices.slots[id(value)]
         pointer, mask = {
             "own": ("corner + place", "mask"),
             "row": ("first_line + (line + start)", "inside"),

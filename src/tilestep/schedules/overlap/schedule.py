@@ -277,7 +277,7 @@ class OverlapSchedule(Schedule):
         Raises:
             RuntimeError: after a backward that has updated parameters; `step()` must end it.
         """
-        if self.updates.timeline.is_broken:
+        if self.updates.timeline.running:
             self.lane.join()
             self.updates.forget()
         elif self.updates.applied:
@@ -295,7 +295,7 @@ class OverlapSchedule(Schedule):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], None]) -> None:
         """Take a checkpoint, between a step and the next backward or after a backward that was broken off."""
-        if not self.updates.timeline.is_broken:
+        if not self.updates.timeline.running:
             self._require_no_update("load_state_dict()")
         super().load_state_dict(state_dict, plain)
 

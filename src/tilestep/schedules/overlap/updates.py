@@ -220,7 +220,7 @@ class GroupUpdates(Row):
     def finish(self) -> None:
         """Update what is left, and let the current stream wait for all updates; the next round may begin."""
         optimizer = self._optimizer()
-        if self.timeline.is_broken and self.applied:
+        if self.timeline.running and self.applied:
             raise RuntimeError(
                 f"backward was broken off when it had updated {_listed([group.name for group in self.applied])}: "
                 "call zero_grad() to drop the other gradients and go on"
