@@ -14,6 +14,7 @@ from twins import assert_close, make_params, train
 
 import tilestep
 from tilestep.optimizer import Optimizer
+from tilestep.optimizer.checkpoint import unchanged_on_error
 
 Change = Callable[[dict[str, Any]], Any]
 
@@ -139,3 +140,14 @@ def test_checkpoints_and_copies_hold_plain_dicts() -> None:
     optimizer.state[params[0]] = type(entry)({key: value * 1 for key, value in entry.items()})
     train([(optimizer, params)], range(2, 3))
     assert torch.equal(group[0], params[0])
+
+
+def test_a_change_that_fails_leaves_the_plan() -> None:
+    params = make_params()
+    optimizer = tilestep.AdamW(params, lr=0.1)
+    train([(optimizer, params)], range(3))
+    plan = optimizer.plan
+    with pytest.raises(ZeroDivisionError), unchanged_on_error(optimizer):
+        optimizer.state.clear()
+        raise ZeroDivisionError
+    assert plan is not None and optimizer.fitting_plan() is plan

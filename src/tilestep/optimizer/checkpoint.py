@@ -175,7 +175,7 @@ def unchanged_on_error(optimizer: Optimizer) -> Iterator[None]:
     groups, state = optimizer.param_groups, attributes["state"]
     members, states = list(groups), dict(state)
     contents = [(group, dict(group), list(group["params"])) for group in groups]
-    changes, numbers = getattr(state, "changes", 0), optimizer.control.numbers
+    changes, numbers = state.count.changes if isinstance(state, WatchedState) else 0, optimizer.control.numbers
     try:
         yield
     except BaseException:
