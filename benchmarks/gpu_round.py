@@ -75,7 +75,7 @@ PARTS = [
     Part("step", 1, 40, "-m tilestep bench step --out {out}"),
     Part("rules", 1, 55, "benchmarks/bench.py rules --out {out}"),
     Part("formats", 1, 70, "benchmarks/formats.py --out {out}"),
-    Part("stats", 1, 40, "benchmarks/stats_figures.py --out {out}/taps.json"),
+    Part("stats", 1, 40, "benchmarks/stats_figures.py --out {out}/stats.json"),
     _tests("engine", 1, 250, "tests/gpu/test_engine_gpu.py"),
     _tests("tools", 1, 90, "tests/gpu/test_tools_gpu.py"),
     _tests("capture", 1, 100, "tests/gpu/test_capture_gpu.py"),

@@ -93,7 +93,6 @@ class Request:
             not kind.spec.global_count
             and codec_of(storage).is_plain
             and [(name, 1)] == [(array.name, array.elements) for array in storage.arrays(name)]
-            and name not in kind.graph.slice_states
             for kind in self.kinds
             for name, storage in kind.storages.items()
         )
@@ -142,15 +141,12 @@ def ejected(request: Request) -> str:
     has_codecs = any(not codec_of(storage).is_plain for kind in kinds for storage in kind.storages.values())
     has_blocks = any(kind.spec.has_blocks for kind in kinds)
     across = any(kind.spec.global_count for kind in kinds)
-    slices = any(kind.spec.program.slices.views or kind.graph.slice_states for kind in kinds)
-    by_rows = any(kind.spec.has_blocks or kind.spec.program.slices.views for kind in kinds)
-    whole = any(kind.spec.reduction_count or kind.spec.program.slices.views for kind in kinds)
+    whole = any(kind.spec.reduction_count for kind in kinds)
     follows = isinstance(request.masters, str)
     for name, wanted in {
         "codec": has_codecs,
         "blocks": has_blocks,
         "across": across,
-        "slice": slices,
         "whole": whole,
         "clip": request.clip,
         "libdevice": "libdevice" in text,
@@ -160,8 +156,8 @@ def ejected(request: Request) -> str:
         "versions": follows,
         "plain": request.is_plain,
         "formats": not request.is_plain,
-        "rows": by_rows,
-        "free": not by_rows,
+        "rows": has_blocks,
+        "free": not has_blocks,
         "sizes": "sizes" in parameters,
         "sums": bool(parameters & {"sums", "partials"}),
         "scalar": any(kind.graph.scalar_states for kind in kinds),
@@ -339,9 +335,6 @@ def _kind(request: Request, kind: Kind, stages: tuple[Any, ...], called: str, pa
         words = [_literal(name), _literal(begins), _literal(arrays[0][1] if request.is_plain else arrays)]
         if not codec_of(storage).is_plain:
             words += [f"load_{storage.title}", f"store_{storage.title}"]
-        over = kind.graph.slice_states.get(name)
-        if over is not None:
-            words.append(f"over={kind.graph.dims - over[0]}")
         buffers.append(Code(f"Buffer({', '.join(words)})"))
     scalars = [(name, starts[name].init, Code(str(spec.scalar_dtype(name)))) for name in kind.graph.scalar_states]
     fields: dict[str, Any] = {
@@ -546,7 +539,6 @@ def ejected_test(request: Request, module: str) -> str:
         "header": header,
         "limit": f"{limit}\nTOLERANCE = {tolerance}",
         "across": any(kind.spec.global_count for kind in request.kinds),
-        "slice": any(kind.graph.slice_states for kind in request.kinds),
         "clip": request.clip,
         "torch": own is not None and not request.state_dtype,
     }

@@ -146,7 +146,7 @@ def _passes(functions: Sequence[Function] | None) -> list[Function] | None:
 def _general(spec: KernelSpec, functions: Sequence[Function]) -> list[Function] | None:
     """The functions with the dtype of all arrays and the formula as constants; None where dtypes differ."""
     dtypes = {array.dtype for array in (spec.grad, *spec.arrays)}
-    if len(dtypes) > 1 or spec.has_blocks or spec.program.slices.views:
+    if len(dtypes) > 1 or spec.has_blocks:
         return None
     dtype = f"tl.{str(dtypes.pop()).removeprefix('torch.')}"
     general: list[Function] = []

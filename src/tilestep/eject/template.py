@@ -104,9 +104,6 @@ class Buffer(NamedTuple):
     load: Callable[..., Any] | None = None  # from these tensors to numbers; None for one tensor as it is
     store: Callable[..., Any] | None = None  # from numbers to these tensors
     # codec_fields}
-    # {slice_buffer
-    over: int = 0  # the dimension that the buffer has one entry of, from the end; 0 for none
-    # slice_buffer}
 
 
 class Kind(NamedTuple):
@@ -134,9 +131,6 @@ class Kind(NamedTuple):
     # {across_kind
     across: tuple[tuple[tuple[int, str], ...], ...] = ()  # for each stage, numbers of all tensors to combine, and how
     # across_kind}
-    # {slice_kind
-    slices: Any = None  # how tensors are cut into rows and columns
-    # slice_kind}
 
 
 # {kinds
@@ -208,17 +202,13 @@ def joined(blocks: torch.Tensor, shape: Any, columns: int, elements: int = 1) ->
 
 # blocks}
 # {formats_shape
-def shape_of(shape: Any, buffer: Buffer, elements: int) -> tuple[int, ...]:
+def shape_of(shape: Any, elements: int) -> tuple[int, ...]:
     """The shape of a tensor that keeps a buffer of a parameter of this shape."""
     # {blocks_shape
     if elements > 1:
         lead, columns = row_of(shape)
         return (*lead, -(-columns // elements))
     # blocks_shape}
-    # {slice_shape
-    if buffer.over:
-        return tuple(1 if dim == len(shape) - buffer.over else size for dim, size in enumerate(shape))
-    # slice_shape}
     return tuple(shape)
 
 
@@ -513,8 +503,8 @@ class Ejected(torch.optim.Optimizer):
         for buffer in kind.buffers:
             tensors = {
                 key: torch.empty_like(part, dtype=dtype)
-                if shape_of(part.shape, buffer, elements) == part.shape
-                else part.new_empty(shape_of(part.shape, buffer, elements), dtype=dtype)
+                if shape_of(part.shape, elements) == part.shape
+                else part.new_empty(shape_of(part.shape, elements), dtype=dtype)
                 for key, dtype, elements in buffer.arrays
             }
             start: Any = group.get(str(buffer.begins), buffer.begins)
@@ -532,7 +522,7 @@ class Ejected(torch.optim.Optimizer):
                     tensor.fill_(float(start))
             for key, _, elements in buffer.arrays:
                 if key != "param":
-                    state[key] = placed(tensors[key], param, shape_of(param.shape, buffer, elements))
+                    state[key] = placed(tensors[key], param, shape_of(param.shape, elements))
         unknown = values.keys() - state.keys() - {buffer.name for buffer in kind.buffers}
         # formats_begin}
         if unknown:

@@ -49,9 +49,6 @@ class Float64:
         for buffer in kind.buffers:
             start = self.group.get(str(buffer.begins), buffer.begins)
             shape: tuple[int, ...] = tuple(part.shape)
-            # {slice
-            shape = ejected.shape_of(part.shape, buffer, 1)
-            # slice}
             is_param = start == "param" or buffer.name == "param"
             values[buffer.name] = part.clone() if is_param else torch.full(shape, float(start)).double()
         for name, start, _ in kind.scalars:
