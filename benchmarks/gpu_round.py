@@ -6,7 +6,8 @@
 
 Parts run one after the other, since they are timings, or fill the memory. None is begun that usually takes longer than
 is left. What a part has written by the time it is ended stays: look through it, and copy what is good to
-benchmarks/results/h200.
+benchmarks/results/h200. Failed tests of all parts stand in failures.txt with their tracebacks, each from the moment it
+failed.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Part:
         name: what it is asked for by.
         gpus: how many it needs; one for a single GPU also runs where there are more.
         seconds: what it usually takes on a machine with nothing else to do.
-        command: after Python's name; {out} is the folder of the part.
+        command: after Python's name; {out} is the folder of the part, {round} that of all parts.
     """
 
     name: str
@@ -53,11 +54,13 @@ class Part:
 
     def words(self, out: Path) -> list[str]:
         """The command in words."""
-        return [word.format(out=out) for word in shlex.split(self.command)]
+        return [word.format(out=out, round=out.parent) for word in shlex.split(self.command)]
 
 
 def _tests(name: str, gpus: int, seconds: float, words: str) -> Part:
-    return Part(f"tests-{name}", gpus, seconds, f"-m pytest -q -n 0 -rf -p no:cacheprovider {words}")
+    # A part may be killed: -v names a test before it runs, and the file has every failure that came before.
+    options = "-v -n 0 -rf --tb=short -p no:cacheprovider --failures-to {round}/failures.txt"
+    return Part(f"tests-{name}", gpus, seconds, f"-m pytest {options} {words}")
 
 
 def _trace(during: str, options: str = "") -> Part:

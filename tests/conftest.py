@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -52,6 +53,39 @@ def flags_of_builds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     """Flags for the C++ kernels of a test, and of the ranks and scripts that it starts."""
     if request.node.nodeid.removeprefix("tests/").startswith(UNOPTIMIZED) and "TILESTEP_CXXFLAGS" not in os.environ:
         monkeypatch.setenv("TILESTEP_CXXFLAGS", "-O0")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """--failures-to FILE: a run that is killed has said by then what has failed."""
+    parser.addoption("--failures-to", metavar="FILE", help="append each failed test and its traceback when it fails")
+
+
+class FailureFile:
+    """Appends every failure to a file while the tests run.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._append(report, report.when or "")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._append(report, "collect")
+
+    def _append(self, report: pytest.TestReport | pytest.CollectReport, during: str) -> None:
+        if report.failed:
+            with self.path.open("a") as file:
+                file.write(f"FAILED {report.nodeid} ({during})\n{report.longreprtext}\n\n")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--failures-to")
+    if path and not hasattr(config, "workerinput"):  # not in one of several test processes
+        config.pluginmanager.register(FailureFile(Path(path)))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -63,6 +65,28 @@ def test_parts_are_run_each_in_its_folder(script: Any, tmp_path: Path) -> None:
     while _runs(int(said.split()[0])):
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def test_failures_are_in_a_file_when_a_part_is_killed(script: Any, tmp_path: Path) -> None:
+    (tests := tmp_path / "tests").mkdir()
+    shutil.copy(ROOT / "tests" / "conftest.py", tests)
+    (tests / "test_killed.py").write_text(
+        "import os, signal, pytest\n"
+        "def test_passes(): pass\n"
+        "def test_fails(): assert 1 + 1 == 3\n"
+        "@pytest.fixture\n"
+        "def broken(): raise ValueError('no device')\n"
+        "def test_of_a_broken_fixture(broken): pass\n"
+        "def test_killed(): os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    (part,) = script.chosen("tests-norm", 1)
+    words = part.command.rpartition("tests/gpu")[0]
+    how, _ = script.run(script.Part("it", 1, 1, f"{words} -c /dev/null {tests / 'test_killed.py'}"), tmp_path, 60)
+    assert how == "exit code -9"
+    said = (tmp_path / "failures.txt").read_text()
+    assert re.findall("^FAILED .*::(.*)", said, re.M) == ["test_fails (call)", "test_of_a_broken_fixture (setup)"]
+    assert "assert (1 + 1) == 3" in said and "ValueError: no device" in said
+    assert (tmp_path / "it" / "output.log").read_text().rstrip().endswith("::test_killed")
 
 
 def _runs(pid: int) -> bool:
