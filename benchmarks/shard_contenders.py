@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn import functional
 
 import tilestep
 
-__all__ = ["CLIP", "CONTENDERS", "Llama", "Shape", "TINY", "Trained", "compiled_blocks", "make_model"]
+__all__ = ["CLIP", "CONTENDERS", "Llama", "MESHES", "Shape", "TINY", "Trained", "compiled_blocks", "make_model"]
 
 CLIP = 1.0
 LEARNING_RATE, WEIGHT_DECAY = 1e-4, 0.01
@@ -169,6 +170,14 @@ def sharded_peers(shape: Shape, device: torch.device) -> Trained:
 def sharded_sent(shape: Shape, device: torch.device) -> Trained:
     """The same, parameters sent by NCCL's gathers."""
     return sharded(shape, device, param_buffer="contiguous")
+
+
+def sharded_mesh(shard: int, replicate: int, shape: Shape, device: torch.device) -> Trained:
+    """tilestep: the same, state split over some ranks and kept by several such groups."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(device.type, (shard, replicate), mesh_dim_names=("shard", "replicate"))
+    return sharded(shape, device, mesh=mesh)
 
 
 class _Replayed(nn.Module):
@@ -375,7 +384,11 @@ def megatron(shape: Shape, device: torch.device) -> Trained:
     return Trained(model, optimizer, step, drop, model.no_sync)
 
 
+MESHES = [(shard, ranks // shard) for ranks in (2, 4, 8) for shard in (1, 2, 4, 8) if shard <= ranks]
+"""Ranks that split the state, and copies of it."""
+
 CONTENDERS: dict[str, Callable[[Shape, torch.device], Trained]] = {
+    **{f"sharded_{shard}x{copies}": partial(sharded_mesh, shard, copies) for shard, copies in MESHES},
     "sharded": sharded,
     "sharded_waiting": sharded_waiting,
     "sharded_peers": sharded_peers,

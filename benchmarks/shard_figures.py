@@ -28,6 +28,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import typer
 from shard_bench import Bench
+from shard_contenders import MESHES, Shape, make_model
 from shard_parts import ON_REQUEST, PARTS, REPLAYED
 
 from tilestep import native
@@ -318,6 +319,27 @@ def latency_of(rows: list[dict[str, float]]) -> float:
     return (rows[0]["reduce_scatter_ms"] + rows[0]["all_gather_ms"]) / 2e3
 
 
+def predictions(ranks: int) -> dict[str, Any]:
+    """What `tilestep plan` expects of the parts `meshes` and `meshes_compiled`, with the constants that it ships."""
+    shape, constants = Shape(), default_constants()
+    params = list(make_model(shape, torch.device("meta"), torch.bfloat16).parameters())
+    elements, needs = sum(map(torch.Tensor.numel, params)), footprint(registry["AdamW"], master_weights=True)
+
+    def expected(shard: int, copies: int, batch: int, regime: Any) -> dict[str, float]:
+        job = Job(elements, needs, shard, copies, batch * shape.length, regime=regime, tensors=len(params))
+        planned = plan(job, constants)
+        exposed = {name: round(seconds * 1e3, 3) for name, seconds in planned.exposed.items()}
+        return {"iteration_ms": round(planned.iteration * 1e3, 2), **exposed}
+
+    return {
+        part: {
+            str(batch): {f"sharded_{m[0]}x{m[1]}": expected(*m, batch, regime) for m in MESHES if m[0] * m[1] == ranks}
+            for batch in (1, 4)
+        }
+        for part, regime in (("meshes", "eager"), ("meshes_compiled", "blocks"))
+    }
+
+
 def main(
     ranks: Annotated[int, typer.Option(min=0, help="GPUs; 0 for all.")] = 0,
     parts: Annotated[str, typer.Option(help="Only these, by name, with commas.")] = "",
@@ -329,12 +351,19 @@ def main(
     constants: Annotated[Path | None, typer.Option(help="Write constants for `tilestep plan` there.")] = None,
     quick: Annotated[bool, typer.Option(help="Tiny sizes, on CPUs too: checks the harness.")] = False,
     add: Annotated[bool, typer.Option(help="Keep the parts that --output has and this run does not take.")] = False,
+    predict: Annotated[bool, typer.Option(help="Measure nothing: print what the plan expects of the meshes.")] = False,
     again: Annotated[
         bool, typer.Option(help="Measure nothing: write --constants of what --output has of --parts.")
     ] = False,
 ) -> None:
     """Measure, print, write."""
     start = time.monotonic()
+    if predict:
+        expected = {"constants": environment(torch.device("cpu"))["commit"], "ranks": ranks, **predictions(ranks)}
+        print(json.dumps(expected, indent=1))
+        if output is not None:
+            output.write_text(json.dumps(expected, indent=1) + "\n")
+        return
     if again:
         if output is None or constants is None:
             raise SystemExit("--again takes --output and --constants")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from shard_bench import Bench, quartiles
 from shard_beside import beside
-from shard_contenders import CONTENDERS, Trained, compiled_blocks, make_model
+from shard_contenders import CONTENDERS, MESHES, Trained, compiled_blocks, make_model
 from shard_iterations import iterations
 from torch import nn
 
@@ -236,6 +236,18 @@ def captured(bench: Bench) -> dict[str, Any]:
         return {**found, "compiled": iterations(fast, names)}
 
 
+def meshes(bench: Bench) -> dict[str, Any]:
+    """Iterations on every mesh of the ranks: shards x replicas."""
+    names = (f"sharded_{shard}x{copies}" for shard, copies in MESHES if shard * copies == bench.ranks)
+    return iterations(bench, (*names, "data_parallel_master"))
+
+
+def meshes_compiled(bench: Bench) -> dict[str, Any]:
+    """The same with every block compiled by itself."""
+    with compiled_blocks("aot_eager" if bench.quick else "inductor"):
+        return meshes(bench)
+
+
 RIVALS = ("sharded_peers", "apex", "megatron", "apex_remainder", "sharded_remainder", "sharded")
 
 
@@ -291,7 +303,18 @@ def _model(bench: Bench) -> dict[str, Any]:
     return {**found, "host_ms": bench.host(partial(run, 1), lambda: None, 3 if bench.quick else 8)}
 
 
-ON_REQUEST = ("compiled", "captured", "models", "beside", "rivals", "rivals_compiled", "peers", "whole")
+ON_REQUEST = (
+    "compiled",
+    "captured",
+    "models",
+    "beside",
+    "rivals",
+    "rivals_compiled",
+    "peers",
+    "whole",
+    "meshes",
+    "meshes_compiled",
+)
 """Parts that run where they are named: compiling blocks takes longer than all others."""
 
 PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
@@ -307,5 +330,7 @@ PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "rivals_compiled": rivals_compiled,
     "peers": peers,
     "whole": whole,
+    "meshes": meshes,
+    "meshes_compiled": meshes_compiled,
     "zero_redundancy": partial(iterations, names=("sharded", "zero_redundancy")),
 }
