@@ -28,10 +28,10 @@ from absent_gpu import absent_gpu, engine_of
 import tilestep
 from tilestep.backends.tuning import default_shape
 from tilestep.bench.sections import MAX_GRAD_NORM
-from tilestep.cache import forget_directory
+from tilestep.kernels.cache import forget_directory
+from tilestep.kernels.launch import Launch, build_together
 from tilestep.norm.triton_backend import TritonNorm
 from tilestep.runtime import StepInputs
-from tilestep.triton_launch import Launch, build_together
 
 __all__ = ["Builds", "KernelBuild", "builds_of", "first_launches"]
 

@@ -18,7 +18,7 @@ import tilestep
 from tilestep.bench.measure import Spread, spread, synchronize
 from tilestep.bench.results import Group, Result, Row, environment
 from tilestep.bench.sections import MAX_GRAD_NORM, OURS, Settings, peers, step_of
-from tilestep.triton_launch import build_threads
+from tilestep.kernels.launch import build_threads
 
 __all__ = ["first_step", "run_compile"]
 

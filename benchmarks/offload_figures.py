@@ -32,11 +32,11 @@ import tilestep
 from tilestep.bench.measure import Contender, Row, measure, spread, synchronize
 from tilestep.bench.results import Group, Result, environment
 from tilestep.bench.sections import free, gpu_workloads, make_parameters
-from tilestep.host_memory import HostMemory, available
 from tilestep.memory.host import HostState
 from tilestep.memory.offload import move_state
 from tilestep.memory.offloaded import OffloadedOptimizer, plan_for
 from tilestep.memory.streaming import StreamedState
+from tilestep.native.host_memory import HostMemory, available
 from tilestep.timeline.side_stream import SideStream
 
 BACK_TO_BACK = 3

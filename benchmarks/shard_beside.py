@@ -42,7 +42,7 @@ def beside(bench: Bench) -> dict[str, Any]:
         bench.backward(trained, batch)
         trained.step()
     bench.backward(trained, 1)
-    trained.optimizer.schedule.complete_gradients(trained.optimizer)
+    trained.optimizer.execution.complete_gradients(trained.optimizer)
     for group in trained.optimizer.param_groups:
         group["max_grad_norm"] = None
     elements = sum(param.numel() for param in trained.model.parameters())

@@ -91,7 +91,7 @@ def _memory(bench: Bench, trained: Trained, before: int, construction: int) -> d
     model, optimizer = trained.model, trained.optimizer
     elements = sum(param.numel() for param in model.parameters())
     held = sum(_bytes(value) for state in optimizer.state.values() for value in state.values())
-    buckets = optimizer.schedule.sharding.buckets
+    buckets = optimizer.execution.sharding.buckets
     flat = sum(bucket.layout.numel * (bucket.dtype.itemsize + bucket.grad_dtype.itemsize) for bucket in buckets)
     bench.backward(trained, 1)
     bench.forget_peak()
@@ -116,17 +116,17 @@ def _memory(bench: Bench, trained: Trained, before: int, construction: int) -> d
 
 def _parts_of_a_step(bench: Bench, trained: Trained) -> dict[str, Any]:
     """What a step does, each alone and again and again; the update in turns with a copy."""
-    optimizer, members = trained.optimizer, trained.optimizer.schedule.sharding.members
+    optimizer, members = trained.optimizer, trained.optimizer.execution.sharding.members
     bench.backward(trained, 1)
-    trained.optimizer.schedule.complete_gradients(trained.optimizer)
+    trained.optimizer.execution.complete_gradients(trained.optimizer)
     count = 3 if bench.quick else 20
     found: dict[str, Any] = {"clip_and_update_ms": bench.elapsed(optimizer.update, count)}
     for group in optimizer.param_groups:
         group["max_grad_norm"] = None
 
     def gather() -> None:
-        trained.optimizer.schedule.parameters.gather()
-        trained.optimizer.schedule.parameters.publication.wait_all()
+        trained.optimizer.execution.parameters.gather()
+        trained.optimizer.execution.parameters.publication.wait_all()
 
     found["gather_ms"] = bench.elapsed(gather, 3 if bench.quick else 10)
     size = 2**20 if bench.quick else 2**30
@@ -195,7 +195,7 @@ def host_of_many(bench: Bench) -> dict[str, Any]:
             optimizer.step()
 
         looked_up = bench.host(partial(list, model.params), trained, 15)
-        buckets = len(optimizer.schedule.sharding.buckets)
+        buckets = len(optimizer.execution.sharding.buckets)
         found[str(count)] = {
             "step": step,
             "looking parameters up after it": looked_up,

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import tilestep
-from tilestep.describe import describe
+from tilestep.planning.describe import describe
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "how-it-works.md"
 BLOCK = re.compile(r"<!-- generated: (\w+) (\w+) (\w+) (\w+) -->\n```\w+\n.*?```\n", re.DOTALL)

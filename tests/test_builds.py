@@ -19,10 +19,10 @@ import torch
 from filelock import FileLock
 
 import tilestep
-from tilestep import cache
 from tilestep.backends.cpp import compile, run
 from tilestep.backends.cpp.compile import compile_source, load_library
 from tilestep.errors import BuildError
+from tilestep.kernels import cache
 from tilestep.native import build as native_build
 from tilestep.norm import cpu_backend, sharded
 from tilestep.runtime import kernel_cache

@@ -18,12 +18,11 @@ import torch
 from scripts import run_function
 
 import tilestep
-from tilestep import cache
-from tilestep import triton_launch as launch
 from tilestep.backends.cpp import compile
 from tilestep.backends.cpp.compile import load_library
-from tilestep.cache import cache_directory, cached, content_key, find_cached
 from tilestep.errors import BuildError
+from tilestep.kernels import cache, launch
+from tilestep.kernels.cache import cache_directory, cached, content_key, find_cached
 
 ANSWER = 'extern "C" int answer() { return 42; }\n'
 

@@ -22,13 +22,12 @@ import pytest
 import torch
 
 import tilestep
-from tilestep import cache
-from tilestep import triton_launch as launch
 from tilestep.backends import tuning
 from tilestep.backends.cpp import compile
 from tilestep.backends.cpp.compile import load_library
-from tilestep.cache import cached, find_cached, open_cached, private_folder, publish
 from tilestep.errors import BuildError
+from tilestep.kernels import cache, launch
+from tilestep.kernels.cache import cached, find_cached, open_cached, private_folder, publish
 
 ANSWER = 'extern "C" int answer() { return 42; }\n'
 PLANTED = 'extern "C" int answer() { return 666; }\n'

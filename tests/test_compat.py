@@ -20,9 +20,9 @@ import tilestep
 from tilestep import compat
 from tilestep.compat import addresses_equal, decomposition, fake_tensors, tensor_guards
 from tilestep.graph import Graph, Value, trace
+from tilestep.kernels.launch import keep_triton_key
+from tilestep.native.table import CHANGED, MOVED, SAME, Table
 from tilestep.rules import registry
-from tilestep.tensor_table import CHANGED, MOVED, SAME, Table
-from tilestep.triton_launch import keep_triton_key
 
 SOURCES = Path(tilestep.__file__).parent
 OWN = sorted(name for name, rule in registry.items() if rule.__module__.startswith("tilestep."))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import tilestep
-from tilestep import cache
 from tilestep.backends.cpp import compile, run
+from tilestep.kernels import cache
 from tilestep.runtime import kernel_cache
 
 

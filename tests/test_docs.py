@@ -105,7 +105,7 @@ def test_the_table_of_8_bit_optimizers_is_that_of_the_results() -> None:
 
 
 def test_the_page_of_what_works_where_has_every_pair_that_is_refused() -> None:
-    from tilestep.combinations import REFUSED
+    from tilestep.placement.combinations import REFUSED
 
     page = (ROOT / "docs" / "frameworks" / "matrix.md").read_text()
     rows = re.findall(
@@ -226,8 +226,8 @@ assert segment.__name__ == "XpuPasses" and issubclass(segment, EagerPasses)
 
 from tilestep.memory.mapped import MappedState
 from tilestep.memory.offload import move_state
-from tilestep.schedules.lazily import lazily
-from tilestep.optimizer.schedule import AT_STEP
+from tilestep.execution.lazily import lazily
+from tilestep.optimizer.execution import AT_STEP
 from tilestep.placement.together import Together
 
 
@@ -244,7 +244,7 @@ wanted, plain = stepped(lambda weight, optimizer: optimizer)
 lazy, optimizer = stepped(lambda weight, optimizer: lazily(optimizer))
 assert not torch.equal(lazy, wanted) and type(optimizer) is tilestep.AdamW
 assert optimizer.state[lazy]["step"] == 2 and torch.equal(lazy, wanted)
-assert tilestep.combinations.refusal("shard", optimizer.attached).startswith("updates of this optimizer wait")
+assert tilestep.placement.combinations.refusal("shard", optimizer.attached).startswith("updates of this optimizer wait")
 folder = pathlib.Path("{folder}", "state")
 folder.mkdir()
 mapped, optimizer = stepped(
@@ -262,12 +262,12 @@ class Twice:
 weight = torch.nn.Parameter(torch.ones(3))
 weight.grad = torch.ones(3)
 optimizer = tilestep.Optimizer.__new__(tilestep.Optimizer)
-optimizer.placement, optimizer.schedule = Together(Twice()), AT_STEP
+optimizer.placement, optimizer.execution = Together(Twice()), AT_STEP
 tilestep.Optimizer.__init__(optimizer, [weight], "SGD", lr=0.5, track_grad_norm=True)
 optimizer.step()
 assert abs(optimizer.grad_norm.item() - 6.0**0.5) < 1e-6, optimizer.grad_norm
 
-from tilestep.schedules.peaks import Peaks
+from tilestep.execution.peaks import Peaks
 
 model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Linear(1, 1))
 peaks = Peaks([list(layer.parameters()) for layer in model])

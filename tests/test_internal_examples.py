@@ -88,7 +88,7 @@ def of_graph() -> None:
 def of_backends() -> None:
     """The package `backends`.
 
-    >>> from tilestep.triton_launch import build_threads
+    >>> from tilestep.kernels.launch import build_threads
     >>> 1 <= build_threads() <= 8
     True
 
@@ -147,7 +147,7 @@ def of_runtime() -> None:
     torch.float32
 
     >>> from tilestep.runtime.gradients import GroupNumbers
-    >>> from tilestep.tensor_table import CHANGED, MOVED, SAME
+    >>> from tilestep.native.table import CHANGED, MOVED, SAME
     >>> group = {"lr": 0.1, "nesterov": False}
     >>> numbers = GroupNumbers(0, group, ["lr", "nesterov"])
     >>> numbers.look() == SAME
@@ -492,7 +492,7 @@ def of_bench() -> None:
 def of_cache() -> None:
     """The module `cache`.
 
-    >>> from tilestep.cache import content_key
+    >>> from tilestep.kernels.cache import content_key
     >>> content_key("a", "b") == content_key("a", "b") != content_key("ab")
     True
     """
@@ -501,13 +501,13 @@ def of_cache() -> None:
 def of_describe() -> None:
     """The module `describe`.
 
-    >>> from tilestep.describe import spec_for
+    >>> from tilestep.planning.describe import spec_for
     >>> from tilestep.rules import registry
     >>> [array.name for array in spec_for(registry["Lion"]).arrays]
     ['param', 'exp_avg']
 
     >>> import torch
-    >>> from tilestep.describe import describe
+    >>> from tilestep.planning.describe import describe
     >>> from tilestep.rules import registry
     >>> lion = describe(registry["Lion"], dtype=torch.bfloat16)
     >>> lion.bytes_read, lion.bytes_written, lion.launches
@@ -549,7 +549,7 @@ def of_timeline() -> None:
 def of_combinations() -> None:
     """The module `combinations`.
 
-    >>> from tilestep.combinations import refusal
+    >>> from tilestep.placement.combinations import refusal
     >>> refusal("offload", ["overlap"])
     "the optimizer is overlapped already: offload it first, with where='gpu', then overlap it"
     >>> refusal("offload", ["shard"])
@@ -568,16 +568,16 @@ def of_memory() -> None:
     >>> torch.equal(checksums([values]), before)
     False
 
-    >>> from tilestep.host_memory import gigabytes
+    >>> from tilestep.native.host_memory import gigabytes
     >>> gigabytes(14.3e9), gigabytes(2_500)
     ('14.3 GB', '2.5 kB')
 
-    >>> from tilestep.host_memory import available
+    >>> from tilestep.native.host_memory import available
     >>> available()[0] > 0
     True
 
     >>> import torch
-    >>> from tilestep.host_memory import HostMemory
+    >>> from tilestep.native.host_memory import HostMemory
     >>> image = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
     >>> (copy,) = HostMemory(torch.device("cpu")).like([image], [torch.float64])
     >>> copy.dtype, copy.stride() == image.stride()
@@ -717,36 +717,36 @@ def of_planning() -> None:
 def of_schedules() -> None:
     """The package `schedules`.
 
-    >>> from tilestep.schedules.zero.buckets import BucketLayout, Slot
+    >>> from tilestep.execution.zero.buckets import BucketLayout, Slot
     >>> layout = BucketLayout((Slot(0, 0, 40),), section=32, ranks=2)
     >>> layout.piece(layout.slots[0], 0), layout.piece(layout.slots[0], 1)
     ((0, 32), (32, 40))
 
-    >>> from tilestep.schedules.zero.buckets import default_cap
+    >>> from tilestep.execution.zero.buckets import default_cap
     >>> [default_cap(mebibytes * 2**20) / 2**20 for mebibytes in (100, 1600, 16000)]
     [25.0, 100.0, 256.0]
     >>> [round(default_cap(1600 * 2**20, done * 2**20) / 2**20) for done in (0, 100, 200, 400, 1200, 1400)]
     [100, 100, 200, 267, 200, 100]
 
-    >>> from tilestep.schedules.zero.buckets import default_sizes
+    >>> from tilestep.execution.zero.buckets import default_sizes
     >>> [round(size / 2**20) for size in default_sizes(1600 * 2**20)]
     [100, 100, 200, 267, 267, 267, 200, 100, 100]
 
-    >>> from tilestep.schedules.zero.buckets import Item, plan_buckets
+    >>> from tilestep.execution.zero.buckets import Item, plan_buckets
     >>> [layout.slots for layout in plan_buckets([Item(3, 4), Item(20, 4)], ranks=2, cap_bytes=64)]
     [(Slot(index=1, offset=0, numel=20),), (Slot(index=0, offset=0, numel=3),)]
 
-    >>> from tilestep.schedules.zero.buckets import Item, padding_advice, plan_buckets
+    >>> from tilestep.execution.zero.buckets import Item, padding_advice, plan_buckets
     >>> tiny = [Item(20, 4)] * 64
     >>> padding_advice(tiny, plan_buckets(tiny, ranks=16, cap_bytes=64), 64)[:64]
     'buckets of bucket_cap_mb=6.1e-05 are 92% padding (59.0 KiB): a l'
 
-    >>> from tilestep.schedules.zero.buckets import boxes
+    >>> from tilestep.execution.zero.buckets import boxes
     >>> [(box.offsets, box.sizes) for box in boxes((4, 3), 2, 10)]
     [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
 
     >>> import torch
-    >>> from tilestep.schedules.zero.buckets import memory_order
+    >>> from tilestep.execution.zero.buckets import memory_order
     >>> memory_order(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
     (0, 2, 3, 1)
     """
@@ -765,7 +765,7 @@ def of_stats() -> None:
 def of_tensor_table() -> None:
     """The module `tensor_table`.
 
-    >>> from tilestep.tensor_table import CHANGED, MOVED, SAME, Table
+    >>> from tilestep.native.table import CHANGED, MOVED, SAME, Table
     >>> import torch
     >>> tensors = [torch.zeros(3), torch.zeros(2, 2)]
     >>> listed = Table()
@@ -784,7 +784,7 @@ def of_tensor_table() -> None:
     True
 
     >>> import torch
-    >>> from tilestep.tensor_table import survey
+    >>> from tilestep.native.table import survey
     >>> params = [torch.zeros(2, requires_grad=True), torch.zeros(3)]
     >>> survey(params)
     Survey(versions=0, any_gradient=False, trains=b'\\x01\\x00')

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import tilestep
-from tilestep import cache
 from tilestep.backends import tuning
 from tilestep.backends.tuning import (
     CANDIDATES,
@@ -27,7 +26,8 @@ from tilestep.backends.tuning import (
 )
 from tilestep.bench import tune as tune_module
 from tilestep.bench.tune import KINDS, jobs, tune
-from tilestep.describe import spec_for
+from tilestep.kernels import cache
+from tilestep.planning.describe import spec_for
 
 CPU = torch.device("cpu")
 

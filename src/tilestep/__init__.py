@@ -13,7 +13,6 @@ from torch.optim import lr_scheduler, swa_utils
 from . import schedule
 from ._version import __version__ as __version__
 from .amp import GradScaler
-from .cache import compile_count
 from .errors import (
     BuildError,
     CaptureError,
@@ -25,7 +24,11 @@ from .errors import (
     StateError,
     TilestepError,
 )
+from .execution.capture import CapturedStep, capture
+from .execution.overlap import OverlappedOptimizer, overlap
+from .execution.zero import ShardedOptimizer, load_checkpoint, save_checkpoint, shard
 from .integrations.checkpoints import averaged_momentum  # load_state_dict reads checkpoints of other libraries
+from .kernels.cache import compile_count
 from .linalg import limit_workspace, orthogonalize
 from .memory.offload import offload
 from .memory.offloaded import OffloadedOptimizer
@@ -46,15 +49,12 @@ from .rules.compose import (
 )
 from .rules.limits import Limit, Sigma, TimesMean, Window, ZClip
 from .rules.scalars import machine_epsilon, max_over_tensors, sum_over_tensors
-from .schedules.capture import CapturedStep, capture
-from .schedules.overlap import OverlappedOptimizer, overlap
-from .schedules.zero import ShardedOptimizer, load_checkpoint, save_checkpoint, shard
 from .stats import Stats, StatsPlot, StepStats
 from .tracing import Profile, profile
 
 if TYPE_CHECKING:
+    from .execution.zero.planner import LoadPlanner
     from .optimizer.named_types import *  # noqa: F403
-    from .schedules.zero.planner import LoadPlanner
 
 globals().update(named_optimizers())
 
@@ -69,7 +69,7 @@ if not TYPE_CHECKING:  # with __getattr__ type checkers accept any name
         """Import what takes long to import, and say why tilestep has no optimizer of this name."""
         if name == "LoadPlanner":
             # torch.distributed.checkpoint, which it derives from, takes longer to import than all of tilestep.
-            from .schedules.zero.planner import LoadPlanner
+            from .execution.zero.planner import LoadPlanner
 
             globals()[name] = LoadPlanner
             return LoadPlanner

@@ -21,8 +21,8 @@ from first_builds import DEVICE, DTYPES, first_launches
 
 import tilestep
 from tilestep import compat
-from tilestep import triton_launch as launch
-from tilestep.triton_launch import build_together
+from tilestep.kernels import launch
+from tilestep.kernels.launch import build_together
 
 SHAPES = [[64, 64], [3, 70], [64], [4, 3, 3]]
 

@@ -17,8 +17,8 @@ from scripts import run_script
 from triton_assembler import require_launchers
 
 from tilestep import compat
-from tilestep import triton_launch as launch
-from tilestep.triton_launch import Launcher, build_together
+from tilestep.kernels import launch
+from tilestep.kernels.launch import Launcher, build_together
 
 SCRIPT = Path(__file__).with_name("built_together.py")
 

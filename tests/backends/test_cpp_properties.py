@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from random_rules import Program, all_pairs, programs, rule_of, same_bits
 
 import tilestep
-from tilestep import cache
 from tilestep.backends.cpp import run
 from tilestep.graph import Level, evaluate, trace
+from tilestep.kernels import cache
 from tilestep.rules import Rule
 
 BUFFERS = ("one", "two", "three", "four")

@@ -12,7 +12,7 @@ from remainder_patterns import check_halves, check_joined, edge_patterns, floats
 
 import tilestep
 from tilestep.backends.spec import total_traffic
-from tilestep.describe import describe, generated_code, spec_for
+from tilestep.planning.describe import describe, generated_code, spec_for
 
 ANY_BITS = st.integers(0, 2**32 - 1)
 TIES = st.integers(0, 2**16 - 1).map(lambda upper: (upper << 16) + 0x8000)

@@ -17,12 +17,12 @@ from tilestep.backends.triton import source as triton_backend
 from tilestep.backends.triton.slices import block_of, build_options, held_rows
 from tilestep.backends.triton.source import FINISH_POINTERS, SLICE_POINTERS, STRIDED_POINTERS, slice_pointers
 from tilestep.backends.triton.text import POINTERS, tile_pointers
+from tilestep.kernels.launch import load_module
 from tilestep.rules import registry, rule
 from tilestep.runtime import graph_for, kernel_spec
 from tilestep.stats.changes import CHANGED
 from tilestep.stats.measures import measured_by
 from tilestep.storage import Plain, Stochastic, state_format
-from tilestep.triton_launch import load_module
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 

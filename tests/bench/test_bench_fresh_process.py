@@ -14,8 +14,8 @@ from fresh_process import in_fresh_process
 from scripts import run_script
 
 import tilestep
-from tilestep import cache
 from tilestep.backends import tuning
+from tilestep.kernels import cache
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="processes are forked")
 

@@ -10,10 +10,11 @@ import pytest
 import typer
 
 import tilestep
-from tilestep import cache, cli
+from tilestep import cli
 from tilestep.backends import tuning
 from tilestep.cli.arguments import load_rule, parse_settings
-from tilestep.describe import describe
+from tilestep.kernels import cache
+from tilestep.planning.describe import describe
 
 AUTHORED = Path(__file__).with_name("authored.py")
 

@@ -11,8 +11,8 @@ import torch
 from scripts import run_python
 
 import tilestep
-from tilestep.cache import forget_directory
 from tilestep.cli import machine
+from tilestep.kernels.cache import forget_directory
 
 
 def version(tmp_path: Path, **environment: str) -> str:

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ways import SCHEDULES, attached
 
 import tilestep
-from tilestep.optimizer.schedule import AT_STEP
+from tilestep.optimizer.execution import AT_STEP
 
 
 class Named(tilestep.AdamW):  # type: ignore[misc]
@@ -58,7 +58,7 @@ def test_an_optimizer_stays_of_its_class(kind: str) -> None:
     optimizer = Named(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     assert not any(hasattr(optimizer, offer) for offer in offers)
-    assert not isinstance(optimizer, getattr(tilestep, name)) and optimizer.schedule is AT_STEP
+    assert not isinstance(optimizer, getattr(tilestep, name)) and optimizer.execution is AT_STEP
     made = attach(optimizer, model)
     assert made is optimizer and type(made) is Named
     assert all(
@@ -96,7 +96,7 @@ def test_what_nothing_is_attached_to_is_copied() -> None:
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert type(other) is type(optimizer) and other.attached == () and other.schedule is AT_STEP
+        assert type(other) is type(optimizer) and other.attached == () and other.execution is AT_STEP
         assert other.memory.is_beside and len(other.state) == 2
     with pytest.raises(AttributeError):
         optimizer.applied_groups  # noqa: B018
@@ -114,7 +114,7 @@ def test_a_failed_attaching_leaves_the_optimizer_as_it_was(monkeypatch: pytest.M
         for kind in ("overlap", "offload"):
             with pytest.raises(MemoryError):
                 KINDS[kind][0](optimizer, model)
-            assert optimizer.attached == () and optimizer.schedule is AT_STEP and type(optimizer) is tilestep.AdamW  # type: ignore[attr-defined]
+            assert optimizer.attached == () and optimizer.execution is AT_STEP and type(optimizer) is tilestep.AdamW  # type: ignore[attr-defined]
             assert optimizer.memory.is_beside and not hasattr(optimizer, "wait")
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()

@@ -86,7 +86,7 @@ def test_twelve_steps(make: str, way: str) -> None:
     model = small()
     optimizer = attached(MAKES[make](model.parameters()), model, "plain", way, TINY)
     if way in ("backward", "forward"):
-        groups = len(optimizer.schedule.grouping.groups)
+        groups = len(optimizer.execution.grouping.groups)
         assert groups == 1 if make == "Prodigy" else groups > 4
     assert [iteration(model, optimizer, step) for step in range(12)] == losses
     compare_models(trained_model, model)

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import tilestep
-from tilestep import combinations
 from tilestep.memory.offload import _refuse_wrappers, move_state
 from tilestep.memory.streaming import StreamedState
+from tilestep.placement import combinations
 
 STEPS = 2
 REDUCES = ("ddp", "fsdp2", "shard")

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import tilestep
-from tilestep.combinations import REFUSED
+from tilestep.placement.combinations import REFUSED
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/frameworks/matrix.md"

@@ -22,8 +22,8 @@ FOLDERS = (
     "fuzz",
     "memory",
     "placement",
-    "schedules/overlap",
-    "schedules/zero",
+    "execution/overlap",
+    "execution/zero",
     "storage",
     "stats",
 )

@@ -1,4 +1,4 @@
-"""Steps in real CUDA graphs: the scenarios of tests/schedules/capture/captures*.py, and what only a GPU can show."""
+"""Steps in real CUDA graphs: the scenarios of tests/execution/capture/captures*.py, and what only a GPU can show."""
 
 from __future__ import annotations
 

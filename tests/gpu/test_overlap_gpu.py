@@ -1,4 +1,4 @@
-"""Overlapped optimizers on GPUs: the checks of tests/schedules/overlap, and what only streams can get wrong.
+"""Overlapped optimizers on GPUs: the checks of tests/execution/overlap, and what only streams can get wrong.
 
 python -m pytest tests/gpu/test_overlap_gpu.py
 """
@@ -154,7 +154,7 @@ def test_memory_of_an_optimizer_that_is_dropped_while_its_updates_run(during: st
     states = [state["exp_avg"] for state in optimizer.state.values()]
     addresses, like = {state.data_ptr() for state in states}, torch.empty_like(states[0], device="meta")
     torch.cuda.synchronize()
-    lane = optimizer.schedule.lane.stream
+    lane = optimizer.execution.lane.stream
     with torch.cuda.stream(lane):
         torch.cuda._sleep(1_000_000_000)
         # What an update does at its end: it writes to state.
@@ -184,7 +184,7 @@ def test_forward_waits_for_its_own_module_alone() -> None:
         optimizer.step()
     model(data).sum().backward()
     torch.cuda.synchronize()
-    make, late, made = optimizer.schedule._work, torch.cuda.Event(), list[Any]()
+    make, late, made = optimizer.execution._work, torch.cuda.Event(), list[Any]()
 
     def make_late(*given: Any) -> Any:
         made.append(make(*given))
@@ -196,9 +196,9 @@ def test_forward_waits_for_its_own_module_alone() -> None:
         # The first layer's weight and bias come first.
         return held_up if len(made) == 3 else made[-1]
 
-    optimizer.schedule._work = make_late  # type: ignore[method-assign]
+    optimizer.execution._work = make_late  # type: ignore[method-assign]
     optimizer.step()
-    late.record(optimizer.schedule.lane.stream)
+    late.record(optimizer.execution.lane.stream)
     done = torch.cuda.Event()
     model[0](data)
     done.record()

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import tilestep
-from tilestep.host_memory import HostMemory
+from tilestep.native.host_memory import HostMemory
 
 DEVICE = "cuda"
 SHAPES = [(64, 130), (7,), (), (0,), (3, 5, 2, 2)]

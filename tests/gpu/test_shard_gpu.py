@@ -1,4 +1,4 @@
-"""Sharded optimizers on two and on four GPUs over NCCL: checks of tests/schedules/zero, and what only a GPU can show.
+"""Sharded optimizers on two and on four GPUs over NCCL: checks of tests/execution/zero, and what only a GPU can show.
 
 python -m pytest tests/gpu/test_shard_gpu.py
 """
@@ -35,7 +35,7 @@ from tilestep.timeline.side_stream import SideStream
 GPUS = torch.cuda.device_count()
 
 RULES = ("Adafactor", "AdEMAMix", "LAMB", "Lion", "Muon", "Prodigy", "StableAdamW", "Tiger")
-"""One of each kind that sharding treats in its own way; tests/schedules/zero has all of them on CPU ranks."""
+"""One of each kind that sharding treats in its own way; tests/execution/zero has all of them on CPU ranks."""
 
 
 class Nearly:
@@ -91,7 +91,7 @@ def nothing_is_read_before_it_has_arrived() -> None:
     options.append({"param_buffer": "contiguous", "overlap_param_sync": False})
     for each in options:
         pair = Pair(Elementwise(), plain, bucket_cap_mb=TINY, **each)
-        assert all(sums.comes_averaged for sums in pair.optimizer.schedule.gradients.sums), "2 or 4 ranks over NCCL"
+        assert all(sums.comes_averaged for sums in pair.optimizer.execution.gradients.sums), "2 or 4 ranks over NCCL"
         with delays():
             for _ in range(20):
                 train(pair, [loss_of(inputs(5, 7)), loss_of(inputs(5, 7))])
@@ -183,7 +183,7 @@ def buckets_are_gathered_in_few_calls() -> None:
                 train(pair, [loss_of(inputs(5, 7))])
     finally:
         Ranks.all_gather = before  # type: ignore[method-assign]
-    assert sum(calls) == len(pair.optimizer.schedule.sharding.buckets) and len(calls) < sum(calls) / 2
+    assert sum(calls) == len(pair.optimizer.execution.sharding.buckets) and len(calls) < sum(calls) / 2
     pair.compare()
 
 

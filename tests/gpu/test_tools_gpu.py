@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import tilestep
-from tilestep import cache
 from tilestep.backends import tuning
 from tilestep.backends.tuning import CANDIDATES, STAGED, TileShape, device_key, forced_shape
 from tilestep.bench.tune import jobs, tune
 from tilestep.checking import check_rule
+from tilestep.kernels import cache
 
 
 @pytest.fixture

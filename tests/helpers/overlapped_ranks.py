@@ -35,8 +35,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tilestep
-from tilestep.schedules.overlap import groups
-from tilestep.schedules.overlap.groups import Grouping
+from tilestep.execution.overlap import groups
+from tilestep.execution.overlap.groups import Grouping
 
 
 def lamb(params: Any) -> tilestep.Optimizer:
@@ -94,7 +94,7 @@ def fully_sharded_tensors_that_are_one_group() -> None:
 
 def fully_sharded_updates_module_by_module() -> None:
     pair = Pair(adamw, "backward", fsdp)
-    names = [group.name for group in pair.optimizer.schedule.grouping.groups]
+    names = [group.name for group in pair.optimizer.execution.grouping.groups]
     assert names == ["the root module", "module blocks.2", "module blocks.1", "module blocks.0"], names
     seen: list[Any] = []
     pair.overlapped.blocks[1].up.weight.register_post_accumulate_grad_hook(  # type: ignore[index, union-attr]
@@ -115,7 +115,7 @@ def fully_sharded_updates_before_gathering() -> None:
     one_batch(pair.overlapped, 1).backward()
     pair.optimizer.step()
     waiting: list[set[str]] = []
-    schedule: Any = pair.optimizer.schedule
+    schedule: Any = pair.optimizer.execution
 
     def look(*_: Any) -> None:
         waiting.append({group.name for group in schedule.publication.tickets})

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tilestep.compat import local_parts
-from tilestep.host_memory import HostMemory
+from tilestep.native.host_memory import HostMemory
 from tilestep.optimizer import parking, states
 
 

@@ -46,8 +46,8 @@ PRELOADED = [
     "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
     "tilestep.memory.offload",
-    "tilestep.schedules.overlap",
-    "tilestep.schedules.zero",
+    "tilestep.execution.overlap",
+    "tilestep.execution.zero",
 ]
 """What the server imports."""
 

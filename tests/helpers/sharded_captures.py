@@ -20,8 +20,8 @@ from rank_processes import all_pass
 from sharded_twins import TINY, Elementwise
 
 import tilestep
+from tilestep.execution.zero import execution, moves
 from tilestep.placement import Ranks, ReductionGroup
-from tilestep.schedules.zero import moves, schedule
 from tilestep.timeline import side_stream
 
 SIMULATED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -45,7 +45,7 @@ def graphs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         simulation = Simulation(patch)
-        for module in (schedule, moves, side_stream):
+        for module in (execution, moves, side_stream):
             patch.setattr(module, "is_capturing", lambda: simulation.graph is not None)
         patch.setattr(Ranks, "can_be_captured", True)
         collectives = [(Ranks, name) for name in ("add_copies", "reduce_scatter", "all_gather")]

@@ -22,8 +22,8 @@ import tilestep.norm.table
 import tilestep.optimizer.graphs
 import tilestep.optimizer.optimizer
 import tilestep.runtime.engine
+from tilestep.kernels.launch import Launcher
 from tilestep.norm.triton_backend import TritonNorm
-from tilestep.triton_launch import Launcher
 
 CPU = torch.device("cpu")
 UNINITIALIZED = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")

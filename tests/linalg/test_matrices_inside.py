@@ -13,10 +13,10 @@ from state_files import saved_and_loaded
 
 import tilestep
 from tilestep.backends.eager import EagerPasses
+from tilestep.execution.zero.core import divisions_of
 from tilestep.linalg.orthogonal import work
 from tilestep.linalg.views import find_matrices
 from tilestep.runtime import engine
-from tilestep.schedules.zero.core import divisions_of
 
 
 class Case(NamedTuple):

@@ -13,11 +13,11 @@ from offloaded_pairs import on_host, streamed
 from scripts import run_python
 
 import tilestep
-from tilestep import host_memory
 from tilestep.memory import offload
 from tilestep.memory.offload import move_state
 from tilestep.memory.offloaded import plan_for
 from tilestep.memory.streaming import StreamedState
+from tilestep.native import host_memory
 
 
 def parameters(count: int = 2, size: int = 1000) -> list[torch.nn.Parameter]:
@@ -158,7 +158,7 @@ SCRIPT = """
 import resource, torch, tilestep
 from tilestep.memory.offload import move_state
 from tilestep.memory.streaming import StreamedState
-from tilestep import host_memory as memory
+from tilestep.native import host_memory as memory
 params = [torch.nn.Parameter(torch.ones(25_000_000))]
 optimizer = tilestep.SGD(params, lr=1.0)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

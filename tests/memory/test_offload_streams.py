@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from tilestep.host_memory import HostMemory
 from tilestep.memory.offloaded import HostCopies, Mirrors
+from tilestep.native.host_memory import HostMemory
 
 
 class Stream:

@@ -197,7 +197,7 @@ def test_without_room_nothing_is_changed(device: Device, monkeypatch: pytest.Mon
     params, optimizer = make("AdamW", {"master_weights": True})
     step(params, optimizer, 0)
     plan, before = optimizer.plan, copy.deepcopy(optimizer.state_dict())
-    monkeypatch.setattr("tilestep.host_memory.available", lambda: (10, "a test"))
+    monkeypatch.setattr("tilestep.native.host_memory.available", lambda: (10, "a test"))
     with pytest.raises(tilestep.HostMemoryError, match="the optimizer's state needs"):
         optimizer.park()
     assert optimizer.plan is plan and device.parked(optimizer) == {False}

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import tilestep
 from tilestep import native
 from tilestep.compat import DTENSOR_PARTS
-from tilestep.garbage import without_collections
+from tilestep.devices.garbage import without_collections
 from tilestep.native.build import layout_flags
-from tilestep.tensor_table import CHANGED, MOVED, SAME, Table, Writes, memory_of, rows_of, taken_gradients
+from tilestep.native.table import CHANGED, MOVED, SAME, Table, Writes, memory_of, rows_of, taken_gradients
 
 SHAPES = [(4, 6), (5,), (), (0, 3), (2, 3, 4, 5)]
 
@@ -220,7 +220,7 @@ def test_steps_in_inference_mode() -> None:
 
 @pytest.mark.parametrize("natively", [True, False])
 def test_versions_gradients_and_what_trains(natively: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilestep import tensor_table
+    from tilestep.native import table as tensor_table
 
     if not natively:
         monkeypatch.setattr(native, "module", lambda count: None)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tilestep.triton_launch import Launcher
+from tilestep.kernels.launch import Launcher
 
 CUDA = torch.device("cuda")
 
@@ -112,9 +112,9 @@ def test_kernels_that_triton_would_specialize_are_refused() -> None:
 
 def test_the_real_kernels_are_accepted() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
+    from tilestep.kernels.launch import load_module
     from tilestep.norm.tiles import Order
     from tilestep.norm.triton_source import norm_source, scale_source
-    from tilestep.triton_launch import load_module
 
     module = load_module("norm", norm_source([torch.float32], Order.SQUARES))
     Launcher(module.norm_tiles, 1, CUDA, {"TILE": 8192, "STEP": 1024})

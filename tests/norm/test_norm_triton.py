@@ -9,9 +9,9 @@ import torch
 from scripts import all_equal_in_the_interpreter
 from triton_assembler import require_assembler
 
+from tilestep.kernels.launch import load_module
 from tilestep.norm.tiles import DTYPES, Order
 from tilestep.norm.triton_source import FINISH_BLOCK, norm_source, scale_source
-from tilestep.triton_launch import load_module
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 

@@ -13,8 +13,8 @@ from twins import twins
 
 import tilestep
 from tilestep.errors import CaptureError, GradientError, OffloadError
-from tilestep.schedules.overlap.reduced import ReducedGradients
-from tilestep.schedules.zero.sharded import _prepared as prepared
+from tilestep.execution.overlap.reduced import ReducedGradients
+from tilestep.execution.zero.sharded import _prepared as prepared
 
 REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 CASES: list[tuple[str, dict[str, Any]]] = [

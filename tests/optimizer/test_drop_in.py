@@ -17,7 +17,7 @@ import tilestep
 from tilestep.backends import registry
 from tilestep.backends.eager import EagerPasses
 from tilestep.errors import CaptureError, GradientError
-from tilestep.schedules.zero.sharded import _prepared as prepared
+from tilestep.execution.zero.sharded import _prepared as prepared
 
 
 def alike(make: Any, params: list[Any], steps: int = 3, rtol: float = 2e-6) -> tuple[Any, Any]:
@@ -412,7 +412,7 @@ def test_train_and_eval_end_no_updates_where_no_rule_keeps_averages(
         def ended(*_: Any) -> None:
             raise AssertionError("all updates were waited for")
 
-        monkeypatch.setattr(optimizer.schedule, "hold_weights", ended)
+        monkeypatch.setattr(optimizer.execution, "hold_weights", ended)
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
         optimizer.train()

@@ -86,7 +86,7 @@ def test_a_wrapper_is_used_as_the_optimizer(kind: str) -> None:
     assert wrapper.steps >= 5 and "param_groups" not in vars(wrapper) and "state" not in vars(wrapper)
     assert all(map(torch.equal, plain_model.parameters(), model.parameters()))
     assert equal(wrapper.state_dict(), plain.state_dict())
-    assert int(wrapper.skipped_steps) == 0 and wrapper.plan is not None and wrapper.schedule is not None
+    assert int(wrapper.skipped_steps) == 0 and wrapper.plan is not None and wrapper.execution is not None
     assert wrapper.rule_of(wrapper.param_groups[0]).name == plain.rule_of(plain.param_groups[0]).name
     assert repr(wrapper).endswith(repr(plain).partition(" ")[2])
     if kind == "stats":

@@ -22,7 +22,7 @@ from twins import assert_close, assert_unchanged, everything, make_params, set_g
 import tilestep
 from tilestep import GradientError, StateError, native
 from tilestep.backends.cpp.run import CppPasses
-from tilestep.tensor_table import CHANGED, SAME, Table
+from tilestep.native.table import CHANGED, SAME, Table
 
 Change = Callable[[torch.Tensor], Any]
 

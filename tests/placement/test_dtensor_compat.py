@@ -40,7 +40,7 @@ def steps_without_parts_and_layouts() -> None:
     """By public methods alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compat, "dtensors_have_parts", lambda: False)
-        patch.setattr("tilestep.tensor_table.DTENSOR_PARTS", ("_no_part", "_no_layout"))
+        patch.setattr("tilestep.native.table.DTENSOR_PARTS", ("_no_part", "_no_layout"))
         for layout in LAYOUTS:
             net, reference = LAYOUTS[layout][0](), plain()
             optimizer = tilestep.AdamW(net.parameters(), lr=1e-2, max_grad_norm=0.05)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import tilestep
-from tilestep import triton_launch as launch_triton
 from tilestep.backends import registry
+from tilestep.kernels import launch as launch_triton
+from tilestep.kernels.launch import Launch, Launcher
 from tilestep.norm import table
 from tilestep.optimizer import control
 from tilestep.runtime import engine as ahead
-from tilestep.triton_launch import Launch, Launcher
 
 SHAPES = [(8, 8), (70, 3), (5,)]
 

@@ -15,10 +15,10 @@ from matrix_states import STATES, check_states
 from remainder_patterns import check_halves, check_joined, edge_patterns, floats, kept_by_kernels
 
 import tilestep
-from tilestep import cache
 from tilestep.backends.cpp import compile
 from tilestep.backends.cpp import run as cpu
 from tilestep.errors import BuildError
+from tilestep.kernels import cache
 from tilestep.native import build as native_build
 from tilestep.norm import cpu_backend
 from tilestep.rules import registry

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import tilestep
+from tilestep.native.table import Writes
 from tilestep.stats import Output
-from tilestep.tensor_table import Writes
 
 PLACEMENTS = ([Shard(0)], [Shard(1)], [Replicate()], [Shard(0)])
 FEW_ROWS = -9.0 - torch.arange(14.0).view(2, 7)  # of which a rank has none

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 import tilestep
 from tilestep.backends.triton import source as triton
 from tilestep.backends.triton.decision import decision_source
-from tilestep.describe import spec_for
 from tilestep.norm.tiles import Order
 from tilestep.norm.triton_source import norm_source, scale_source
 from tilestep.optimizer.control import decide
+from tilestep.planning.describe import spec_for
 from tilestep.runtime.decision import StepInputs
 from tilestep.tracing import report_on
 from tilestep.tracing.lanes import Intervals, covers, is_update_kernel, length, minus, overlap, union

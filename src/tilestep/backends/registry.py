@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from .. import triton_launch as launch
 from ..errors import BuildError
+from ..kernels import launch
 from ..runtime.passes import Passes
 from .cpp.compile import warn_of_failure
 from .spec import KernelSpec

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from .._version import __version__
-from ..cache import open_cached, update_cached
 from ..devices import has_streams, is_host
+from ..kernels.cache import open_cached, update_cached
 from ..storage import dtype_name, is_coarse
 from .spec import KernelSpec, total_traffic
 

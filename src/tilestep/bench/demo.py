@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..devices import has_streams
+from ..execution.overlap import overlap
 from ..optimizer import Optimizer
 from ..rules import Rule
-from ..schedules.overlap import overlap
 from ..tracing import Report, profile
 from .measure import Trace, spread, timed, trace
 from .results import device_name

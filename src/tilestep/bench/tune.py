@@ -15,10 +15,10 @@ import torch
 from ..backends.spec import KernelSpec
 from ..backends.tuning import TileShape, candidates, forced_shape, save_shapes, signature, tile_shape
 from ..devices import has_streams, is_host
+from ..kernels.launch import build_threads, build_together
 from ..optimizer import Optimizer
 from ..optimizer.plan import StepPlan
 from ..rules import Rule, registry
-from ..triton_launch import build_threads, build_together
 from .measure import SETTLE_SECONDS, synchronize
 
 KINDS: Mapping[str, tuple[torch.dtype, Mapping[str, Any]]] = {

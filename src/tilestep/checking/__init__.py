@@ -69,7 +69,7 @@ def check_rule(
 
 
 def _translate(rule: Rule, overrides: Mapping[str, Any], graphs: dict[int, Graph]) -> str:
-    from ..describe import describe
+    from ..planning.describe import describe
 
     values = {**rule.hyperparameters, **overrides}
     rule.check(values)

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ..cache import compile_count
 from ..devices import is_host
 from ..errors import RuleError, StateError
 from ..graph import GLOBAL_REDUCTIONS, Graph
+from ..kernels.cache import compile_count
 from ..optimizer import Optimizer
 from ..optimizer.masters import MASTER_KEYS, exact_values, master_kind
 from ..optimizer.states import TRAINING, shape_of

@@ -37,8 +37,8 @@ from .arguments import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..describe import RuleDescription
     from ..planning import Constants, Job, Plan
+    from ..planning.describe import RuleDescription
     from ..storage import Array
     from ..tracing import Report
 
@@ -381,7 +381,7 @@ def show(
     from rich.console import Console
     from rich.syntax import Syntax
 
-    from ..describe import describe
+    from ..planning.describe import describe
 
     loaded = load_rule(rule)
     description = describe(

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ..backends.cpp.compile import FLAGS, compiler, user_flags
-from ..cache import cache_directory, forget_directory
+from ..kernels.cache import cache_directory, forget_directory
 from ..native import module
 
 OLDEST_TORCH = (2, 11)

@@ -21,13 +21,13 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..compat import TensorDispatch, decomposition, fake_tensors, is_mutable, operation_name, returns_view
+from ..devices.garbage import without_collections
 from ..errors import MatrixError, RuleError, TilestepError
-from ..garbage import without_collections
 from ..linalg import MATRIX_OPERATIONS
+from ..linalg.scalar_values import as_python, scalar_factory
 from ..rules import Rule
 from ..rules.protocol import at_step, changes, traced_by
 from ..rules.scalars import ScalarCalls, global_reduce, precision_of
-from ..scalar_values import as_python, scalar_factory
 from . import lowering
 from .ir import IF_NOT_ZERO, Builder, Graph, Guard, Level, Over, Value, ancestors, outcome
 from .lowering import ALTERNATIVE, LOWERINGS, RANDOM, Unsupported, nearest
@@ -97,7 +97,7 @@ def _is_internal(frame: types.FrameType) -> bool:
         ("torch", "tilestep.graph", "tilestep.linalg", "tilestep.checking", "contextlib")
     ) or module in (
         "tilestep.rules.scalars",
-        "tilestep.scalar_values",
+        "tilestep.linalg.scalar_values",
         "tilestep.rules.protocol",
         "tilestep.backends.floats",
     )

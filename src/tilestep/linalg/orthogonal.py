@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ..errors import MatrixError, RuleError
-from ..scalar_values import as_scalar
 from .coefficients import SAFETY, Row, flat, rows_of
 from .operations import Launch, MatrixOperation, register
+from .scalar_values import as_scalar
 from .symmetric import SMALLEST, pays, symmetric_launch, symmetric_product
 
 STEPS_OF_A_GRAM = (3, 2)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..triton_launch import Launcher
+from ..kernels.launch import Launcher
 from .operations import Launch
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from ..errors import OffloadError
-from ..host_memory import ALIGNMENT
+from ..native.host_memory import ALIGNMENT
+from ..native.table import address_of
 from ..placement.local import REAL_INSTEAD, local_part
 from ..runtime.segment import Segment, TileRange
-from ..tensor_table import address_of
 
 
 def check_device(label: str, param: torch.Tensor, device: torch.device) -> None:

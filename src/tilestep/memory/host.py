@@ -9,13 +9,13 @@ import torch
 from ..backends.spec import INVERSE_SCALE, SKIP, UNSCALE, KernelSpec, pass_traffic
 from ..devices import copy_to
 from ..errors import OffloadError
-from ..host_memory import HostMemory
+from ..native.host_memory import HostMemory
+from ..native.table import Writes, rows_of
 from ..optimizer.parameters import check_not_shared, check_parameter
 from ..placement.local import local_part
 from ..runtime import DeviceEngine, Entry, JointNorm, SharedNorm, is_dense
 from ..runtime.passes import Passes
 from ..runtime.segment import TileRange
-from ..tensor_table import Writes, rows_of
 from .copies import cut_tiles, walked_part
 from .offloaded import ChunkedPasses, Mirror, Mirrors, StateOnHost, check_unchanged, checksums
 

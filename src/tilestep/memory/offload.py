@@ -8,15 +8,15 @@ from typing import Literal, cast
 import torch
 
 from ..backends.cpp.compile import compiler
-from ..combinations import kind_of, refuse, wrappers_around
 from ..devices import is_host
 from ..errors import OffloadError
+from ..kernels.launch import available as triton_is_there
 from ..optimizer import Optimizer
 from ..optimizer.checkpoint import unchanged_on_error
 from ..optimizer.optimizer import resolve_optimizer
 from ..optimizer.parameters import iter_params
+from ..placement.combinations import kind_of, refuse, wrappers_around
 from ..placement.local import local_part
-from ..triton_launch import available as triton_is_there
 from .copies import check_device
 from .host import HostState
 from .offloaded import InPlace, OffloadedOptimizer, OffloadedState

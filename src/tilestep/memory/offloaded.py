@@ -15,7 +15,7 @@ from ..backends.spec import KernelSpec, pass_traffic, total_traffic
 from ..compat import ready
 from ..devices import is_host
 from ..errors import OffloadError
-from ..host_memory import HostMemory, gigabytes
+from ..native.host_memory import HostMemory, gigabytes
 from ..optimizer import Optimizer
 from ..optimizer.build import spec_of
 from ..optimizer.memory import StateMemory

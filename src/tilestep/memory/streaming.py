@@ -9,7 +9,7 @@ import torch
 from ..backends.spec import KernelSpec
 from ..devices import is_host
 from ..errors import OffloadError
-from ..host_memory import HostMemory
+from ..native.host_memory import HostMemory
 from ..runtime import DeviceEngine, Entry
 from ..runtime.passes import Passes
 from ..timeline.side_stream import Event

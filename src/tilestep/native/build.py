@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from ..backends.cpp.compile import compile_source, compiler, compiler_version, stop_all
-from ..cache import cached, content_key, find_cached, open_cached
 from ..errors import BuildError
+from ..kernels.cache import cached, content_key, find_cached, open_cached
 
 LEAST_TENSORS = 16
 """Below so many tensors a look in Python takes no noticeable time."""

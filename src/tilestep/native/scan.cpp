@@ -2,7 +2,7 @@
 //
 // A table describes parameters, their gradients and states; `look` says whether anything but the gradients' addresses has
 // changed, and writes these. Of a DTensor it looks at the part that lies on this rank. Tensors of other types are left to
-// Python, which answers the same question in `tensor_table.py`.
+// Python, which answers the same question in `table.py`.
 
 #include "tensors.h"
 
@@ -112,7 +112,7 @@ constexpr uint64_t ODD[] = {
 constexpr size_t MOST_DIMS = (sizeof(ODD) / sizeof(ODD[0]) - 2) / 2;
 
 // A tensor is unchanged if its address and this number are: type of its elements, device, dispatch keys (lazy negation
-// and conjugation, zero tensors, subclasses), sizes, strides. `tensor_table.py` says the same in Python. One number, since
+// and conjugation, zero tensors, subclasses), sizes, strides. `table.py` says the same in Python. One number, since
 // what is known of a tensor then fits into a line of the cache, and a look at thousands of them costs what it reads. Its
 // products wait for no other. Two tensors that differ give the same number about once in 2^63.
 uint64_t description_of(const Tensor& tensor) {

@@ -12,7 +12,7 @@ import torch
 from ..backends.decision import clip_coefficient
 from ..devices import has_streams
 from ..errors import GradientError
-from ..tensor_table import CHANGED, Table, addresses_of, count_writes
+from ..native.table import CHANGED, Table, addresses_of, count_writes
 from .table import NormTable
 from .tiles import DTYPES, combine, upload
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..devices import has_streams
-from ..triton_launch import Launch
+from ..kernels.launch import Launch
 from .cpu_backend import CpuNorm, EagerNorm, cpu_norm
 from .triton_backend import TritonNorm
 

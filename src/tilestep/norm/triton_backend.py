@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..triton_launch import Launch, Launcher, load_module
+from ..kernels.launch import Launch, Launcher, load_module
 from .tiles import Order, cut, order_of, upload
 from .triton_source import FINISH_BLOCK, norm_source, scale_source, tile_shape
 

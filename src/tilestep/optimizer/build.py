@@ -12,10 +12,9 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ..backends.spec import KernelSpec, Output
-from ..combinations import FSDP1, refuse, split_kind
 from ..compat import fake_mode_is_active, has_memory, is_fake, resolved
+from ..devices.garbage import without_collections
 from ..errors import GradientError, MatrixError, StateError
-from ..garbage import without_collections
 from ..graph import Graph
 from ..linalg.views import Cut, Matrices, leading_dims
 from ..placement import (
@@ -30,6 +29,7 @@ from ..placement import (
     local_state,
     take_in_matrix,
 )
+from ..placement.combinations import FSDP1, refuse, split_kind
 from ..placement.local import (
     as_complex,
     as_real,
@@ -116,7 +116,7 @@ def build_engines(
         divided: dict[Any, dict[int, tuple[KernelSpec, list[Entry]]]] = {}
         for spec, entries in by_spec:
             for entry in entries:
-                own = divided.setdefault(optimizer.schedule.part_of(members[id(entry)].param), {})
+                own = divided.setdefault(optimizer.execution.part_of(members[id(entry)].param), {})
                 own.setdefault(id(spec), (spec, []))[1].append(entry)
         # A rank without shares decides steps together with the others, by an engine without tensors.
         divided = divided or {None: {}}
@@ -627,8 +627,8 @@ def _distributed(state: dict[str, Any], param: torch.Tensor, graph: Graph) -> di
 def begins_together(optimizer: Optimizer) -> bool:
     """Whether all state begins at the first step, and not at each parameter's first gradient."""
     # Offloaded state has room for all parameters; of optimizers that share a norm each needs all gradients.
-    schedule, control = optimizer.schedule, optimizer.control
-    return schedule.begins_together or not optimizer.memory.is_beside or control.joint is not None
+    execution, control = optimizer.execution, optimizer.control
+    return execution.begins_together or not optimizer.memory.is_beside or control.joint is not None
 
 
 def _begins(share: Share, state: Mapping[Any, Any], *, all_that_train: bool) -> bool:

@@ -14,10 +14,10 @@ import torch
 
 from ..compat import load_hooks
 from ..errors import StateError
+from ..linalg.scalar_values import PYTHON_TYPES
 from ..placement.local import copy_into, distribute, gathered, is_distributed, local_part
 from ..rules import Rule, State
 from ..rules.protocol import at_step, changes
-from ..scalar_values import PYTHON_TYPES
 from ..storage import (
     Storage,
     block_names,
@@ -358,7 +358,7 @@ def save_numbers(optimizer: Optimizer, saved: Sequence[dict[str, Any]]) -> None:
             states = [optimizer.state[param] for param in group["params"] if param in optimizer.state]
             # A rank knows no step count of what another rank updates.
             known = [state["step"] for state in states if "step" in state]
-            steps = known or [optimizer.schedule.step_of(optimizer, group)]
+            steps = known or [optimizer.execution.step_of(optimizer, group)]
             step = max(1.0, *(float(one) for one in steps if one is not None), 1.0)
             other.update({key: _numbers(at_step(other[key], step, key)) for key in functions})
 

@@ -20,10 +20,10 @@ from ..backends.decision import Decision
 from ..backends.floats import outcome_of
 from ..backends.registry import control_kernels
 from ..backends.spec import CLIP, CONTROL_SIZE, INVERSE_SCALE, LARGEST_SUM, NORM, SKIPPED, UNSCALE
-from ..combinations import DDP, FSDP1, follow_wrappers, kind_of, refuse, wrappers_around
 from ..devices import combined, moved
 from ..errors import GradientError, StateError
 from ..placement import ReductionGroup, is_distributed, next_number
+from ..placement.combinations import DDP, FSDP1, follow_wrappers, kind_of, refuse, wrappers_around
 from ..placement.local import local_part
 from ..rules.limits import EARLIER_KEYS, Limit
 from ..runtime import DeviceEngine, StepInputs, build_ahead
@@ -587,7 +587,7 @@ def joint_norm(optimizers: Sequence[Optimizer], group: Any = None) -> None:
         if not (isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "power_sum")):
             raise TypeError(f"joint_norm: optimizer {place} is a {type(optimizer).__name__}, not one of tilestep's")
         refuse("joint norm", optimizer.attached, f"joint_norm: optimizer {place}:")
-        for name in optimizer.schedule.applied_groups[:1]:
+        for name in optimizer.execution.applied_groups[:1]:
             raise RuntimeError(
                 f"joint_norm: backward has updated {name} of optimizer {place} already: call it before backward, or "
                 "after step()"

@@ -14,10 +14,10 @@ from ..backends.floats import outcome_of
 from ..devices import is_host
 from ..errors import RuleError, did_you_mean
 from ..graph import flat_numbers
+from ..linalg.scalar_values import PYTHON_TYPES, as_python
 from ..rules import Rule, registry
 from ..rules.limits import Limit
 from ..rules.protocol import MATRIX_OPTIONS, at_step
-from ..scalar_values import PYTHON_TYPES, as_python
 from .masters import MASTER_KEYS, check_choice
 from .matrices import check_matrix_options
 from .parameters import Optimizer, shortened

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ..errors import GradientError
+from ..native.table import Writes
 from ..placement.local import local_part
 from ..storage import MASTER_FORMATS, MasterFormat, dtype_name
-from ..tensor_table import Writes
 
 MasterWeights = bool | str  # what `Optimizer` takes as `master_weights`: False, or a key of `MASTER_FORMATS`
 _CHOICES: Mapping[Any, MasterFormat | None] = {False: None, **MASTER_FORMATS}

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..backends.spec import NORM, SKIPPED
-from ..combinations import refuse
 from ..compat import (
     fake_mode_is_active,
     is_capturing,
@@ -24,7 +23,9 @@ from ..compat import (
 )
 from ..errors import BuildInterrupted, did_you_mean
 from ..linalg import keeping_to, operations
+from ..native.table import sum_of_versions, taken_gradients
 from ..placement import LOCAL, Placement, distribute, local_state
+from ..placement.combinations import refuse
 from ..placement.local import as_real, copy_into, local_part
 from ..rules import Rule, registry
 from ..rules.adaptive_clip import AdaGC
@@ -32,7 +33,6 @@ from ..rules.limits import Limit
 from ..runtime import Stale, grad_dtype
 from ..stats import Change, Reports, Stats, StepStats, require_no_options
 from ..storage import entries_of, kept_in_blocks, values_of
-from ..tensor_table import sum_of_versions, taken_gradients
 from ..timeline.timeline import refuse_taken_by_another
 from .build import (
     begin_at_once,
@@ -45,6 +45,7 @@ from .build import (
 )
 from .checkpoint import load, mark_codes, save_numbers, states_of_groups, unchanged_on_error
 from .control import SkipPolicy, StepControl
+from .execution import AT_STEP, Execution
 from .graphs import Graphs, require_checked, step_in_capture
 from .groups import about_group, check_group, current_value, fill_group, find_rule, without_defaults
 from .masters import MASTER_KEYS, Masters, MasterWeights, exact_values
@@ -52,7 +53,6 @@ from .memory import StateMemory
 from .parameters import param_states, shares_of
 from .parking import Parking
 from .plan import StepPlan
-from .schedule import AT_STEP, Schedule
 from .states import (
     SQUARES,
     TRAINING,
@@ -90,7 +90,7 @@ class Optimizer(torch.optim.Optimizer):
         rounding: of parameters of 16 bits without masters, and of states in 16 bits and in blocks: "nearest" or
             "stochastic".
         seed: of stochastic rounding. The random bits depend on seed, step, parameter index and element, and are the
-            same on any device, mesh and schedule; all ranks need the same seed. torch's generators are not used.
+            same on any device, mesh and execution; all ranks need the same seed. torch's generators are not used.
         skip_nonfinite: skip the step when a gradient is not finite: parameters, state and step count do not change.
         skip_above: also skip it when the global 2-norm of the unscaled gradients is above this number, above a multiple
             of its running mean (`tilestep.TimesMean(3.0)`), or above the mean of previous norms or losses by a number
@@ -141,7 +141,7 @@ class Optimizer(torch.optim.Optimizer):
 
         return torch.compiler.disable(step, reason="an optimizer's step is one opaque call")
 
-    schedule: Schedule = AT_STEP  # when updates run; `shard` and `overlap` attach others
+    execution: Execution = AT_STEP  # when updates run; `shard` and `overlap` attach others
     placement: Placement = LOCAL  # where parameters are that do not say it themselves, as DTensors do
     memory: StateMemory  # where state is; `offload` attaches others
     attached: tuple[str, ...] = ()  # the names in `combinations.REFUSED` of what is attached
@@ -206,14 +206,14 @@ class Optimizer(torch.optim.Optimizer):
         self.control.take_number(self.param_groups)
 
     def attach(
-        self, names: Sequence[str], *, schedule: Schedule | None = None, offers: Mapping[str, Any] | None = None
+        self, names: Sequence[str], *, execution: Execution | None = None, offers: Mapping[str, Any] | None = None
     ) -> None:
         """Attach features by their names in `combinations.REFUSED`; `offers` become attributes of the optimizer."""
         for name in names:
             refuse(name, self.attached)
         self.attached += tuple(names)
-        if schedule is not None:
-            self.schedule = schedule
+        if execution is not None:
+            self.execution = execution
         vars(self).update(offers or {})
 
     def take_memory(self, memory: StateMemory) -> None:
@@ -227,7 +227,7 @@ class Optimizer(torch.optim.Optimizer):
     def state(self) -> Any:
         """As torch's; waits for updates that are still running."""
         if self.attached:
-            self.schedule.settle()
+            self.execution.settle()
             self.memory.wait()
         return self.__dict__["state"]
 
@@ -256,10 +256,10 @@ class Optimizer(torch.optim.Optimizer):
             True
         """
         if self.attached:
-            self.schedule.before_zero_grad()
+            self.execution.before_zero_grad()
             self.memory.drop_gradients()
             # Of what keeps its gradients, as torch's optimizers do, other code may have taken them.
-            for param in () if set_to_none or self.schedule is AT_STEP else self.schedule.stepped(self):
+            for param in () if set_to_none or self.execution is AT_STEP else self.execution.stepped(self):
                 param.grad = torch.zeros_like(param, dtype=grad_dtype(param)) if param.grad is None else param.grad
         if set_to_none and step_is_ordinary():
             # torch's own loops over the parameters in Python.
@@ -298,9 +298,9 @@ class Optimizer(torch.optim.Optimizer):
             [0.001, 0.0001]
         """
         with unchanged_on_error(self):
-            self.schedule.add_param_group(param_group, self._add_param_group)
+            self.execution.add_param_group(param_group, self._add_param_group)
             # Offloaded state is allocated at once: gradients may be moved to it before any step.
-            if self._ready and (self.schedule.begins_together or not self.memory.is_beside):
+            if self._ready and (self.execution.begins_together or not self.memory.is_beside):
                 self.rebuild(ahead=True)
 
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -380,14 +380,14 @@ class Optimizer(torch.optim.Optimizer):
         """
         if "overlap" not in self.attached:
             raise AttributeError("applied_groups: an optimizer that is overlapped has them, see tilestep.overlap")
-        return self.schedule.applied_groups
+        return self.execution.applied_groups
 
     def _make_plan(self, *, ahead: bool) -> StepPlan:
         """Make a plan, and missing state, for the present parameters; see `build_plan`."""
         # State that an evaluation under inference_mode makes must be writable in steps.
         if self.plan is not None:
             self.plan.require_unbroken()
-        with torch.inference_mode(False), torch.no_grad(), self.schedule.making_plan():
+        with torch.inference_mode(False), torch.no_grad(), self.execution.making_plan():
             self.drop_plan()
             self.control.flat_part = flat_part(self)
             self.control.take_number(self.param_groups)
@@ -496,7 +496,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def overflow_flags(self) -> dict[torch.device, torch.Tensor]:
         """For scalers, after a step: the device and a float32 scalar, 1 for an overflow; empty without gradients."""
-        if not self.schedule.had_gradients(self):
+        if not self.execution.had_gradients(self):
             return {}
         controls = self._current_plan().controls
         return {controls[0].numbers.device: controls[0].overflow} if controls else {}
@@ -504,7 +504,7 @@ class Optimizer(torch.optim.Optimizer):
     def power_sum(self, *, prepared: bool = False) -> torch.Tensor | None:
         """The gradients' sum of squares as a step computes it, float64[1]; `prepared` if the plan is up to date."""
         if not prepared:
-            self.schedule.complete_gradients(self)
+            self.execution.complete_gradients(self)
         if prepared and self.plan is not None:
             return self.control.power_sum(self.plan)
         plan = self.prepared()
@@ -539,7 +539,7 @@ class Optimizer(torch.optim.Optimizer):
             0.25
         """
         chosen = self.param_groups[group]
-        return current_value(chosen, self.schedule.step_of(self, chosen), name)
+        return current_value(chosen, self.execution.step_of(self, chosen), name)
 
     @property
     def stats(self) -> StepStats:
@@ -587,7 +587,7 @@ class Optimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _present_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Parameters with this rank's shares of their gradients."""
-        self.schedule.complete_gradients(self)
+        self.execution.complete_gradients(self)
         return self.memory.present_gradients(shares_of(self))
 
     def changes(self, *, clear: bool = True, gather: bool = False) -> list[Change]:
@@ -627,12 +627,12 @@ class Optimizer(torch.optim.Optimizer):
             raise RuntimeError("changes: make the optimizer with track_changes=True")
         if not self.memory.is_beside:
             self._current_plan()  # what follows writes to parameters of which there are copies; loading has dropped it
-        self.schedule.sync_masters(self)
+        self.execution.sync_masters(self)
         return self.reports.changes.read(clear=clear, gather=gather)
 
     def unscale_with(self, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a scaler's function on an object with the gradients in its param groups; returns its overflow flags."""
-        return self.schedule.unscale(self, unscale, *args, **kwargs)
+        return self.execution.unscale(self, unscale, *args, **kwargs)
 
     def _current_plan(self) -> StepPlan:
         return self.plan or self.rebuild(ahead=True)
@@ -670,10 +670,10 @@ class Optimizer(torch.optim.Optimizer):
         if loss is not None:
             self.control.take_loss(loss, self.param_groups)
         try:
-            if self.schedule is AT_STEP:
+            if self.execution is AT_STEP:
                 self.update()
             else:
-                self.schedule.step(self.update)
+                self.execution.step(self.update)
         except BaseException:
             # The next step must not use what was set for this one.
             for name in ("grad_scale", "found_inf"):
@@ -690,7 +690,7 @@ class Optimizer(torch.optim.Optimizer):
         return evaluated
 
     def update(self, *, unmoved: bool = False) -> None:
-        """Update every parameter that has a gradient, whatever the schedule.
+        """Update every parameter that has a gradient, whatever the execution.
 
         `unmoved` says that no tensor has moved or been written to since the last step; versions are not counted then.
         """
@@ -751,7 +751,7 @@ class Optimizer(torch.optim.Optimizer):
             ...         optimizer.step()
             ...     graph.replay()
         """
-        self.schedule.prepare_capture(self)
+        self.execution.prepare_capture(self)
 
     def push(self) -> None:
         """Copy changed hyperparameters to the device, before you replay your own CUDA graph with a step.
@@ -771,7 +771,7 @@ class Optimizer(torch.optim.Optimizer):
             >>> optimizer.param_groups[0]["lr"] = 0.25
             >>> optimizer.push()  # and then graph.replay()
         """
-        self.schedule.push(self)
+        self.execution.push(self)
 
     @opaque
     def eval(self) -> None:
@@ -831,7 +831,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         # Frameworks call this before every backward; most rules have no averages.
         if self.is_evaluating or keeps_averages(self):
-            self.schedule.hold_weights(mode, partial(self._hold_weights, mode))
+            self.execution.hold_weights(mode, partial(self._hold_weights, mode))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -871,10 +871,10 @@ class Optimizer(torch.optim.Optimizer):
             >>> sorted(optimizer.state_dict()["state"][0])
             ['exp_avg', 'exp_avg_sq', 'step']
         """
-        return self.schedule.state_dict(self.plain_state_dict)
+        return self.execution.state_dict(self.plain_state_dict)
 
     def plain_state_dict(self) -> dict[str, Any]:
-        """The `state_dict`, whatever the schedule."""
+        """The `state_dict`, whatever the execution."""
         if not self.attached:
             begin_at_once(self)
         initialize(self)
@@ -921,7 +921,7 @@ class Optimizer(torch.optim.Optimizer):
             >>> optimizer.state[weight]["step"]
             tensor(1.)
         """
-        self.schedule.load_state_dict(state_dict, partial(load, self))
+        self.execution.load_state_dict(state_dict, partial(load, self))
 
     @opaque
     def reset_state(self) -> None:
@@ -952,7 +952,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _settle_states(self) -> None:
         """Have states show all updates, and what other code has written to parameters."""
-        self.schedule.settle_everywhere()
+        self.execution.settle_everywhere()
         if self.plan is not None:
             self.plan.require_unbroken()
             self.plan.sync_masters()
@@ -1014,7 +1014,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         joint = "an optimizer that shares its norm cannot be copied or pickled: save its state_dict()"
-        if reason := self.schedule.not_copied or self.memory.not_copied or joint * (self.control.joint is not None):
+        if reason := self.execution.not_copied or self.memory.not_copied or joint * (self.control.joint is not None):
             raise TypeError(reason)
         if self.plan is not None:
             # As in a checkpoint: a copy does not know which parameters other code has written to.

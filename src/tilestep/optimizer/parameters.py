@@ -80,7 +80,7 @@ class Optimizer(Protocol):
     graphs: Any
     memory: Any
     placement: Any
-    schedule: Any
+    execution: Any
     _optimizer_load_state_dict_post_hooks: Any
     _optimizer_load_state_dict_pre_hooks: Any
     reports: Any

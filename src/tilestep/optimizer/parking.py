@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from ..devices import is_host, synchronize
-from ..host_memory import HostMemory
-from ..tensor_table import address_of
+from ..native.host_memory import HostMemory
+from ..native.table import address_of
 
 
 class Parking:

@@ -16,12 +16,12 @@ from torch.nn.parameter import is_lazy
 from ..compat import is_fake
 from ..devices import combined
 from ..errors import GradientError, StateError
+from ..native.table import CHANGED, SAME, same_list
 from ..placement import LocalGradients, ReductionGroup, Share
 from ..runtime import DeviceEngine, JointNorm, Stale, StepInputs, pass_calls, run_marked
 from ..runtime.engine import CALL, Calls
 from ..runtime.shared_sums import SharedSums
 from ..stats import Reports
-from ..tensor_table import CHANGED, SAME, same_list
 from .masters import Masters
 from .memory import StateMemory
 from .parameters import LISTED_TWICE, Optimizer

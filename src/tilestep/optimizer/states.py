@@ -19,6 +19,7 @@ from ..compat import distributed_like, is_zero_tensor, zero_all
 from ..devices import synchronize
 from ..errors import StateError
 from ..graph import Graph, never_negative
+from ..native.table import address_of
 from ..placement import Share
 from ..placement.local import as_real, is_distributed, local_part, sharded_dims
 from ..rules import Interval, Rule, State
@@ -42,7 +43,6 @@ from ..storage import (
     stored_in,
     values_of,
 )
-from ..tensor_table import address_of
 from .masters import MASTER_KEYS, exact_values, master_kind, other_master
 from .memory import StateMemory
 from .parameters import Optimizer, iter_params, name_in, shares_of

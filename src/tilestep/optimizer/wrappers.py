@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..combinations import WRAPPED
+from ..placement.combinations import WRAPPED
 
 _SET_BY_SCALERS = ("grad_scale", "found_inf")
 

@@ -15,12 +15,12 @@ from typing import Any, Literal, get_args
 import torch
 
 from ..backends.spec import total_traffic
-from ..describe import spec_for
+from ..execution.zero.buckets import default_sizes
 from ..optimizer.masters import MasterWeights
 from ..optimizer.states import compute_dtype
 from ..rules import Rule
 from ..runtime.batches import work_of
-from ..schedules.zero.buckets import default_sizes
+from .describe import spec_for
 
 ASSUMED = "assumed"  # how the source of a constant begins that was not measured
 _DEFAULTS = Path(__file__).with_name("constants.json")

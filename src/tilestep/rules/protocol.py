@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import RuleError, did_you_mean
-from ..scalar_values import PYTHON_TYPES, as_python, as_scalar
+from ..linalg.scalar_values import PYTHON_TYPES, as_python, as_scalar
 from .scalars import ScalarCalls, scalar_globals
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from ..devices import has_streams
+from ..devices.garbage import without_collections
 from ..errors import RuleError
-from ..garbage import without_collections
 from ..graph import SCALAR_LEVELS, MatrixPass, Value, evaluate
 from ..graph.partition import Condition, MatrixProgram
 from ..graph.tracer import group_value

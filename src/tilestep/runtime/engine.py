@@ -16,9 +16,9 @@ from ..backends.spec import KernelSpec
 from ..compat import HOST_UPDATE, UPDATE, is_capturing, local_parts, marked
 from ..devices import combined, is_host, moved, thread_count
 from ..errors import StateError
+from ..kernels.launch import Launch, build_threads, build_together
+from ..native.table import CHANGED, MOVED, SAME, Table, rows_of, same_list
 from ..norm import NormTable
-from ..tensor_table import CHANGED, MOVED, SAME, Table, rows_of, same_list
-from ..triton_launch import Launch, build_threads, build_together
 from .capturing import PREPARE, WARM_UP, GraphTables, nothing_skipped, require, require_no_branches
 from .decision import StepInputs
 from .gradients import GroupNumbers, Inspected, Stale, inspect

@@ -13,7 +13,7 @@ import torch
 from ..compat import has_memory, is_zero_tensor, ready, resolved
 from ..errors import GradientError
 from ..graph import flat_numbers
-from ..tensor_table import CHANGED, MOVED, SAME, rows_of, same_list
+from ..native.table import CHANGED, MOVED, SAME, rows_of, same_list
 from .kernel_cache import statics_of
 from .overlaps import WrittenMemory
 from .segment import Entry, is_dense, same_walk

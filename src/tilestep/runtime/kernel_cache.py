@@ -15,8 +15,8 @@ from ..backends.spec import KernelSpec, Output
 from ..devices import is_host
 from ..errors import MatrixError
 from ..graph import Graph, known_numbers, outcome, partition, size_from_end, sizes_of, trace
+from ..linalg.scalar_values import PYTHON_TYPES, as_python
 from ..rules import Rule
-from ..scalar_values import PYTHON_TYPES, as_python
 from ..storage import Plain, Storage
 
 NUMBER = "<number>"  # stands for any number in a static description

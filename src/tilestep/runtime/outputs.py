@@ -10,8 +10,8 @@ import torch
 from ..backends.outputs import Traced, traced
 from ..backends.spec import Output
 from ..devices import is_host
+from ..native.table import sum_of_versions
 from ..storage import Leaf, evaluated, values_of
-from ..tensor_table import sum_of_versions
 from .segment import Segment
 
 WORD = 32  # elements whose bits are in one word

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..tensor_table import address_of
+from ..native.table import address_of
 from .outputs import extent_of
 from .segment import Entry, is_dense
 

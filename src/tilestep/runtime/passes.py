@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..backends.spec import KernelSpec, Output
-from ..triton_launch import Launch
+from ..kernels.launch import Launch
 from .batches import MatrixBatches
 from .outputs import OutputTables
 from .segment import Segment, TileRange

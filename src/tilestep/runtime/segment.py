@@ -16,8 +16,8 @@ from ..errors import GradientError, StateError
 from ..graph import Program
 from ..graph.tracer import group_value
 from ..linalg.views import Matrices
+from ..native.table import addresses_of
 from ..storage import BLOCK, rows_of, stream_of
-from ..tensor_table import addresses_of
 from .batches import Exchange
 from .decision import clip_code
 from .kernel_cache import guards_hold

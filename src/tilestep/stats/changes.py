@@ -15,12 +15,12 @@ import torch
 
 from ..backends.spec import Output
 from ..devices import is_host
+from ..native.table import Writes, address_of, addresses_of, sum_of_versions
 from ..placement import Share
 from ..placement.local import is_distributed, local_part, logical_coordinates
 from ..runtime import passes_class
 from ..runtime.outputs import WORD, extent_of
 from ..storage import Stored
-from ..tensor_table import Writes, address_of, addresses_of, sum_of_versions
 
 Change = tuple[str, torch.Tensor, torch.Tensor]  # a parameter's name, flat indices of weights, and their values
 
@@ -414,7 +414,7 @@ class _Run:
 
     def __init__(self, members: Sequence[_Tracked], device: torch.device) -> None:
         from ..backends.triton.changes import WORDS, count_changes, list_changes
-        from ..triton_launch import Launcher
+        from ..kernels.launch import Launcher
 
         self.members, self._device = list(members), device
         bits = members[0].bits

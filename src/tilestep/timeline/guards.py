@@ -19,7 +19,7 @@ from ..compat import (
     watch_all_forwards,
     watch_all_parameters,
 )
-from ..garbage import living
+from ..devices.garbage import living
 from .side_stream import Mark, SideStream, Ticket
 
 

@@ -11,7 +11,7 @@ import torch
 
 from ..compat import UPDATE, current_stream_number, is_capturing, marked
 from ..devices import has_streams
-from ..tensor_table import memory_of
+from ..native.table import memory_of
 
 Event = torch.cuda.Event | None  # a point in a stream's order; None on a CPU, where all before it has happened
 _NOTHING: AbstractContextManager[None] = nullcontext()

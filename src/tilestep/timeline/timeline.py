@@ -15,7 +15,6 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 
 from .. import native
-from ..combinations import follow_wrappers, refuse
 from ..compat import (
     after_backward,
     backward_pass,
@@ -26,7 +25,8 @@ from ..compat import (
     watch_clips,
 )
 from ..errors import GradientError
-from ..tensor_table import survey
+from ..native.table import survey
+from ..placement.combinations import follow_wrappers, refuse
 from .side_stream import SideStream
 
 NONE: Set[int] = frozenset()

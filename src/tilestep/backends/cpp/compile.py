@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...cache import BuildTimeout, CachedFile, cached, cached_names, content_key, count_build, open_cached
 from ...errors import BuildError, BuildInterrupted
+from ...kernels.cache import BuildTimeout, CachedFile, cached, cached_names, content_key, count_build, open_cached
 
 T = TypeVar("T")
 

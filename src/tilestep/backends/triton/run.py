@@ -15,12 +15,12 @@ import torch
 
 from ...compat import is_capturing
 from ...devices import copy_to
+from ...kernels.launch import EXACT, Launch, Launcher, build_together, load_module
 from ...runtime.capturing import WARM_UP, require
 from ...runtime.decision import StepInputs
 from ...runtime.outputs import chunks_of
 from ...runtime.passes import Passes
 from ...runtime.segment import Entry, Segment, TileRange
-from ...triton_launch import EXACT, Launch, Launcher, build_together, load_module
 from ..decision import Decision, numbers_of
 from ..outputs import PassOutputs
 from ..spec import KernelSpec, Output, Tiles, cut_tiles

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from ...graph import TilePass
+from ...kernels.launch import EXACT, Launcher
 from ...runtime.segment import Block, Entry, SliceTables, ViewTiles
-from ...triton_launch import EXACT, Launcher
 from ..spec import KernelSpec, tile_traffic
 from .source import FINISH_POINTERS, SLICE_POINTERS, STRIDED_POINTERS, slice_pointers
 

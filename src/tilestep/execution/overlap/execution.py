@@ -1,0 +1,496 @@
+"""What `overlap` attaches to an optimizer: updates in backward or in the next forward."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...compat import before_gathering, is_capturing, opaque, uncompiled
+from ...errors import CaptureError, GradientError
+from ...native.table import memory_of, taken_gradients
+from ...optimizer import Optimizer
+from ...optimizer.checkpoint import unchanged_on_error
+from ...optimizer.execution import Execution
+from ...optimizer.optimizer import Attached, AttachedType
+from ...optimizer.parameters import iter_params, require_listed_once, require_shapes
+from ...optimizer.plan import StepPlan
+from ...placement.combinations import FSDP2, kind_of, refusal, refuse, split_kind
+from ...placement.local import is_distributed
+from ...timeline.guards import Publication, guard_forwards, guard_model, guard_sharers
+from ...timeline.side_stream import SideStream, Ticket
+from ...timeline.timeline import refuse_taken_by_another
+from .groups import Group, Grouping
+from .reduced import CommHook
+from .updates import UNTOLD_SCALE, GroupUpdates
+
+
+class OverlapExecution(Execution):
+    """The execution of an overlapped optimizer, which has these public methods after `tilestep.overlap`."""
+
+    # `overlap` explains its arguments; `grouping` says what is updated together.
+
+    not_copied = "an overlapped optimizer cannot be copied or pickled: save its state_dict()"
+    begins_together = True
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        grouping: Grouping,
+        device: torch.device,
+        during: str,
+        scaler: torch.amp.GradScaler | None,
+        comm_hook: CommHook | None,
+    ) -> None:
+        # The optimizer has this: a circle would keep both until the garbage collector comes.
+        self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
+        self.model, self.grouping, self.during = model, grouping, during
+        self._had_gradients = False
+        self._knows_ranks = during != "backward"
+        self.lane = SideStream(device)
+        self.publication = _publication(model, grouping, self.lane)
+        self.updates = GroupUpdates(
+            optimizer,
+            model,
+            grouping,
+            self.publication,
+            updates=during == "backward",
+            scaler=scaler,
+            comm_hook=comm_hook,
+        )
+        # Updates that still run write to state whose memory its streams would give to others.
+        weakref.finalize(self, self.lane.join_all).atexit = False
+        # The model has this one too, and may have the optimizer.
+        weakref.finalize(self, _end, weakref.ref(self.publication)).atexit = False
+
+    @property
+    def offers(self) -> dict[str, Any]:
+        """What the optimizer has besides."""
+        return {method.__name__: method for method in (self.no_sync, self.synchronize)}
+
+    def settle(self) -> None:
+        if self.publication.tickets:
+            self.synchronize()
+
+    def settle_everywhere(self) -> None:
+        self.synchronize()
+
+    @property
+    def params(self) -> list[torch.Tensor]:
+        """Every parameter."""
+        return [param for group in self._optimizer().param_groups for param in group["params"]]
+
+    def part_of(self, param: torch.Tensor) -> Any:
+        """The group that a parameter is updated with."""
+        return self.grouping.of[id(param)].index
+
+    @contextmanager
+    def making_plan(self) -> Iterator[None]:
+        """A block in which no update runs, with the groups that there are now."""
+        self.publication.wait_all()
+        with self.lane.left():
+            if not self.grouping.knows(self._optimizer()):
+                self.grouping.divide(self._optimizer(), self.model)
+                self.updates.watch()
+                self.publication.wait_on_host()
+                self.publication.of = self.grouping.of
+                guard_sharers(self.publication)
+            yield
+
+    @property
+    def applied_groups(self) -> tuple[str, ...]:
+        """The groups that backward has updated since the last step, also after a backward that raised.
+
+        Example:
+            >>> import torch, tilestep
+            >>> model = torch.nn.Linear(2, 1, bias=False)
+            >>> _ = torch.nn.init.ones_(model.weight)
+            >>> optimizer = tilestep.overlap(tilestep.SGD(model.parameters(), lr=0.5), model, during="backward")
+            >>> model(torch.tensor([[1.0, 2.0]])).sum().backward()
+            >>> len(optimizer.applied_groups)
+            1
+            >>> optimizer.step()
+        """
+        return tuple(group.name for group in self.updates.applied)
+
+    def no_sync(self) -> Any:
+        """A context manager in which backward only accumulates; the next backward outside updates with the sum.
+
+        Example:
+            >>> import torch, tilestep
+            >>> model = torch.nn.Linear(2, 1, bias=False)
+            >>> _ = torch.nn.init.ones_(model.weight)
+            >>> optimizer = tilestep.overlap(tilestep.SGD(model.parameters(), lr=0.5), model, during="backward")
+            >>> with optimizer.no_sync():
+            ...     model(torch.tensor([[1.0, 0.0]])).sum().backward()
+            >>> model(torch.tensor([[0.0, 2.0]])).sum().backward()
+            >>> optimizer.step()
+            >>> model.weight.tolist()
+            [[0.5, 0.0]]
+        """
+        return self.updates.timeline.no_sync()
+
+    def synchronize(self) -> None:
+        """Make the current stream wait for all updates.
+
+        Only needed before you read tensors that are not looked up in a module of the model: parameters in your own list
+        or in `param_groups`, and tensors taken out of `optimizer.state` before a step.
+
+        Example:
+            >>> import torch, tilestep
+            >>> model = torch.nn.Linear(2, 1, bias=False)
+            >>> _ = torch.nn.init.ones_(model.weight)
+            >>> optimizer = tilestep.overlap(tilestep.SGD(model.parameters(), lr=0.5), model, during="backward")
+            >>> model(torch.tensor([[1.0, 2.0]])).sum().backward()
+            >>> optimizer.step()
+            >>> optimizer.synchronize()
+            >>> optimizer.param_groups[0]["params"][0].tolist()
+            [[0.5, 0.0]]
+        """
+        self.publication.wait_all()
+        self.lane.join()
+
+    def step(self, plain: Callable[[], None]) -> None:
+        """Take a step, or end the one that backward has begun."""
+        if self._optimizer().is_evaluating:
+            raise RuntimeError("the parameters hold the weights to evaluate: call train() before step()")
+        if is_capturing():
+            self.prepare_capture(self._optimizer())
+        if not self._knows_ranks and self.updates.applied:
+            self._warn_of_ranks()
+        optimizer = self._optimizer()
+        is_run_by_scaler = hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf")
+        if self.updates.meets_a_scaler and is_run_by_scaler:
+            raise GradientError(UNTOLD_SCALE)
+        if self.during == "forward":
+            self._step_later()
+            self.updates.forget()
+        elif self.updates.applied or (
+            self.updates.timeline.when == "ready"
+            and not is_run_by_scaler
+            and not optimizer.control.needs_norm(optimizer.param_groups)
+        ):
+            self.updates.finish()
+        else:
+            self._step_at_once(plain)
+
+    def _step_at_once(self, plain: Callable[[], None]) -> None:
+        """Decide the step and take it: backward could not, since the decision needs all gradients."""
+        self.synchronize()
+        self.updates.forget()
+        params = self.params
+        self._had_gradients = any(param.grad is not None for param in params)
+        self.updates.look_for_missing(self.grouping.groups)
+        plain()
+        taken_gradients(params)
+
+    def _step_later(self) -> None:
+        """Decide the step, and let its updates wait until they are needed."""
+        self.publication.wait_all()
+        self.lane.join()
+        optimizer = self._optimizer()
+        with self.lane.after():
+            plan = optimizer.prepared()
+            if plan.are_others or not plan.engines:
+                if missing := [param for param in plan.params if param.grad is None]:
+                    refuse_taken_by_another(missing, self.updates.timeline)
+                    self.updates.refuse_replaced()
+                plan.are_others = False
+            plan.begin_states(optimizer, all_of_them=True)
+            plan.sync_masters()
+            optimizer.control.update_control(optimizer, plan)
+            reports = optimizer.reports
+            measures = reports is not None and reports.begin(plan.engines) and reports.measures
+            self._count_versions(plan)
+            groups = self._order()
+            held = {group: taken_gradients(group.params) for group in groups}
+            self._had_gradients = any(held.values())
+            if not self._had_gradients:
+                self.updates.refuse_replaced()
+            works = [(group, self._work(plan, group, held[group])) for group in groups if held[group]]
+            tickets = {group: Ticket(work) for group, work in works}
+            # Who scales losses, changes hyperparameters or reads the norm next comes after the decision.
+            decided = self.lane.mark()
+            if self.lane.stream is not None:
+                self.lane.keep(*memory_of([gradient for listed in held.values() for gradient in listed]))
+            # Ranks send one another what they have measured: at the step, not where one of them asks for it.
+            with torch.no_grad():
+                self.publication.needed.clear()
+                self.publication.tickets.update(tickets)
+                for ticket in tickets.values() if self.lane.stream is not None or measures else ():
+                    ticket.finish()
+                    ticket.mark = self.lane.next_mark()
+            if reports is not None:
+                reports.finish()
+        current = self.lane.current()
+        if current is not None and decided is not None:
+            current.wait_event(decided)
+        if self.publication.compiled:
+            self.publication.wait_all()
+            # Whatever compiled code does comes after that on this stream.
+            self.publication.tickets.clear()
+        for group in self.grouping.groups:
+            if not group.is_guarded:
+                self.publication.wait(group.params[0])
+
+    def _order(self) -> list[Group]:
+        """Groups in the order in which the last forward needed them; at first from the last to the first."""
+        places = {group: place for place, group in enumerate(self.publication.needed)}
+        return sorted(reversed(self.grouping.groups), key=lambda group: places.get(group, len(places)))
+
+    def _warn_of_ranks(self) -> None:
+        """When backward has updated for the first time: say so if nothing has summed the gradients over the ranks."""
+        self._knows_ranks = True
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if several and not self.updates.timeline.elsewhere and not any(map(is_distributed, self.params)):
+            warnings.warn(
+                'overlap(during="backward"): there are several ranks, and each has updated with its own gradients, '
+                "which are let go before they could be summed by hand: a loop that all-reduces `param.grad` after "
+                "backward finds None. Wrap the model in DistributedDataParallel or FSDP2, use tilestep.shard, or take "
+                'during="forward"; where every rank trains a model of its own, ignore this',
+                stacklevel=6,
+            )
+
+    def _count_versions(self, plan: StepPlan) -> None:
+        """Tell autograd which parameters are going to be written."""
+        for engine in plan.engines:
+            engine.table.count_writes()
+            if engine.wrote is not None:
+                engine.wrote(engine.written)
+        plan.record_versions()
+
+    def _work(self, plan: StepPlan, group: Group, held: list[torch.Tensor]) -> Callable[[], None]:
+        places, is_measured = plan.places.get(group.index, ()), self._optimizer().reports is not None
+        return partial(_update_later, plan, places, held, moves=self.lane.stream is None, measures=is_measured)
+
+    def before_zero_grad(self) -> None:
+        """Drop what a backward has left behind that was broken off, or has not reached all of a group's parameters.
+
+        Raises:
+            RuntimeError: after a backward that has updated parameters; `step()` must end it.
+        """
+        if self.updates.timeline.running:
+            self.lane.join()
+            self.updates.forget()
+        elif self.updates.applied:
+            raise RuntimeError(
+                "backward has updated parameters already, so these gradients cannot be dropped: call step() first; "
+                'to decide after backward whether there is a step use during="forward"'
+            )
+        elif self.updates.timeline.is_open:
+            self.lane.join()
+            self.updates.drop()
+
+    def _require_no_update(self, method: str) -> None:
+        if self.updates.applied:
+            raise RuntimeError(f"backward has updated parameters already: call step() before {method}")
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], None]) -> None:
+        """Take a checkpoint, between a step and the next backward or after a backward that was broken off."""
+        if not self.updates.timeline.running:
+            self._require_no_update("load_state_dict()")
+        super().load_state_dict(state_dict, plain)
+
+    def add_param_group(self, param_group: dict[str, Any], plain: Callable[[dict[str, Any]], None]) -> None:
+        """Add parameters as a group of their own, between a step and the next backward."""
+        self._require_no_update("add_param_group()")
+        self.synchronize()
+        plain(param_group)
+        require_listed_once("overlap()", self._optimizer())
+
+    def had_gradients(self, optimizer: Any) -> bool:
+        """Whether the last step had gradients, which it has used up."""
+        return self._had_gradients
+
+    def unscale(self, optimizer: Any, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Unscale gradients that no update has used."""
+        if self.updates.meets_a_scaler:
+            raise GradientError(UNTOLD_SCALE)
+        return super().unscale(optimizer, unscale, *args, **kwargs)
+
+    def prepare_capture(self, optimizer: Any) -> None:
+        """Refused: steps that overlap other work are not captured."""
+        refuse("capture", ["overlap"], error=CaptureError)
+
+    push = prepare_capture
+
+
+def _publication(model: nn.Module, grouping: Grouping, lane: SideStream) -> Publication:
+    """Let every look-up of a parameter, and every gather of FSDP2's, wait for the update of the parameter's group."""
+    publication = Publication(lane)
+    publication.of = grouping.of
+    guard_model(model, publication, lambda param: True)
+    guard_sharers(publication)
+    guard_forwards(publication)
+
+    def gather(module: nn.Module, streams: Sequence[torch.cuda.Stream]) -> None:
+        for group in grouping.of_module.get(module, ()):
+            if group in publication.tickets:
+                publication.wait(group.params[0], streams)
+
+    # All of them: parameters of others may be added to the optimizer later.
+    for module in [module for module in model.modules() if kind_of(module) == FSDP2]:
+        if not before_gathering(module, partial(gather, module)):
+            module.register_forward_pre_hook(lambda *_: publication.wait_all(), prepend=True)
+    return publication
+
+
+def _end(publication: Callable[[], Publication | None]) -> None:
+    """End updates if the model still has them."""
+    living = publication()
+    if living is not None:
+        living.end()
+
+
+def _no_wait() -> None:
+    """`synchronize()` where updates run in `step()`."""
+
+
+class OverlappedOptimizer(Attached, metaclass=AttachedType):
+    """The type of an optimizer after `tilestep.overlap`, for `isinstance`; it also stays an instance of its class.
+
+    It adds `no_sync()`, `synchronize()` and `applied_groups`.
+
+    Example:
+        >>> import torch, tilestep
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> _ = torch.nn.init.ones_(model.weight)
+        >>> optimizer = tilestep.overlap(tilestep.SGD(model.parameters(), lr=0.5), model, during="backward")
+        >>> isinstance(optimizer, tilestep.OverlappedOptimizer), isinstance(optimizer, tilestep.SGD)
+        (True, True)
+    """
+
+    attached_as = ("overlap",)
+    no_sync: Callable[[], Any]
+    synchronize: Callable[[], None]
+
+
+def overlap(
+    optimizer: Optimizer,
+    model: nn.Module,
+    during: Literal["backward", "forward"] | None = None,
+    *,
+    bucket_cap_mb: float = 25.0,
+    scaler: torch.amp.GradScaler | None = None,
+    comm_hook: CommHook | None = None,
+) -> OverlappedOptimizer:
+    """Run an optimizer's updates during backward, or during the next forward.
+
+    Parameters are updated in groups: the parameters that an FSDP2 module all-gathers (with "forward" those of several
+    consecutive modules), or buckets of neighbouring parameters. On a GPU updates run on a separate stream. The results
+    are bitwise those of the serial step, for rules without matrix products.
+
+    With "backward" a group is updated, and its gradients are freed, as soon as its last gradient is accumulated;
+    `step()` updates the other groups. If a decision needs all gradients (`max_grad_norm`, skipped steps, a scaler),
+    `step()` takes it and updates all groups.
+
+    With "forward" `step()` computes the norm, decides, and takes over the gradients. Every module's forward then waits
+    for the update of its own parameters. Reading parameters from a module, or state through the optimizer's methods,
+    waits for the update; call `synchronize()` before you read tensors that you hold yourself.
+
+    Without `during` updates run in `step()`, and a warning says what to pass.
+
+    The optimizer keeps its class; `isinstance(optimizer, tilestep.OverlappedOptimizer)` tells that it is overlapped.
+    After `step()` the parameters' `grad` is None.
+
+    Args:
+        optimizer: a tilestep optimizer with all parameters on one device.
+        model: the module that has its parameters: a plain module, a DistributedDataParallel, or one sharded by FSDP2.
+        during: "backward" or "forward"; None to update in `step()`.
+        bucket_cap_mb: MiB of parameters in a bucket.
+        scaler: the gradient scaler of the loss, if there is one.
+        comm_hook: for DistributedDataParallel and "backward", which takes one comm hook only: the state and function
+            that reduce a bucket; None for the mean over ranks.
+
+    Returns:
+        The optimizer that was passed.
+
+    Raises:
+        TypeError: for an optimizer of another library.
+        ValueError: for an unknown schedule; for parameters on several devices; for an optimizer that is sharded or
+            overlapped, or whose updates run on the CPU; for a DistributedDataParallel that finds unused parameters.
+
+    Source: torch.distributed.optim._apply_optimizer_in_backward, https://github.com/pytorch/pytorch/pull/98667.
+
+    Example:
+        >>> import torch, tilestep
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> _ = torch.nn.init.ones_(model.weight)
+        >>> optimizer = tilestep.overlap(tilestep.SGD(model.parameters(), lr=0.5), model, during="backward")
+        >>> model(torch.tensor([[1.0, 2.0]])).sum().backward()
+        >>> model.weight.tolist(), model.weight.grad
+        ([[0.5, 0.0]], None)
+        >>> optimizer.step()
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"overlap() takes an optimizer of tilestep's, not {type(optimizer).__name__}")
+    refuse("overlap", optimizer.attached)
+    if during not in ("backward", "forward", None):
+        raise ValueError(f'Invalid during: {during!r}; it is "backward" or "forward", or left out')
+    if comm_hook is not None and during != "backward":
+        raise ValueError('comm_hook is for during="backward": else register it with DistributedDataParallel itself')
+    if not bucket_cap_mb > 0:
+        raise ValueError(f"Invalid bucket_cap_mb: {bucket_cap_mb}; it must be positive")
+    require_listed_once("overlap()", optimizer)
+    require_shapes("overlap()", ((label, param) for label, _, _, param in iter_params(optimizer)))
+    model = uncompiled(model)
+    devices: dict[torch.device, str] = {}
+    for name, module in model.named_modules():
+        refuse("overlap", [kind_of(module)], f"module {name!r}" if name else "the model")
+    for label, _, _, param in iter_params(optimizer):
+        if reason := refusal("overlap", [split_kind(param)]):
+            raise ValueError(f"{label} {reason.replace('is a', 'belongs to a', 1)}")
+        if not param.is_meta:
+            devices[param.device] = label
+    if len(devices) > 1:
+        (first, label), (second, other), *_ = devices.items()
+        raise ValueError(f"{label} is on {first}, {other} on {second}: overlap() takes parameters of one device")
+    device = next(iter(devices), torch.device("cpu"))
+    if during is None:
+        warnings.warn(
+            'overlap() without during= leaves updates in step(): pass during="backward" to free gradients during '
+            'backward, or during="forward" to update while the next forward runs',
+            stacklevel=2,
+        )
+        optimizer.attach(("overlap",), offers={"no_sync": nullcontext, "synchronize": _no_wait})
+        return cast(OverlappedOptimizer, optimizer)
+    grouping = Grouping(optimizer, model, int(bucket_cap_mb * 2**20), joins=during == "forward")
+    execution = OverlapExecution(optimizer, model, grouping, device, during, scaler, comm_hook)
+    try:
+        with unchanged_on_error(optimizer):
+            optimizer.attach(("overlap",), execution=execution, offers=execution.offers)
+            optimizer.rebuild(ahead=True)
+    except BaseException:
+        execution.updates.timeline.hooks.remove()
+        raise
+    return cast(OverlappedOptimizer, optimizer)
+
+
+@opaque
+def _update_later(
+    plan: StepPlan, places: tuple[int, ...], held: list[torch.Tensor], *, moves: bool, measures: bool
+) -> None:
+    """Update a group with its gradients; `moves` if its memory may have moved since the step."""
+    if not held:
+        return
+    # A step runs without gradients; a look-up of parameters may not, and torch.compile may be tracing it.
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
+        plan.progress.clear()
+        try:
+            for place in places if moves else ():
+                plan.engines[place].follow_memory()
+            plan.update(places, counts_versions=False, measures=measures)
+        except BaseException as error:
+            if not isinstance(error, Exception) and not plan.progress:
+                raise  # Ctrl-C before its first pass: the next look-up runs it
+            held.clear()
+            raise
+    held.clear()

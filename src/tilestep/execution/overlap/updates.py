@@ -1,0 +1,319 @@
+"""Updates of groups in backward, when the last gradient of a group is complete."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...compat import count_scaled_losses, local_parts, opaque, ready, step_is_ordinary
+from ...devices import is_host
+from ...optimizer import Optimizer
+from ...optimizer.parameters import iter_params
+from ...placement.combinations import count_sharded, refuse_replaced
+from ...placement.local import is_distributed
+from ...runtime import Stale
+from ...timeline.guards import Publication
+from ...timeline.side_stream import Held, Ticket
+from ...timeline.timeline import NONE, UPDATED, Row, Timeline, refuse_another_taker
+from .groups import Group, Grouping
+from .reduced import CommHook, ReducedGradients, wrappers_of
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class GroupUpdates(Row):
+    """Updates groups of parameters in backward; with `updates=False` it counts no gradients, and steps update."""
+
+    # A group is updated when the last of its gradients is there, if nothing has to be decided for all groups together:
+    # a clip, a loss scale and a skipped step are decided by the step. The optimizer, which has this, is not kept alive.
+
+    accumulates = False
+    choice = "overlap"
+    taken_by = (
+        'overlap(during="backward") has consumed it during backward: set max_grad_norm on the optimizer, which clips '
+        'inside the step, or use during="forward" and clip before step()'
+    )
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        grouping: Grouping,
+        publication: Publication,
+        *,
+        updates: bool,
+        scaler: torch.amp.GradScaler | None,
+        comm_hook: CommHook | None,
+    ) -> None:
+        self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
+        self._model, self._grouping, self._scaler, self.publication = model, grouping, scaler, publication
+        self.takes = self.updates = updates
+        self.applied: list[Group] = []  # the groups that backward has updated since the last step
+        self.meets_a_scaler = False  # whether updates have waited only because of a scaler that nothing has told of
+        self._count_of_sharded = count_sharded(model)
+        self._missing: list[int] = []  # the parameters without gradient in the last step, by `id`
+        self._held = Held(publication.lane)  # gradients that are used up
+        self._scaled_losses = count_scaled_losses()
+        """As it was after the last step: a loss that was scaled since may be that of the gradients to come."""
+        self.timeline = Timeline(self, publication.lane)
+        self.reduced = ReducedGradients(self.timeline, publication.lane, comm_hook)
+        self.watch()
+        self.timeline.announce(model)
+        for wrapper in wrappers_of(model, self.timeline):
+            if updates:
+                self.reduced.follow(wrapper)
+            else:
+                self._follow_views(wrapper)
+
+    def watch(self) -> None:
+        """Count the gradients of the groups that there are now."""
+        self.timeline.is_alone = False
+        if not self.updates:
+            # Gradients stay on their parameters until the step, which takes them.
+            self.timeline.leave_out(self._grouping.of.keys())
+        self.timeline.count(group.params for group in self._grouping.groups)
+
+    def wrapped(self, wrapper: nn.Module) -> None:
+        """Follow a DistributedDataParallel that wraps the model."""
+        if self.updates:
+            self.reduced.follow_soon(wrapper)
+        else:
+            self._follow_views(wrapper)
+
+    def _follow_views(self, wrapper: nn.Module) -> None:
+        """Have updates run that read a DistributedDataParallel's buckets before its backward writes to these again."""
+        # Also of what its forward has not used: its backward begins by zeros in the place of such gradients.
+        living = weakref.ref(self.publication)
+
+        @opaque
+        def complete(wrapper: Any, *_: Any) -> None:
+            publication = living()
+            if publication is not None and publication.tickets and wrapper.gradient_as_bucket_view:
+                publication.wait_all()
+
+        wrapper.register_forward_hook(complete)
+
+    def begin(self) -> Set[int]:
+        """Decide whether backward updates; `id`s of parameters that new DistributedDataParallels reduce."""
+        optimizer, timeline = self._optimizer(), self.timeline
+        if optimizer.is_evaluating:
+            raise RuntimeError("the parameters hold the weights to evaluate: call train() before backward()")
+        if not timeline.is_alone:
+            refuse_another_taker(timeline)
+        moved: Set[int] = self.reduced.follow_later() if self.reduced.later else NONE
+        plan = optimizer.fitting_plan()
+        control, scaler = optimizer.control, self._scaler
+        scaled = control.gradients_scaled or (scaler is not None and scaler.is_enabled())
+        if scaled or control.needs_norm(optimizer.param_groups):
+            return moved
+        if count_scaled_losses() != self._scaled_losses:
+            self.meets_a_scaler = True
+            return moved
+        timeline.when = "ready"
+        if plan.ahead:
+            plan.begin_states(optimizer, all_of_them=True)
+        if optimizer.reports is not None:
+            optimizer.reports.begin(plan.engines)
+        if not plan.decided_plainly or plan.follows:
+            with self.publication.lane.after():
+                if not plan.decided_plainly:
+                    control.update_control(optimizer, plan)
+                if plan.follows:
+                    plan.sync_masters()
+                    plan.record_versions()
+        return moved
+
+    def again(self, bucket: int, param: torch.Tensor) -> bool:
+        """Raise for a second gradient of an updated parameter; a group that was not updated waits for all again."""
+        if self.timeline.stage_of(param) == UPDATED:
+            raise self._late(param, self._grouping.groups[bucket])
+        return True
+
+    def ready(self, bucket: int) -> None:
+        """Update a group whose gradients are complete, unless the step has to decide first."""
+        if self.timeline.when == "step":
+            return
+        group, gradient = self._grouping.groups[bucket], self.reduced.gradient
+        # Gradients that have come in a backward before may be gone, by `model.zero_grad()`: then the step updates.
+        if group.spans_tensors and any(gradient(one) is None for one in group.params if one.requires_grad):
+            return
+        # Of a group that waits once more, for a parameter that did not train before, others may come again too.
+        for param in group.params if group in self.applied else ():
+            if self.timeline.stage_of(param) == UPDATED and gradient(param) is not None:
+                raise self._late(param, group)
+        self._update(group)
+
+    def _late(self, param: torch.Tensor, group: Group) -> RuntimeError:
+        """The error for a gradient that arrived after the update of its parameter."""
+        label = next(label for label, _, _, candidate in iter_params(self._optimizer()) if candidate is param)
+        name = next((name for name, candidate in self._model.named_parameters() if candidate is param), None)
+        return RuntimeError(
+            f"a gradient of {label if name is None or label.endswith(')') else f'{label} ({name})'} came after "
+            f"{group.name} was updated in backward: run all but the last backward before a step inside "
+            "optimizer.no_sync(); after a backward that raised an error call zero_grad() first; for parameters that "
+            'reentrant checkpoints share use during="forward"'
+        )
+
+    def _update(self, group: Group) -> None:
+        """Update a group from its present gradients, and release these."""
+        lane, optimizer = self.publication.lane, self._optimizer()
+        if group.is_copied_to_host:
+            _await_copies(group)
+        current = None if lane.stream is None else lane.current()
+        streams = [] if current is None else self._take_writers(group) or [current]
+        with _NOTHING if current is None else lane.after(*streams):
+            plan, find = optimizer.plan, (self.reduced.gradient,) if self.reduced.of else ()
+            places = plan.places.get(group.index, ())
+            try:
+                plan.refresh(places, *find)
+            except Stale:
+                plan = optimizer.rebuild()
+                places = plan.places.get(group.index, ())
+                plan.refresh(places, *find)
+            with plan.masters.writes.own(group.params) if plan.has_masters else _NOTHING:
+                is_marked, measures = not step_is_ordinary(), optimizer.reports is not None
+                plan.update(places, counts_versions=True, marked=is_marked, measures=measures)
+            mark = None if current is None else lane.next_mark()
+        # On a GPU the update may still read the gradients.
+        used_up, taken, first = list[torch.Tensor](), self.timeline.taken, self.timeline.buckets[group.index].first
+        self.applied.append(group)
+        for place, param in enumerate(group.params, first):
+            if id(param) in self.reduced.of:
+                taken[place] = UPDATED
+            elif param.grad is not None:
+                used_up.append(param.grad)
+                taken[place] = UPDATED
+                param.grad = None
+        if mark is None:
+            return
+        self.publication.tickets[group] = Ticket(mark=mark)
+        if self._on_two_streams(group, streams):
+            lane.keep(*map(ready, local_parts(used_up)))
+            used_up = []
+        # A stream that computes backward would stand still for this update; one that only communicates can wait for it.
+        at_once = bool(used_up) and _come_from_collectives(group)
+        if not at_once:
+            self._held.give_back()
+        self._held.hold(used_up, mark, streams)
+        if at_once:
+            self._held.give_back()
+
+    def _take_writers(self, group: Group) -> list[torch.cuda.Stream]:
+        """The streams that have written a group's gradients, on a GPU."""
+        streams = self.timeline.buckets[group.index].writers
+        taken = list(streams.values())
+        streams.clear()
+        return taken
+
+    def _on_two_streams(self, group: Group, streams: Sequence[torch.cuda.Stream]) -> bool:
+        """Whether gradients may be memory of other streams than the one that completes them."""
+        if len(streams) > 1:
+            return True
+        meshes = (getattr(param, "device_mesh", None) for param in group.params)
+        return any(mesh is not None and mesh.ndim > 1 for mesh in meshes)
+
+    def finish(self) -> None:
+        """Update what is left, and let the current stream wait for all updates; the next round may begin."""
+        optimizer = self._optimizer()
+        if self.timeline.running and self.applied:
+            raise RuntimeError(
+                f"backward was broken off when it had updated {_listed([group.name for group in self.applied])}: "
+                "call zero_grad() to drop the other gradients and go on"
+            )
+        if self.reduced.awaited:
+            self.reduced.wait()
+        late: RuntimeError | None = None
+        for group in self.applied:
+            for param in group.params:
+                if param.grad is not None and self.timeline.stage_of(param) == UPDATED:
+                    # What DistributedDataParallel has reduced it gives to the parameters at the end of backward.
+                    if id(param) not in self.reduced.of and late is None:
+                        late = self._late(param, group)
+                    param.grad = None
+        plan = optimizer.fitting_plan()
+        changed = [
+            group.name
+            for group in self.applied
+            if any(plan.engines[place].hypers_changed for place in plan.places.get(group.index, ()))
+        ]
+        self.reduced.of.clear()
+        left = [group for group in self._grouping.groups if group not in self.applied]
+        if left:
+            self.look_for_missing(left)
+        for group in self._grouping.groups:
+            if any(param.grad is not None for param in group.params):
+                self._update(group)
+            elif group in left:
+                for place in plan.places.get(group.index, ()):
+                    plan.engines[place].have_none()
+        if optimizer.reports is not None:
+            with self.publication.lane.after():
+                optimizer.reports.finish()
+        if self.publication.lane.in_order:
+            self.publication.lane.join()
+        self.forget()
+        if changed:
+            raise RuntimeError(
+                f"hyperparameters have changed since backward, which has updated {_listed(changed)} with those before: "
+                "set them before backward, or after step()"
+            )
+        if late is not None:
+            raise late
+
+    def forget(self) -> None:
+        """Let the next round begin; the current stream has waited for the updates of this one."""
+        if self.publication.lane.in_order:
+            self._held.give_back()
+        if self.updates:
+            self.publication.tickets.clear()
+        self._scaled_losses = count_scaled_losses()
+        self.meets_a_scaler, self.applied = False, []
+        self.reduced.of.clear()
+        self.reduced.awaited.clear()
+        self.timeline.forget()
+
+    def drop(self) -> None:
+        """As `forget`, for a round that has updated nothing and whose gradients are dropped."""
+        # The loss of the next backward may have been scaled already.
+        scaled_losses = self._scaled_losses
+        self.forget()
+        self._scaled_losses = scaled_losses
+
+    def look_for_missing(self, groups: Sequence[Group]) -> None:
+        """If other parameters than in the last step have no gradient: raise if they are not the model's any more."""
+        missing = [id(param) for group in groups for param in group.params if param.grad is None]
+        if missing and missing != self._missing:
+            self.refuse_replaced()
+        self._missing = missing
+
+    def refuse_replaced(self) -> None:
+        """Raise if parameters are not the model's any more since FSDP2 has sharded it: they get no gradients."""
+        params = [param for group in self._grouping.groups for param in group.params]
+        refuse_replaced(self._model, params, self._count_of_sharded)
+
+
+def _come_from_collectives(group: Group) -> bool:
+    """Whether gradients are memory of FSDP2's reduce-scatters, and not of a stream that computes backward."""
+    return bool(group.modules) and all(map(is_distributed, group.params))
+
+
+def _await_copies(group: Group) -> None:
+    """Wait for gradients that are still on their way from a GPU to the host, as FSDP2's CPU offloading leaves them."""
+    if any(is_host(param.device) for param in group.params):
+        torch.cuda.current_stream().synchronize()
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more groups" if len(names) > 3 else "")
+    return shown or "nothing"
+
+
+UNTOLD_SCALE = (
+    "updates are made in backward, and the gradients carry a loss scale: tell overlap() of the scaler, "
+    "overlap(optimizer, model, scaler=scaler), and updates wait for its decision; nothing was updated"
+)

@@ -1,0 +1,434 @@
+"""The table of tensors that kernels reach by address, and one look before every step: what has changed?
+
+A tensor is unchanged if its dtype, device, sizes, strides, dispatch keys (lazy negation and conjugation, zero tensors,
+subclasses) and address are the remembered ones. `native/scan.cpp` states the same in `description_of` and `address_of`;
+this module asks torch's guards and `data_ptr`, for tensors that C++ leaves out and where it is not built. Memory is not
+kept alive between steps: if a state is moved to another device, its memory is freed at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from .. import native
+from ..compat import (
+    DTENSOR_PARTS,
+    addresses_equal,
+    description,
+    distributed_tensor_type,
+    has_memory,
+    local_parts,
+    ready,
+    tensor_guards,
+    version_of,
+)
+from ..devices import copy_to, is_host
+
+SAME, MOVED, CHANGED = 0, 1, 2
+"""Answers of a look: tensors are what they were; some have other addresses; some have changed otherwise."""
+
+_AT_ONCE = 512  # tensors that a look in turn takes
+
+_LOW = 1 << 32  # most memory lies above this address: a lower one may be an offset from a null pointer
+
+
+class Written(Protocol):
+    """Memory that kernels write."""
+
+    arguments: tuple[int, int, int]  # what C++ copies: see `create` in `native/scan.cpp`
+
+    def overlapped(self, addresses: np.ndarray, sizes: np.ndarray) -> np.ndarray: ...
+
+
+class _Described:
+    """What some tensors were: metadata and addresses; of DTensors those of their local parts, which are held."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], *, fixed: bool = False) -> None:
+        self.tensors: list[torch.Tensor] = list(tensors) if fixed else []
+        self._parts = local_parts(self.tensors)
+        looked = self._parts if fixed else tensors
+        self._descriptions = list(map(description, looked))
+        self._indices = list(range(len(looked)))
+        self._guard(looked)
+        self.addresses, self.sizes = addresses_of(looked).tolist(), np.asarray([tensor.nbytes for tensor in looked])
+
+    def _guard(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._check: Callable[..., bool] = tensor_guards(tensors) if tensors else bool
+
+    def look(self, tensors: list[torch.Tensor] | None = None) -> int:
+        """SAME, MOVED or CHANGED, for fixed tensors or for others in their place."""
+        if tensors is None:
+            tensors = local_parts(self.tensors)
+            if not same_list(tensors, self._parts):
+                return CHANGED
+        if len(tensors) != len(self._indices):
+            return CHANGED
+        if tensors and not self._check(*tensors):
+            # Unlike guards, this ignores `requires_grad` and whether a tensor is a `Parameter`.
+            pairs = zip(tensors, self._descriptions)
+            if not all(isinstance(tensor, torch.Tensor) and description(tensor) == wanted for tensor, wanted in pairs):
+                return CHANGED
+            self._guard(tensors)
+        return SAME if addresses_equal(tensors, self.addresses, self._indices) else MOVED
+
+    def follow(self) -> None:
+        """Take the present addresses of fixed tensors."""
+        self.addresses = addresses_of(self._parts).tolist()
+
+
+class Table:
+    """Parameters, gradients and states on one device: where they lie and what they are.
+
+    Args:
+        addresses: int64[rows] on the device, where gradients begin; 0 for a row without one, 1 for an empty one. None
+            for addresses on the host alone, in `host`.
+        params: for each row the tensor that kernels write, or a DTensor whose local part it is; none where only
+            gradients are looked at.
+        states: further tensors, in which DTensors stand for their local parts too.
+        written: the memory of parameters and states; gradients that move into it are a change.
+    """
+
+    # `state["exp_avg"].data = ...`, `set_`, `share_memory_`, `swap_tensors` and a `resize_` of a storage give a tensor
+    # other memory without a change of versions or dictionaries.
+
+    def __init__(
+        self,
+        addresses: torch.Tensor | None = None,
+        params: Sequence[torch.Tensor] = (),
+        states: Sequence[torch.Tensor] = (),
+        written: Written | None = None,
+    ) -> None:
+        self.host, self._target = np.zeros(0 if addresses is None else len(addresses), dtype=np.int64), addresses
+        if addresses is not None and is_host(addresses.device):
+            self.host, self._target = addresses.numpy(), None
+        """The addresses on the host; of a CPU's table the same memory."""
+        self._params, self._states = _Described(params, fixed=True), _Described(states, fixed=True)
+        self._written = written
+        self.places: list[int] = []  # the rows that have a gradient
+        self.generation = 0  # how often other addresses were written
+        self.is_uploaded = False  # whether the device has the addresses of the last look
+        self.finds = False  # whether C++ finds the gradients of the parameters by itself
+        self._may_find = False
+        self._is_known = False  # whether the gradients were described, and are not other copies at each step
+        self._native: Any = None  # the look in C++; None if it was not asked for, False if there is none
+        self._turns: list[Table] = []
+        self.look: Callable[[int], int] = _fixed_look(self)
+        """Looks at parameters and states alone, with so many threads: SAME or CHANGED."""
+        self.release: Callable[[], object] = _nothing
+        """Lets go of the gradients' memory, which a look holds where the table finds them; after the last launch."""
+        self.count_writes: Callable[[], object] = _nothing
+        """Counts a version of every parameter with a gradient, as in-place writes do."""
+        self.same_list: Callable[[Any, Any], bool] = same_list
+        """Whether two lists hold the same objects."""
+
+    def refresh(self, gradients: Sequence[torch.Tensor | None] | None, threads: int = 1) -> int:
+        """Look at everything once, and bring the addresses up to date unless something has changed.
+
+        Args:
+            gradients: of the rows; None where the table `finds` them.
+            threads: how many look.
+
+        Returns:
+            SAME, MOVED for gradients with other addresses, or CHANGED: gradients must be described anew, by `remember`,
+            or a parameter or state is not what it was (`look_at_params`, `states_are_same`).
+        """
+        # Unless this comes to its end, as after Ctrl-C, the device has addresses of a step before.
+        was_uploaded, self.is_uploaded = self.is_uploaded, False
+        if not self._is_known:
+            return CHANGED
+        if self._native and (gradients is None or not self.finds):
+            seen = self._native(gradients, threads)
+        else:
+            seen = self._look(gradients, threads)
+        if seen == CHANGED:
+            return CHANGED
+        if seen == MOVED or not was_uploaded:
+            self._upload()
+        self.is_uploaded = True
+        return seen
+
+    def _upload(self) -> None:
+        self.generation += 1
+        if self._target is not None:
+            copy_to(self._target, self.host)
+
+    def _look(self, gradients: Any, threads: int) -> int:
+        if self.look_at_params() != SAME or not self.states_are_same():
+            return CHANGED
+        seen = SAME if gradients is False else self._look_at_gradients(gradients)
+        if seen != CHANGED and self._native is None:
+            self._look_natively(gradients)
+        return seen
+
+    def _look_at_gradients(self, gradients: Sequence[torch.Tensor | None]) -> int:
+        places = [place for place, gradient in enumerate(gradients) if gradient is not None]
+        if len(gradients) != len(self.host) or places != self.places:
+            return CHANGED
+        present: list[Any] = [gradients[place] for place in places]
+        try:
+            seen = self._gradients.look(present)
+            if seen == MOVED and not self._put(present):
+                return CHANGED
+        except RuntimeError:  # of a tensor that has no address: a look at each gradient names it
+            return CHANGED
+        return seen
+
+    def _put(self, present: Sequence[torch.Tensor]) -> bool:
+        """Write addresses on the host; False if a gradient has no memory or lies in memory that kernels write."""
+        addresses, sizes = addresses_of(present), self._gradients.sizes
+        if self._written is not None and self._written.overlapped(addresses, sizes).any():
+            return False
+        # Only low addresses can tell of elements without memory.
+        if addresses.min(initial=_LOW) < _LOW and not all(map(has_memory, present)):
+            return False
+        self.host[:] = 0
+        self.host[self.places] = np.where(sizes == 0, 1, addresses)
+        # Last: after Ctrl-C on the way the next look must see that they have moved.
+        self._gradients.addresses = addresses.tolist()
+        return True
+
+    def _look_natively(self, gradients: Any) -> None:
+        """Look in C++ from now on, in a fraction of the time, if that is built and supports the tensors."""
+        params, states = self._params.tensors, self._states.tensors
+        module = native.module(len(params) + len(states) + len(gradients or ()))
+        if module is None:
+            return
+        if gradients is False:
+            fixed = module.create([], [*params, *states], DTENSOR_PARTS, [])
+            self.look = self.look if fixed is None else partial(module.look, fixed, 0, False)
+            return
+        finds = self._may_find and same_list(local_parts([param.grad for param in params]), gradients)
+        arguments = () if self._written is None else self._written.arguments
+        table = module.create(params, states, DTENSOR_PARTS, None if finds else list(gradients), *arguments)
+        self._native = table is not None and partial(module.look, table, self.host.ctypes.data)
+        if self._native:
+            self.finds, self.same_list, self.look = finds, module.same_list, partial(module.look, table, 0, False)
+        if self.finds:
+            self.release, self.count_writes = partial(module.release, table), partial(module.bump, table)
+
+    def remember(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        written: Sequence[torch.Tensor] = (),
+        *,
+        finds: bool = False,
+        again: bool = True,
+    ) -> None:
+        """Describe the gradients as they are now.
+
+        Args:
+            gradients: of the rows; they have memory, which kernels do not write.
+            written: the tensors of parameters with gradients whose versions a step counts.
+            finds: whether later looks may find them at their parameters.
+            again: whether later gradients may be like these; not if these are copies.
+        """
+        self.places = [place for place, gradient in enumerate(gradients) if gradient is not None]
+        self._gradients = _Described([gradient for gradient in gradients if gradient is not None])
+        self.release, self.count_writes = _nothing, partial(torch.autograd.graph.increment_version, written)
+        self._forget_native()
+        self._may_find, self._is_known = finds, again
+        if len(self.host) != len(gradients):
+            self.host = np.zeros(len(gradients), dtype=np.int64)
+        self.host[:] = rows_of(gradients)
+        self._upload()
+        self.is_uploaded = True
+
+    def _forget_native(self) -> None:
+        self._native, self.finds, self.look, self._turns = None, False, _fixed_look(self), []
+
+    def invalidate(self) -> None:
+        """Have the next look call the gradients changed."""
+        self._is_known = self.finds = False
+
+    def look_in_turn(self, turn: int) -> int:
+        """As `look`, at a few hundred of the tensors alone: at all of them in as many turns as it takes."""
+        if not self._turns:
+            tensors = [*self._params.tensors, *self._states.tensors]
+            self._turns = [Table(states=tensors[at : at + _AT_ONCE]) for at in range(0, len(tensors), _AT_ONCE)]
+        return self._turns[turn % len(self._turns)].look(1) if self._turns else SAME
+
+    @property
+    def is_native(self) -> bool:
+        """Whether C++ looks."""
+        return bool(self._native) or self.look.func is not Table._look  # type: ignore[attr-defined]
+
+    def look_at_params(self) -> int:
+        """SAME, MOVED or CHANGED, for the parameters alone."""
+        return self._params.look()
+
+    def follow_params(self, written: Written) -> None:
+        """Take the parameters' present addresses, and what kernels write there."""
+        self._params.follow()
+        self._written = written
+        self._forget_native()
+
+    def states_are_same(self) -> bool:
+        """Whether the states are what they were."""
+        return self._states.look() == SAME
+
+
+def _fixed_look(table: Table) -> Callable[[int], int]:
+    # A bound method would be a circle, which keeps the tensors until garbage is collected.
+    return partial(Table._look, weakref.proxy(table), False)
+
+
+def _nothing() -> None:
+    """Where the table holds no memory of gradients."""
+
+
+def same_list(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    """Whether two lists hold the same objects."""
+    return len(left) == len(right) and all(map(operator.is_, left, right))
+
+
+address_of: Callable[[torch.Tensor | torch.UntypedStorage], int] = operator.methodcaller("data_ptr")
+"""Where a tensor begins, or the memory of several."""
+
+
+def addresses_of(tensors: Sequence[torch.Tensor]) -> np.ndarray:
+    """int64[tensors], where tensors begin."""
+    return np.fromiter(map(address_of, tensors), dtype=np.int64, count=len(tensors))
+
+
+def rows_of(gradients: Sequence[torch.Tensor | None]) -> np.ndarray:
+    """int64[gradients], where they begin; 0 for none, 1 for an empty one, which may have no address."""
+    rows = [0 if one is None else address_of(one) if one.numel() else 1 for one in gradients]
+    return np.asarray(rows, dtype=np.int64)
+
+
+class Survey(NamedTuple):
+    """The result of one look at some parameters."""
+
+    versions: int  # the sum of their versions
+    any_gradient: bool  # whether one of them has a gradient
+    trains: bytes  # a 1 for each parameter that requires a gradient, a 0 for each other one
+
+
+def survey(params: list[torch.Tensor]) -> Survey:
+    """Look at parameters once, in C++ if it is built."""
+    module = native.module(len(params))
+    if module is not None:
+        return Survey(*module.survey(params))
+    any_gradient = not all(map(operator.is_, [param.grad for param in params], itertools.repeat(None)))
+    return Survey(sum(map(version_of, params)), any_gradient, bytes([param.requires_grad for param in params]))
+
+
+def count_writes(tensors: list[torch.Tensor]) -> None:
+    """Count a version of each of some tensors, as in-place writes do."""
+    module = native.module(len(tensors))
+    if module is None:
+        torch.autograd.graph.increment_version(tensors)
+    else:
+        module.bump(tensors)
+
+
+def taken_gradients(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of parameters, which are taken away from them."""
+    # A param group's `params` are a list, unless a user has replaced it.
+    module = native.module(len(params)) if type(params) is list else None
+    taken = None if module is None else module.take(params, (*_PLAIN, distributed_tensor_type()))
+    if taken is not None:
+        return taken  # type: ignore[no-any-return]
+    gradients = [param.grad for param in params]
+    for param in params:
+        param.grad = None
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def memory_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors that hold all memory of some tensors on this rank, most of it once."""
+    module = native.module(len(tensors))
+    parts = local_parts(tensors) if module is None else module.memory_of(tensors, DTENSOR_PARTS)
+    return list(map(ready, parts))
+
+
+def sum_of_versions(tensors: list[torch.Tensor]) -> int:
+    """The sum of the versions of tensors: versions only grow, so if it has not changed, no tensor was written to."""
+    return survey(tensors).versions
+
+
+class Writes:
+    """Tells which of some parameters other code has written to in place, by versions; of DTensors also their parts'.
+
+    Args:
+        params: the parameters.
+        known: for each whether its present version is known to be no write of other code; by default all are.
+    """
+
+    # A write that counts no version, through `param.data`, is not seen.
+
+    def __init__(self, params: Sequence[torch.Tensor], known: Sequence[bool] | None = None) -> None:
+        self.params = list(params)
+        self._have_parts = not same_list(local_parts(self.params), self.params)
+        self._places = {id(param): place for place, param in enumerate(self.params)}
+        self._bump: Callable[[list[torch.Tensor]], object] | None = None  # counts versions in C++, once that is built
+        self.note()
+        if known is not None and not all(known):
+            self.known, self.total = np.asarray(known), -1  # no sum of versions
+
+    def note(self) -> None:
+        """Take the present versions."""
+        self.versions, self._counted = self._versions_of(self.params), 0
+        self.known = np.ones(len(self.params), dtype=bool)
+        self.total = int(self.versions.sum())
+
+    def _versions_of(self, params: list[torch.Tensor]) -> np.ndarray:
+        versions = np.fromiter(map(version_of, params), dtype=np.int64, count=len(params))
+        if self._have_parts:
+            pairs = zip(local_parts(params), params)
+            parts = (0 if part is param else version_of(part) for part, param in pairs)
+            versions += np.fromiter(parts, dtype=np.int64, count=len(params))
+        return versions
+
+    def are_none(self, total: int | None = None) -> bool:
+        """Whether there were no such writes; `total` is the sum of the parameters' versions, if known."""
+        # Versions only grow: if their sum has not changed, none has.
+        if total is None and self.params:
+            total = sum_of_versions(self.params)
+            if self._have_parts:
+                pairs = zip(local_parts(self.params), self.params)
+                total += sum_of_versions([part for part, param in pairs if part is not param])
+        return not self.params or total == self.total
+
+    def take(self) -> list[int]:
+        """The places of parameters that were written to, whose present versions are known from now on."""
+        now = self._versions_of(self.params) - self._counted
+        written = np.nonzero(self.known & (now != self.versions))[0]
+        self.versions[written] = now[written]
+        return written.tolist()
+
+    def count(self, params: list[torch.Tensor] | None = None) -> None:
+        """Count a version of parameters, of all by default, for a write that is not other code's."""
+        chosen = self.params if params is None else params
+        if self._bump is None and (module := native.module(len(chosen))) is not None:
+            self._bump = module.bump
+        (self._bump or torch.autograd.graph.increment_version)(chosen)
+        self.total += len(chosen)
+        if params is None:
+            self._counted += 1
+        else:
+            self.versions[[self._places[id(param)] for param in chosen]] += 1
+
+    @contextmanager
+    def own(self, params: Sequence[torch.Tensor] | None = None) -> Iterator[None]:
+        """A block whose writes to some parameters, or all, are not other code's."""
+        chosen = self.params if params is None else [param for param in params if id(param) in self._places]
+        before = self._versions_of(chosen)
+        try:
+            yield
+        finally:
+            counted = self._versions_of(chosen) - before
+            self.total += int(counted.sum()) if self.total >= 0 else 0
+            self.versions[[self._places[id(param)] for param in chosen]] += counted
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)

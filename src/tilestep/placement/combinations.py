@@ -1,0 +1,196 @@
+"""What goes together with what: one table, which everything that is attached to an optimizer reads.
+
+A combination is right, or it is refused by name when it is made, in whichever order: by `shard`, `overlap`, `offload`
+and `capture` when they find what is there already, and by the constructor of a wrapper that comes around a model later.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ..compat import fsdp_module_type, is_flat_part, watch_all_submodules
+from ..devices.garbage import living
+
+DDP, FSDP1, FSDP2, DP = "DistributedDataParallel", "FullyShardedDataParallel", "fully_shard", "DataParallel"
+
+_SUMS = "which reduces gradients: do not wrap the model of a sharded optimizer, since shard() already reduces them"
+_FLAT = "whose parameters are pieces of flat ones: shard the model with fully_shard instead"
+
+WRAPPED = "a framework's wrapper"
+_WRAPPER = "this is a framework's wrapper, as Lightning's or Fabric's: {} the optimizer itself, before it is wrapped"
+
+REFUSED: dict[tuple[str, str], str] = {
+    ("shard", WRAPPED): _WRAPPER.format("shard"),
+    ("overlap", WRAPPED): _WRAPPER.format("overlap"),
+    ("offload", WRAPPED): _WRAPPER.format("offload"),
+    ("capture", WRAPPED): _WRAPPER.format("capture"),
+    ("joint norm", WRAPPED): _WRAPPER.format("give joint_norm"),
+    ("joint norm", "joint norm"): "the optimizer shares a norm already",
+    (
+        "capture",
+        "joint norm",
+    ): "the host computes a joint norm once for all of its optimizers, which a CUDA graph cannot hold",
+    ("shard with narrower parameters", "track_changes"): (
+        "track_changes=True, but with this param_sync_dtype each rank keeps exact weights, from which the model's are "
+        "rounded: use a dtype that holds the parameters exactly"
+    ),
+    ("shard", "shard"): "the optimizer is sharded already",
+    ("shard", "overlap"): (
+        "the optimizer is overlapped already, and shard() overlaps communication by itself: pass shard() the optimizer "
+        "without overlap()"
+    ),
+    ("shard", "offload"): "the optimizer is offloaded already: shard it first, then offload it",
+    ("shard", DDP): f"is a DistributedDataParallel, {_SUMS}",
+    ("shard", DP): f"is a DataParallel, {_SUMS}",
+    ("shard", FSDP1): f"is a FullyShardedDataParallel, {_SUMS}",
+    ("shard", FSDP2): f"is an FSDPModule, {_SUMS}",
+    ("overlap", "shard"): "shard() overlaps communication by itself: do not call overlap() on its optimizers",
+    ("overlap", "overlap"): "the optimizer is overlapped already",
+    ("overlap", "offload of gradients"): (
+        "gradients of this optimizer go to the host during backward: to overlap its updates, offload it without "
+        'gradients=True; during="backward" frees gradients too'
+    ),
+    ("overlap", "offload to the CPU"): (
+        "updates of this optimizer run on the CPU: to overlap them, offload it with where='gpu'"
+    ),
+    ("overlap", FSDP1): f"is a FullyShardedDataParallel, {_FLAT}",
+    ("offload", "offload"): "the optimizer is offloaded already",
+    ("offload", "offload in place"): "the optimizer is offloaded already",
+    ("offload", "overlap"): (
+        "the optimizer is overlapped already: offload it first, with where='gpu', then overlap it"
+    ),
+    ("offload of gradients", "shard"): (
+        "gradients=True, but a sharded optimizer keeps this rank's part of them on the device: offload its state only"
+    ),
+    ("offload of gradients", DDP): (
+        "is a DistributedDataParallel, which reduces gradients after they have gone to the host: offload without "
+        "gradients=True"
+    ),
+    ("offload of gradients", FSDP1): f"is a FullyShardedDataParallel, {_FLAT}",
+    ("offload to the CPU", "shard"): (
+        "where='cpu', but shards of parameters are updated on the device: use where='gpu'"
+    ),
+    (
+        "park",
+        "offload",
+    ): "the optimizer is offloaded: its state is in host memory already, and park() has nothing to do",
+    ("capture", "overlap"): "a step that overlaps other work cannot be captured in a CUDA graph",
+    ("a norm of the gradients", FSDP1): (
+        "belongs to a FullyShardedDataParallel, where each rank has other pieces of the gradients: a clip, a skipped "
+        "step and a scaler's overflows would be this rank's alone. Clip with the module's clip_grad_norm_(), scale "
+        "losses with torch's ShardedGradScaler, or shard the model with fully_shard, which needs neither"
+    ),
+    ("a reduction", FSDP1): (
+        "belongs to a FullyShardedDataParallel, whose parameters are pieces of flat ones, and its rule reduces over a "
+        "parameter or works on matrices: shard the model with fully_shard, where reductions go over all ranks"
+    ),
+}
+"""What is added, what is there, and why they do not go together, with what to do instead. All else is right."""
+
+
+def refusal(added: str, there: Iterable[str]) -> str:
+    """Why something cannot be added to what is there; empty if it can."""
+    return next((REFUSED[added, present] for present in there if (added, present) in REFUSED), "")
+
+
+def refuse(added: str, there: Iterable[str], label: str = "", error: type[Exception] = ValueError) -> None:
+    """Raise if something cannot be added to what is there."""
+    if reason := refusal(added, there):
+        raise error(f"{label} {reason}".lstrip())
+
+
+def kind_of(module: nn.Module) -> str:
+    """What wraps a module, as `REFUSED` calls it; empty for a plain one."""
+    if isinstance(module, DistributedDataParallel):
+        return DDP
+    if isinstance(module, DataParallel):
+        return DP
+    flat = _fsdp1()
+    if flat is not None and isinstance(module, flat):
+        return FSDP1
+    sharded = fsdp_module_type()
+    return FSDP2 if sharded is not None and isinstance(module, sharded) else ""
+
+
+def split_kind(param: torch.Tensor) -> str:
+    """What has made a parameter a piece that does not say of what; empty for any other."""
+    return FSDP1 if is_flat_part(param) else ""
+
+
+def _fsdp1() -> Any | None:
+    return getattr(sys.modules.get("torch.distributed.fsdp"), FSDP1, None)
+
+
+def count_sharded(model: nn.Module) -> int:
+    """How many modules FSDP2 shards."""
+    return sum(kind_of(module) == FSDP2 for module in model.modules())
+
+
+def refuse_replaced(model: nn.Module, params: Iterable[torch.Tensor], sharded: int = 0) -> None:
+    """Raise if a model has none of some parameters any more, or not all as FSDP2 shards more modules than before."""
+    own = set(map(id, params))
+    present = own.intersection(map(id, model.parameters()))
+    if own and (not present or (len(present) < len(own) and count_sharded(model) > sharded)):
+        raise RuntimeError(
+            f"{'not all' if present else 'none'} of the optimizer's parameters {'are' if present else 'is one'} of the "
+            "model's any more, so no step would change it: fully_shard, for one, replaces parameters; make the "
+            "optimizer after that, and then shard() or overlap() it"
+        )
+
+
+_following: weakref.WeakKeyDictionary[Any, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
+"""Those to be told, with the modules of their model: FSDP1 has taken the parameters away when it says what it wraps."""
+
+_watching: list[Any] = []
+
+
+def wrappers_around(holds: Callable[[Any], bool]) -> list[nn.Module]:
+    """Every wrapper that reduces gradients over ranks and has such a parameter, wherever it is held."""
+    wrappers = _wrappers(holds)
+    if wrappers:
+        # One that is in a circle of references and that nothing else holds any more reduces nothing.
+        del wrappers
+        gc.collect()
+        wrappers = _wrappers(holds)
+    return wrappers
+
+
+def _wrappers(holds: Callable[[Any], bool]) -> list[nn.Module]:
+    wrappers = living(tuple(kind for kind in (DistributedDataParallel, _fsdp1()) if kind is not None))
+    return [wrapper for wrapper in wrappers if "_parameters" in vars(wrapper) and any(map(holds, wrapper.parameters()))]
+
+
+def follow_wrappers(follower: Any, model: nn.Module | None = None) -> None:
+    """Have something told of every wrapper that comes around its parameters from now on, as long as it lives."""
+    # Its `holds(param)` says which these are; `wrapped(wrapper, kind)` adapts, or raises in the wrapper's constructor.
+    _following[follower] = weakref.WeakSet(() if model is None else model.modules())
+    if not _watching:
+        _watching.append(watch_all_submodules(_look_at))
+
+
+def _look_at(parent: nn.Module, child: nn.Module) -> None:
+    kind = kind_of(parent) if _following else ""
+    if kind not in (DDP, FSDP1):
+        return
+    params, modules = list(child.parameters()), list(child.modules())
+
+    def concerned() -> list[Any]:
+        return [
+            follower
+            for follower, own in list(_following.items())
+            if any(map(follower.holds, params)) or any(module in own for module in modules)
+        ]
+
+    if concerned():
+        # An optimizer that nothing else holds any more has no say.
+        gc.collect()
+        for follower in concerned():
+            follower.wrapped(parent, kind)

@@ -1,5 +1,0 @@
-"""When a step runs beside other work: inside backward, or inside the next forward."""
-
-from __future__ import annotations
-
-from .schedule import OverlappedOptimizer, overlap
