@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from earlier import take_over
+from kept_groups import take_over
 from models import Architecture, available, make_loss
 from torch import Tensor, nn
 

@@ -25,13 +25,13 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 import typer
 from rich.console import Console
+from timing import result_name
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import tilestep
 from tilestep import native
-from tilestep.backends.tuning import device_key
 from tilestep.bench.measure import Contender, measure
 from tilestep.bench.results import Group, Result, environment, print_result
 from tilestep.bench.sections import free
@@ -206,8 +206,7 @@ def on_rank(rank: int, ranks: int, folder: str, rounds: int, small: bool, output
     backend = "nccl" if gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=90), **options)
     native.wait()
-    card = next((kind for kind in ("cpu", "h100", "h200") if kind in device_key(device).lower()), device.type)
-    result = Result(f"experts_trainer_{card}_{ranks}", environment(device))
+    result = Result(result_name("experts_trainer", device, ranks), environment(device))
     layouts = {"Qwen3-30B-A3B, a rank of 64, FSDP2 and experts": (qwen(), True)}
     layouts["OLMoE-1B-7B, a rank of 8, experts alone"] = olmoe(), False
     for name, (shapes, is_split) in layouts.items():

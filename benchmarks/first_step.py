@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from earlier import take_over
 from fresh_process import in_fresh_process
+from kept_groups import take_over
 
 import tilestep
 from tilestep.bench.measure import Spread, spread, synchronize

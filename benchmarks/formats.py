@@ -19,11 +19,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import importlib
 import json
 import math
-import os
 import statistics
 import subprocess
 import sys
@@ -35,12 +33,14 @@ from typing import Any
 
 import torch
 from plain_loops import disagreement, plain_step
+from timing import between_events, result_name
 
 import tilestep
 from tilestep import native
 from tilestep.backends.spec import total_traffic
 from tilestep.backends.triton import text as triton_text
 from tilestep.backends.tuning import TileShape, forced_shape
+from tilestep.bench.results import environment
 from tilestep.graph import Builder, Value
 
 CHOICES: dict[str, dict[str, Any]] = {
@@ -133,13 +133,8 @@ def timed(run: Callable[[], Any], device: str) -> float:
     if device == "cpu":
         return waited(run, device)
     torch.cuda.synchronize()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(30_000_000)
-    begin.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end)
+    return between_events(run)
 
 
 def made(
@@ -334,7 +329,7 @@ def main() -> None:
         "--shape", type=int, nargs="+", help="elements, warps, tiles and stages of a program, in place of the default"
     )
     parser.add_argument("--threads", type=int, help="of a CPU, in place of torch's default")
-    parser.add_argument("--out", default="", help="folder for formats.json")
+    parser.add_argument("--out", default="", help="folder of the result")
     parser.add_argument(
         "--peers", type=float, nargs="?", const=60.0, help="other libraries' optimizers, this many seconds for each"
     )
@@ -360,11 +355,8 @@ def main() -> None:
         print(json.dumps(measure_memory(elements)), flush=True)
         return
     result: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "commit": os.environ.get("COMMIT", ""),
+        "environment": environment(torch.device(device)),
         **({"note": "random bits that cost nothing: elements' indices"} if given.free_bits else {}),
-        "torch": torch.__version__,
-        "date": datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),
         "rows": [],
     }
 
@@ -372,7 +364,9 @@ def main() -> None:
         result.setdefault(key, []).append(row)
         print(json.dumps(row), flush=True)
         if given.out:
-            Path(given.out, "formats.json").write_text(json.dumps(result, indent=1) + "\n")
+            Path(given.out, f"{result_name('formats', torch.device(device))}.json").write_text(
+                json.dumps(result, indent=1) + "\n"
+            )
         if device == "cuda":
             torch.cuda.empty_cache()
 

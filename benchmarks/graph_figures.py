@@ -27,6 +27,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from graph_training import schedule, transformer
+from timing import between_events, quartiles, result_name, timed
 from torch.profiler import ProfilerActivity, profile
 
 import tilestep
@@ -52,11 +53,6 @@ class Contender:
     name: str
     step: Callable[[], Any]
     before: Callable[[], Any] = lambda: None
-
-
-def milliseconds(values: list[float]) -> dict[str, float]:
-    low, median, high = statistics.quantiles([1e3 * value for value in values], n=4)
-    return {"median": round(median, 4), "low": round(low, 4), "high": round(high, 4)}
 
 
 def events(work: Callable[[], Any]) -> list[dict[str, Any]]:
@@ -87,7 +83,7 @@ def traced(contender: Contender) -> dict[str, Any]:
     }
 
 
-def timed(contenders: list[Contender], rounds: int = ROUNDS, turn: int = TURN) -> dict[str, dict[str, Any]]:
+def by_turns(contenders: list[Contender], rounds: int = ROUNDS, turn: int = TURN) -> dict[str, dict[str, Any]]:
     """Host and wall time of steady steps, then one traced step of each.
 
     The contenders take turns of several steps. The first of a turn finds caches that are full of another contender's
@@ -103,19 +99,15 @@ def timed(contenders: list[Contender], rounds: int = ROUNDS, turn: int = TURN) -
         for each in contenders:
             for place in range(turn + 1):
                 each.before()
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                each.step()
-                elapsed = time.perf_counter() - start
-                torch.cuda.synchronize()
-                (host if place else first)[each.name].append(elapsed)
+                returned, done = timed(each.step, torch.device("cuda"))
+                (host if place else first)[each.name].append(returned)
                 if place:
-                    wall[each.name].append(time.perf_counter() - start)
+                    wall[each.name].append(done)
     return {
         each.name: {
-            "host_ms": milliseconds(host[each.name]),
-            "host_after_another_ms": milliseconds(first[each.name]),
-            "wall_ms": milliseconds(wall[each.name]),
+            "host_ms": quartiles(host[each.name]),
+            "host_after_another_ms": quartiles(first[each.name]),
+            "wall_ms": quartiles(wall[each.name]),
             **traced(each),
         }
         for each in contenders
@@ -124,17 +116,11 @@ def timed(contenders: list[Contender], rounds: int = ROUNDS, turn: int = TURN) -
 
 def back_to_back(step: Callable[[], Any], count: int = 50) -> float:
     """Milliseconds of a step when the host only queues them, one behind the other."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
     for _ in range(5):
         step()
         torch.cuda.synchronize()
-        begin.record()
-        for _ in range(count):
-            step()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / count)
+        times.append(between_events(step, count))
     return statistics.median(times)
 
 
@@ -180,7 +166,7 @@ def torchs(params: list[torch.nn.Parameter], clip: float | None = CLIP) -> Conte
 def steady_step() -> dict[str, Any]:
     """Scaler, clip and schedule on 2,000 tensors; ours may neither wait nor read anything back."""
     contenders = [ours(parameters()), torchs(parameters())]
-    found = timed(contenders)
+    found = by_turns(contenders)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(5):
@@ -238,7 +224,7 @@ def graphs() -> dict[str, Any]:
         Contender("clip and scaler", scaled.replay),
         Contender("clip, eager", optimizer.step),
     ]
-    found.update(timed(contenders, 100))
+    found.update(by_turns(contenders, 100))
     for each in contenders:
         busy = statistics.median([traced(each)["kernel_ms"] for _ in range(5)])
         queued = back_to_back(each.step)
@@ -276,8 +262,7 @@ def main(output: Annotated[Path | None, typer.Option(help="Where the JSON goes."
             result[part.__name__] = found = process.submit(_timed_part, part).result()
         print(part.__name__, json.dumps(found, indent=1))
         failed += [f"{part.__name__}: {name}" for name, held in found["holds"].items() if not held]
-    slug = "".join(letter if letter.isalnum() else "-" for letter in result["environment"]["device"].lower())
-    path = output or RESULTS / f"graph-figures-{slug}.json"
+    path = output or RESULTS / f"{result_name('graphs', torch.device('cuda'))}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"written to {path}")

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from timing import synchronize, timed
 
 import tilestep
 from tilestep import native
@@ -79,28 +80,18 @@ def measure(device: torch.device, count: int, elements: int, clip: bool, moved: 
         for param, gradient in zip(params, kept[turn % 2 if moved else 0]):
             param.grad = gradient
 
-    def settle() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
     for turn in range(8):
         prepare(turn)
         optimizer.step()
     for turn in range(STEPS):
         prepare(turn)
-        settle()
-        begin = time.perf_counter()
-        optimizer.step()
-        warm.append((time.perf_counter() - begin) * 1e6)
+        warm.append(timed(optimizer.step, device)[0] * 1e3)
         prepare(turn + 1)
         flush()
-        settle()
-        begin = time.perf_counter()
-        optimizer.step()
-        times.append((time.perf_counter() - begin) * 1e6)
+        times.append(timed(optimizer.step, device)[0] * 1e3)
         prepare(turn)
         flush()
-        settle()
+        synchronize(device)
         parts.step(optimizer.step)
     quartiles = [round(each, 1) for each in statistics.quantiles(times, n=4)]
     row = {"tensors": count, "elements": elements, "clip": clip, "gradients": "moved" if moved else "kept"}

@@ -35,11 +35,11 @@ import typer
 from muon_steps import LAYER
 from overlap_trainings import Training, fully_sharded
 from shard_contenders import TINY, Shape, make_model
+from timing import result_name, spread, synchronize, timed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import tilestep
-from tilestep.bench.measure import spread, synchronize
 from tilestep.bench.results import environment
 from tilestep.bench.sections import free
 
@@ -218,14 +218,10 @@ class Bench:
         for _ in range(2 if self.settings.small else most):
             synchronize(self.device)
             dist.barrier()
-            begin = time.perf_counter()
-            call()
-            returned = time.perf_counter()
-            synchronize(self.device)
-            times = torch.tensor([returned - begin, time.perf_counter() - begin], device=self.device)
+            times = torch.tensor(timed(call, self.device), device=self.device)
             dist.all_reduce(times, dist.ReduceOp.MAX)
-            host.append(1e3 * float(times[0]))
-            wall.append(1e3 * float(times[1]))
+            host.append(float(times[0]))
+            wall.append(float(times[1]))
         self._note(part, f"first, {name}", wall[:1])
         self._note(part, f"step, {name}", wall[min(2, len(wall) - 1) :], host[min(2, len(host) - 1) :])
 
@@ -257,8 +253,7 @@ class Bench:
             if dist.get_rank() == 0:
                 path = Path(self.settings.output)
                 path.mkdir(parents=True, exist_ok=True)
-                name = "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name().split()[1].lower()
-                path = path / f"muon_ranks_{name}_{self.settings.ranks}.json"
+                path = path / f"{result_name('muon_ranks', self.device, self.settings.ranks)}.json"
                 path.write_text(json.dumps(self.results, indent=1) + "\n")
             free(self.device)
             if failed:  # a rank that fails alone would leave the others waiting

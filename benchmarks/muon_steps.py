@@ -9,7 +9,6 @@ matrix work in CUDA graphs; `--only tilestep` compares the two alone.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +16,7 @@ from unittest import mock
 
 import torch
 import typer
+from timing import timed
 
 import tilestep
 from tilestep.bench.measure import Contender, measure
@@ -113,12 +113,8 @@ def main(
         for contender, make in contenders(name, device, share, only):
             optimizer = make()
             least = 10**9 if contender == LAUNCHED else batches.LEAST_MATRICES
-            begin = time.perf_counter()
             with mock.patch.object(batches, "LEAST_MATRICES", least):
-                optimizer.step()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            figures[contender] = {"first step": round(1e3 * (time.perf_counter() - begin), 1)}
+                figures[contender] = {"first step": round(timed(optimizer.step, device)[1], 1)}
             made.append(Contender(contender, optimizer.step))
         for row in measure(made, device, rounds, traced=False):
             for key in ("device", "wall", "host"):

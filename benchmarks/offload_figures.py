@@ -27,9 +27,10 @@ import numpy as np
 import torch
 import typer
 from shard_contenders import TINY, Shape, make_model
+from timing import spread, timed
 
 import tilestep
-from tilestep.bench.measure import Contender, Row, measure, spread, synchronize
+from tilestep.bench.measure import Contender, Row, measure
 from tilestep.bench.results import Group, Result, environment
 from tilestep.bench.sections import free, gpu_workloads, make_parameters
 from tilestep.memory.host import HostState
@@ -206,11 +207,7 @@ def backward_ms(model: Any, text: torch.Tensor) -> float:
     for _ in range(4):
         with torch.autocast(text.device.type, torch.bfloat16):
             loss = model(text)
-        synchronize(text.device)
-        begin = time.perf_counter()
-        loss.backward()
-        synchronize(text.device)
-        taken.append(1e3 * (time.perf_counter() - begin))
+        taken.append(timed(loss.backward, text.device)[1])
         model.zero_grad()
     return spread(taken[1:]).median
 

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 import typer
-from earlier import take_over
+from kept_groups import take_over
 from overlap_trainings import CONTENDERS, SCHEDULES, WRAPS, Training, agreed, trainings
 from shard_contenders import TINY, Shape
 from torch import nn

@@ -26,6 +26,7 @@ import torch.distributed as dist
 import typer
 from overlap_trainings import RATE, drop_gradients, grouped_by_module
 from shard_contenders import TINY, Llama, Shape
+from timing import result_name
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -333,7 +334,7 @@ def main(
     output: Annotated[Path, typer.Option(help="The folder for the JSON.")] = RESULTS,
 ) -> None:
     """Count, print, write."""
-    result = Result("overlap-floor", environment(torch.device("cpu")))
+    result = Result(result_name("overlap_floor", torch.device("cpu")), environment(torch.device("cpu")))
     for count in ranks:
         for length in tokens:
             peaks = {name: simulate(_shape(small), count, length, name, fake=True) for name in ("serial", "dropped")}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -10,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from shard_contenders import Shape, make_model
+from timing import synchronize, timed
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tilestep
-from tilestep.bench.measure import synchronize
 
 __all__ = [
     "CLIP",
@@ -135,21 +134,16 @@ class Training:
         before = torch.cuda.memory_allocated() if gpu else 0
         if gpu:
             torch.cuda.reset_peak_memory_stats()
-        begin = time.perf_counter()
         try:
-            for tokens in batches:
-                self.iterate(tokens)
+            figures = timed(lambda: list(map(self.iterate, batches)), device)
         except Exception as error:
             # Alike on all ranks, or the others hang and whoever started them ends them.
             self.failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             return
-        returned = time.perf_counter()
-        synchronize(device)
-        done = time.perf_counter()
-        times = torch.tensor([returned - begin, done - begin], dtype=torch.float64, device=device)
+        times = torch.tensor(figures, dtype=torch.float64, device=device)
         dist.all_reduce(times, dist.ReduceOp.MAX)
         if keep:
-            host, wall = (1e3 * value / len(batches) for value in times.tolist())
+            host, wall = (value / len(batches) for value in times.tolist())
             self.host.append(host)
             self.wall.append(wall)
             self.peak = max(self.peak, torch.cuda.max_memory_allocated() - before) if gpu else 0

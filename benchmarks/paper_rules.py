@@ -36,6 +36,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from timing import result_name
 from traffic import step_bytes
 
 import tilestep
@@ -427,9 +428,7 @@ def main() -> int:
     large = small if given.quick else Model(gpu_workloads()[1], heads=32)
     results: dict[str, Any] = {"environment": environment(device), "elements": large.workload.elements, "rules": {}}
     given.out.mkdir(parents=True, exist_ok=True)
-    card = results["environment"]["device"] if has_streams(device) else "cpu"
-    kind = next((kind for kind in ("cpu", "h100", "h200") if kind in card.lower()), "gpu")
-    path = given.out / f"paper_rules_{kind}_1.json"
+    path = given.out / f"{result_name('paper_rules', device)}.json"
     for name in given.only:
         try:
             found = one(name, given.authors, (small, large), device, 2 if given.quick else given.rounds)

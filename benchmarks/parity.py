@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import re
 import tempfile
 import time
 import warnings
@@ -28,6 +27,7 @@ import torch.multiprocessing as mp
 from parity_layouts import LAYOUTS, PATIENCE, run_rank
 from parity_page import LIBRARIES, PAGE, brought_up_to_date, summary_line
 from parity_rows import ROWS, RUN, Offloaded, Resume, Row, library_of
+from timing import result_name
 
 from tilestep.bench.results import environment
 
@@ -118,9 +118,7 @@ class Results:
 
     def __init__(self, gpus: int, device: torch.device, out: Path | None, add: bool) -> None:
         self.rows: dict[str, Any] = {}
-        name = re.search(r"[A-Z]+\d+", torch.cuda.get_device_name()) if device.type == "cuda" else None
-        kind = name[0].lower() if name else device.type
-        self.path = out / f"parity_{kind}_{gpus}.json" if out else None
+        self.path = out / f"{result_name('parity', device, gpus)}.json" if out else None
         self.environment = environment(device)
         self.contenders = {library: version_of(library) for library in LIBRARIES}
         if add and self.path and self.path.exists():

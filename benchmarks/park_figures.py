@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from timing import timed
 
 import tilestep
 from tilestep.bench.results import environment
@@ -28,13 +28,9 @@ LAYER = [(4096, 1024), (1024,), (1024,), (1024, 4096), (3072, 1024), (3072,), (1
 BUFFER = 1 << 30
 
 
-def timed(work: Callable[[], Any]) -> float:
+def seconds_of(work: Callable[[], Any]) -> float:
     """Seconds until the device is idle after some work."""
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    work()
-    torch.cuda.synchronize()
-    return time.perf_counter() - begin
+    return timed(work, torch.device("cuda"))[1] / 1e3
 
 
 def to_cpu(values: list[torch.Tensor]) -> None:
@@ -47,8 +43,8 @@ def link() -> dict[str, float]:
     """Bytes per second of one copy of a page-locked buffer, each way."""
     host = torch.empty(BUFFER, dtype=torch.uint8, device="cpu", pin_memory=True)
     device = torch.empty(BUFFER, dtype=torch.uint8, device="cuda")
-    out = [timed(lambda: host.copy_(device, non_blocking=True)) for _ in range(ROUNDS)]
-    back = [timed(lambda: device.copy_(host, non_blocking=True)) for _ in range(ROUNDS)]
+    out = [seconds_of(lambda: host.copy_(device, non_blocking=True)) for _ in range(ROUNDS)]
+    back = [seconds_of(lambda: device.copy_(host, non_blocking=True)) for _ in range(ROUNDS)]
     return {"to_host": BUFFER / min(out), "to_device": BUFFER / min(back)}
 
 
@@ -67,16 +63,16 @@ def main(
     optimizer.step()
     values = [value for param in params for value in optimizer.state[param].values()]
     size = sum(value.nbytes for value in values)
-    pageable = timed(partial(to_cpu, values))
+    pageable = seconds_of(partial(to_cpu, values))
     del values
     before = torch.cuda.memory_allocated()
-    first = timed(optimizer.park)
+    first = seconds_of(optimizer.park)
     freed = before - torch.cuda.memory_allocated()
-    times: dict[str, list[float]] = {"unpark": [timed(optimizer.unpark)], "park": [], "first step after": []}
+    times: dict[str, list[float]] = {"unpark": [seconds_of(optimizer.unpark)], "park": [], "first step after": []}
     for _ in range(ROUNDS):
-        times["first step after"].append(timed(optimizer.step))
-        times["park"].append(timed(optimizer.park))
-        times["unpark"].append(timed(optimizer.unpark))
+        times["first step after"].append(seconds_of(optimizer.step))
+        times["park"].append(seconds_of(optimizer.park))
+        times["unpark"].append(seconds_of(optimizer.unpark))
     seconds = {name: statistics.median(each) for name, each in times.items()}
     share = {
         "park": size / seconds["park"] / rates["to_host"],

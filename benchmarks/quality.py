@@ -2,10 +2,11 @@
 
     python benchmarks/quality.py errors [--steps 100]      # of AdamW's update, on states of a training in float32
     python benchmarks/quality.py codes                     # of normal numbers, and of second moments after 600 steps
-    python benchmarks/quality.py train [--only int8 int4]  # three seeds with each format; rows of others stay
+    python benchmarks/quality.py training [--only int8 int4]  # three seeds with each format; rows of others stay
     python benchmarks/quality.py picture                   # docs/images/formats.png and memory.png, of what is written
 
-They write to `--out` (benchmarks/results): quality.json, quality-codes.json, quality-training.json.
+They write quality_errors_<device>_1.json, quality_codes_cpu_1.json and quality_training_<device>_1.json to `--out`
+(benchmarks/results).
 
 Errors: each format is applied to both states of every tensor of 4,096 and more elements after the last step; the
 figure is the normalized mean squared error of m / (sqrt(v) + eps), over all of them: |kept - exact|^2 / |exact|^2.
@@ -31,10 +32,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timing import result_name
 from torch.func import functional_call
 
 import tilestep
 from tilestep.bench.demo import GPT, Size
+from tilestep.bench.results import environment
 from tilestep.storage import STATE_FORMATS, shape_of_entries, stored_in, values_of
 
 EPS = 1e-8
@@ -171,7 +174,7 @@ def codes(steps: int) -> dict[str, Any]:
         for beta2 in (0.999, 0.99, 0.95)
         for rounding in ("nearest", "stochastic")
     ]
-    return {"torch": torch.__version__, "formats": rows, "exp_avg_sq over the exact one": drifts}
+    return {"formats": rows, "exp_avg_sq over the exact one": drifts}
 
 
 def by_one_scale(values: torch.Tensor) -> torch.Tensor:
@@ -221,7 +224,7 @@ def trainings(names: list[str], steps: int, device: str, processes: int) -> dict
     rows: dict[str, list[dict[str, float]]] = {}
     for (name, *_), curve in zip(jobs, curves):
         rows.setdefault(name, []).append(curve)
-    return {"steps": steps, "bytes": sum(map(len, source_code())), "torch": torch.__version__, "curves": rows}
+    return {"steps": steps, "bytes": sum(map(len, source_code())), "curves": rows}
 
 
 def final(curve: dict[str, float]) -> float:
@@ -315,17 +318,18 @@ def memory_picture(results: dict[str, Any], formats: dict[str, Any], path: Path)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("errors", "codes", "train", "picture"))
-    parser.add_argument("--steps", type=int, default=0, help="by default 100 for errors, 600 for codes, 1000 for train")
+    parser.add_argument("what", choices=("errors", "codes", "training", "picture"))
+    parser.add_argument("--steps", type=int, default=0, help="by default 100, 600 and 1000")
     parser.add_argument("--only", nargs="*", choices=list(FORMATS), default=list(FORMATS), help="formats to train")
     parser.add_argument("--processes", type=int, default=1, help="trainings beside each other")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    files = {"errors": "quality.json", "codes": "quality-codes.json"}
-    path = given.out / files.get(given.what, "quality-training.json")
+    on_cpu = given.what == "codes"
+    name = result_name(f"quality_{given.what}", torch.device("cpu" if on_cpu else device))
+    path = given.out / f"{name}.json"
     if given.what == "picture":
-        results = json.loads(path.read_text())
+        results = json.loads((given.out / "quality_training_h200_1.json").read_text())
         picture(results, Path("docs/images/formats.png"))
         formats = json.loads((given.out / "formats_h100_1.json").read_text())
         memory_picture(results, formats, Path("docs/images/memory.png"))
@@ -341,6 +345,7 @@ def main() -> None:
         results["curves"] = {name: both[name] for name in FORMATS if name in both}
         for name, runs in results["curves"].items():
             print(f"{name:42}", *(f"{final(run):.4f}" for run in runs))
+    results = {"environment": environment(torch.device("cpu") if on_cpu else None), **results}
     path.write_text(json.dumps(results, indent=1) + "\n")
 
 

@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from shard_contenders import TINY, Shape, Trained, make_model
+from timing import between_events, quartiles, synchronize, timed
 
-from tilestep.bench.measure import spread
-
-__all__ = ["Bench", "quartiles"]
-
-
-def quartiles(values: Sequence[float], digits: int = 4) -> dict[str, float]:
-    """Median, quartiles and how many values there were."""
-    found = spread(list(values))
-    return {
-        "median": round(found.median, digits),
-        "low": round(found.low, digits),
-        "high": round(found.high, digits),
-        "count": found.count,
-    }
+__all__ = ["Bench"]
 
 
 @dataclass(frozen=True)
@@ -72,8 +60,7 @@ class Bench:
         return bool(flag)
 
     def sync(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self.device)
 
     def together(self) -> None:
         """Have every rank here, with nothing left to do."""
@@ -95,17 +82,8 @@ class Bench:
         self.together()
         work()
         if self.device.type != "cuda":
-            start = time.perf_counter()
-            for _ in range(count):
-                work()
-            return self.slowest((time.perf_counter() - start) * 1e3 / count)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(count):
-            work()
-        end.record()
-        self.sync()
-        return self.slowest(begin.elapsed_time(end) / count)
+            return self.slowest(timed(work, self.device, count)[1])
+        return self.slowest(between_events(work, count))
 
     def elapsed(self, work: Callable[[], Any], count: int, turns: int = 3, warm: int = 2) -> float:
         """Milliseconds of one call when the host may run ahead: the median of some turns of `count` calls."""
@@ -116,11 +94,7 @@ class Bench:
     def turn(self, work: Callable[[], Any], count: int) -> float:
         """Milliseconds of one of `count` calls, until the device has done them all."""
         self.together()
-        start = time.perf_counter()
-        for _ in range(count):
-            work()
-        self.sync()
-        return (time.perf_counter() - start) * 1e3 / count
+        return timed(work, self.device, count)[1]
 
     def host(self, work: Callable[[], Any], before: Callable[[], Any], count: int) -> dict[str, float]:
         """Milliseconds until a call returns, the device idle before it.
@@ -134,12 +108,10 @@ class Bench:
             gc.disable()
             before()
             self.together()
-            start = time.perf_counter()
-            work()
-            end = time.perf_counter()
+            taken = timed(work, self.device)[0]
             gc.enable()
             if index >= 3:
-                times.append((end - start) * 1e3)
+                times.append(taken)
         return {**quartiles(times), "largest": round(max(times), 4)}
 
     def allocated(self) -> int:

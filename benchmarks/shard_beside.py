@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
-from shard_bench import Bench, quartiles
+from shard_bench import Bench
 from shard_contenders import CONTENDERS, compiled_blocks
+from timing import quartiles
 
 __all__ = ["beside"]
 

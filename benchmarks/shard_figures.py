@@ -30,6 +30,7 @@ import typer
 from shard_bench import Bench
 from shard_contenders import MESHES, Shape, make_model
 from shard_parts import ON_REQUEST, PARTS, REPLAYED
+from timing import result_name
 
 from tilestep import native
 from tilestep.bench.results import environment
@@ -206,10 +207,6 @@ def goals(found: dict[str, Any], ranks: int) -> dict[str, bool | None]:
             lambda count=count, most=most: found["host_of_many"][count]["step"]["median"] <= most,
         )
     return reached
-
-
-def _slug(device: str) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in device.lower())
 
 
 def _kept(known: dict[str, Any], here: dict[str, str], names: list[str]) -> dict[str, Any]:
@@ -391,7 +388,7 @@ def main(
     sizes = tuple(int(size) for size in batches.split(",") if size)
     only = tuple(name.strip() for name in contenders.split(",") if name.strip())
     found = run(names, ranks, Run(quick, start + seconds, part_seconds, sizes, only))
-    path = output or RESULTS / f"shard-figures-{_slug(described['device'])}-x{ranks}.json"
+    path = output or RESULTS / f"{result_name('shard', device, ranks)}.json"
     known = json.loads(path.read_text()) if add and path.exists() else {}
     found = {**_kept(known, described, names), **found}
     result: dict[str, Any] = {"environment": described, "ranks": ranks, "quick": quick, **found}

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from shard_bench import Bench, quartiles
+from shard_bench import Bench
 from shard_contenders import CONTENDERS, Trained
+from timing import quartiles
 
 __all__ = ["iterations"]
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from shard_bench import Bench, quartiles
+from shard_bench import Bench
 from shard_beside import beside
 from shard_contenders import CONTENDERS, MESHES, Trained, compiled_blocks, make_model
 from shard_iterations import iterations
+from timing import quartiles
 from torch import nn
 
 import tilestep

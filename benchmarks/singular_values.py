@@ -1,6 +1,6 @@
 """The singular values that each set of Muon's coefficients leaves in bfloat16, from badly conditioned matrices.
 
-    python benchmarks/singular_values.py                 # writes results/singular-values.json and the picture
+    python benchmarks/singular_values.py                 # writes results/singular_values_cpu_1.json and the picture
 
 Matrices have singular values over four decades, divided by a Frobenius norm that they dominate more or less. On a CPU
 the plain iteration runs; on a GPU, from a shorter side of 1024 on, the one on Gram matrices.
@@ -19,7 +19,7 @@ import tilestep
 from tilestep.linalg.coefficients import NAMES, rows_of
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS, PICTURE = ROOT / "benchmarks/results/singular-values.json", ROOT / "docs/images/singular_values.png"
+RESULTS, PICTURE = ROOT / "benchmarks/results/singular_values_cpu_1.json", ROOT / "docs/images/singular_values.png"
 SETS = [name for name in NAMES if name not in ("simple", "deepseekv4")]  # but for second names
 SHAPE, DECADES, TRIALS = (256, 384), 4.0, 3
 FROM = 0.01  # shares of the norm from which values should come near one

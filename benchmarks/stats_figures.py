@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from timing import timed
 
 import tilestep
 from tilestep import native
@@ -31,11 +31,6 @@ from tilestep.bench.results import environment
 from tilestep.bench.sections import Workload, gpu_workloads
 
 STEPS = 10
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def _norms_by_hooks(params: list[torch.Tensor], step: Callable[[], Any]) -> None:
@@ -117,17 +112,6 @@ def _contenders(
     }
 
 
-def _turn(run: Callable[[], Any], device: torch.device, steps: int) -> tuple[float, float]:
-    """Seconds a step takes, and those of them that the host is busy."""
-    _wait(device)
-    start = time.perf_counter()
-    for _ in range(steps):
-        run()
-    host = time.perf_counter() - start
-    _wait(device)
-    return (time.perf_counter() - start) / steps, host / steps
-
-
 def _measured(workload: Workload, device: torch.device, rounds: int, formats: dict[str, Any]) -> dict[str, Any]:
     params: list[torch.Tensor] = []
     for shape in workload.shapes:
@@ -146,19 +130,19 @@ def _measured(workload: Workload, device: torch.device, rounds: int, formats: di
     plain = adamw()
     contenders = _contenders(params, plain, adamw, peers=not formats)
     for run in contenders.values():
-        _turn(run, device, STEPS)
+        timed(run, device, STEPS)
     plain_bytes = _plain_bytes(plain, params)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, run in contenders.items():
-            times[name].append(_turn(run, device, STEPS if not name.startswith(("hooks", "foreach", "snap")) else 2))
+            times[name].append(timed(run, device, STEPS if not name.startswith(("hooks", "foreach", "snap")) else 2))
     rows: dict[str, dict[str, Any]] = {}
     for name, taken in times.items():
-        ratios = [each[0] / beside[0] for each, beside in zip(taken, times["plain"])]
+        ratios = [each[1] / beside[1] for each, beside in zip(taken, times["plain"])]
         by_bytes = 1 + MORE_BYTES[name] / plain_bytes
         rows[name] = {
-            "ms": statistics.median(each[0] for each in taken) * 1e3,
-            "host_ms": statistics.median(each[1] for each in taken) * 1e3,
+            "ms": statistics.median(each[1] for each in taken),
+            "host_ms": statistics.median(each[0] for each in taken),
             "of_plain": statistics.median(ratios),
             "of_plain_range": [min(ratios), max(ratios)],
             "of_plain_by_bytes": by_bytes,

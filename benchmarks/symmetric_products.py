@@ -5,10 +5,8 @@ What `tilestep.linalg.symmetric.BLOCKS` and `tilestep.linalg.orthogonal.takes` a
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
-
 import torch
+from timing import device_milliseconds
 
 from tilestep.linalg import COEFFICIENTS, orthogonal
 from tilestep.linalg.symmetric import Blocks, symmetric_product
@@ -33,20 +31,6 @@ ROWS = [COEFFICIENTS] * 5
 NUMBERS = (1e-7, *COEFFICIENTS * 5)
 
 
-def milliseconds(work: Callable[[], object], rounds: int = 10) -> float:
-    """The median time of a call on the GPU, after three to warm up."""
-    for _ in range(3):
-        work()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        work()
-        mark.record()
-    torch.cuda.synchronize()
-    times = sorted(before.elapsed_time(after) for before, after in itertools.pairwise(marks))
-    return times[rounds // 2]
-
-
 def products(count: int, rows: int, columns: int) -> None:
     """Time the Gram matrix of a batch, and a product of two squares."""
     short, is_tall = min(rows, columns), rows > columns
@@ -54,15 +38,18 @@ def products(count: int, rows: int, columns: int) -> None:
     square = torch.randn(count, short, short, device="cuda").to(torch.float16) / short**0.5
     out = torch.empty_like(square)
     pair = (batch.mT, batch) if is_tall else (batch, batch.mT)
-    full, whole = milliseconds(lambda: torch.bmm(*pair)), milliseconds(lambda: torch.baddbmm(square, square, square))
+    full, whole = (
+        device_milliseconds(lambda: torch.bmm(*pair)),
+        device_milliseconds(lambda: torch.baddbmm(square, square, square)),
+    )
     flops = 2e-9 * count * short * short
     print(f"{count} x {rows} x {columns}: torch gram {full:.3f} ms {flops * max(rows, columns) / full:.0f} TFLOP/s")
     print(f"    torch square {whole:.3f} ms {flops * short / whole:.0f} TFLOP/s")
     for blocks in CUTS:
         try:
-            half = milliseconds(lambda: symmetric_product(batch, batch, out, blocks=blocks))  # noqa: B023
+            half = device_milliseconds(lambda: symmetric_product(batch, batch, out, blocks=blocks))  # noqa: B023
             options = {"base": square, "alpha": 2.0, "beta": -4.8, "blocks": blocks}
-            quarter = milliseconds(lambda: symmetric_product(square, square, out, **options))  # type: ignore[arg-type] # noqa: B023
+            quarter = device_milliseconds(lambda: symmetric_product(square, square, out, **options))  # type: ignore[arg-type] # noqa: B023
         except Exception as error:
             print(f"    {blocks}: {type(error).__name__}: {str(error)[:80]}")
             continue
@@ -75,15 +62,15 @@ def orthogonalizations(count: int, rows: int, columns: int) -> None:
     """Time a whole orthogonalization: on Gram matrices, in batches, and one by one as torch.optim.Muon has it."""
     batch = torch.randn(count, rows, columns, device="cuda").to(torch.bfloat16)
     out = torch.empty_like(batch)
-    on_grams = milliseconds(lambda: orthogonal.gram_newton_schulz(batch, ROWS, 1e-7, out), 5)
+    on_grams = device_milliseconds(lambda: orthogonal.gram_newton_schulz(batch, ROWS, 1e-7, out), 5)
     taken, orthogonal.takes = orthogonal.takes, lambda *_: False
     try:
-        batched = milliseconds(lambda: orthogonal.newton_schulz([batch], NUMBERS, out), 5)
+        batched = device_milliseconds(lambda: orthogonal.newton_schulz([batch], NUMBERS, out), 5)
     finally:
         orthogonal.takes = taken
     from torch.optim._muon import _zeropower_via_newtonschulz as one
 
-    singly = milliseconds(lambda: [one(matrix.clone(), COEFFICIENTS, 5, 1e-7) for matrix in batch], 5)
+    singly = device_milliseconds(lambda: [one(matrix.clone(), COEFFICIENTS, 5, 1e-7) for matrix in batch], 5)
     print(f"{count} x {rows} x {columns}: Gram {on_grams:.2f} ms, batched {batched:.2f} ms, torch {singly:.2f} ms")
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,21 @@ def test_every_helper_is_in_the_index() -> None:
     rows = re.findall(r"^\| (`.*?) \|", (ROOT / "tests/helpers/README.md").read_text(), re.MULTILINE)
     listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
     assert sorted(listed) == sorted(path.stem for path in (ROOT / "tests/helpers").glob("*.py"))
+
+
+def test_every_script_and_result_is_in_the_index_of_benchmarks() -> None:
+    """A script has a row, a module that scripts import has none; results say their subject, device and GPUs."""
+    folder = ROOT / "benchmarks"
+    index = (folder / "README.md").read_text()
+    rows = re.findall(r"^\| `(\w+\.py)` \|", index, re.MULTILINE)
+    scripts = {path.name for path in folder.glob("*.py") if '__name__ == "__main__"' in path.read_text()}
+    assert sorted(rows) == sorted(scripts)
+    named = re.findall(r"`([\w/*.-]+\.(?:json|md))`", index)
+    results = [str(path.relative_to(folder / "results")) for path in (folder / "results").rglob("*.[jm][sd]*")]
+    assert len(results) > 40 and not [name for name in results if not any(fnmatch(name, each) for each in named)]
+    assert not [each for each in named if not any(fnmatch(name, each) for name in results)]
+    alone = [name for name in results if "/" not in name and name != "quality.json"]
+    assert not [name for name in alone if not re.fullmatch(r"[a-z_]+_(cpu|h100|h200)_\d(_[0-9a-f]{7})?\.json", name)]
 
 
 # Stands in for Python and pip: logs what it is asked, and makes a "virtual environment" of itself.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -100,12 +99,3 @@ def test_the_overview_finds_its_results() -> None:
     page = (Path(__file__).parents[2] / "docs" / "measurements.md").read_text()
     for theirs, ours in (times["iteration, sharded (DDP)"]["4 H200s"], times["Muon and AdamW, 1.19 B"]["H200"]):
         assert f"{theirs:.0f}" in page and f"{ours:.0f} ms" in page
-
-
-def test_every_script_has_a_row_and_every_result_is_there() -> None:
-    folder = Path(__file__).parents[2] / "benchmarks"
-    rows = [line.split("|")[1:-1] for line in (folder / "README.md").read_text().splitlines() if line.startswith("| `")]
-    named = {row[0].strip(" `") for row in rows}
-    assert named == {path.name for path in folder.glob("*.py") if "__main__" in path.read_text()}
-    patterns = [pattern for row in rows for pattern in re.findall(r"`([^`]+)`", row[3])]
-    assert [pattern for pattern in patterns if not any((folder / "results").glob(pattern))] == []

@@ -85,7 +85,7 @@ def test_what_is_exposed_is_told_from_round_to_round(monkeypatch: pytest.MonkeyP
 def test_backward_needs_what_any_schedule_needs(tmp_path: Path) -> None:
     """Storages of real and of fake tensors are counted alike, and "backward" has no gradient longer than it must."""
     run("overlap_floor.py", "--small", "--tokens", "4", "--output", str(tmp_path))
-    result = Result.load(tmp_path / "overlap-floor.json")
+    result = Result.load(tmp_path / "overlap_floor_cpu_1.json")
     assert [group.tags for group in result.groups] == [{"ranks": ranks, "tokens": "4"} for ranks in ("2", "4")]
     for group in result.groups:
         work = f"{group.tags['ranks']} ranks, 4 tokens"
