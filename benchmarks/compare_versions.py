@@ -171,6 +171,7 @@ def cases(device: str) -> dict[str, Callable[[], Case]]:
 
 
 def _timed(case: Case) -> float:
+    # timing.py needs a tilestep of its own commit; the one that is measured here may be of any.
     before, work, on_device = case
     samples = []
     for _ in range(REPETITIONS):
