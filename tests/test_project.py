@@ -29,7 +29,7 @@ def test_every_helper_is_in_the_index() -> None:
 
 
 def test_every_script_and_result_is_in_the_index_of_benchmarks() -> None:
-    """A script has a row, a module that scripts import has none; results say their subject, device and GPUs."""
+    """A script has a row, a module that scripts import has none; results say subject, device and GPUs."""
     folder = ROOT / "benchmarks"
     index = (folder / "README.md").read_text()
     rows = re.findall(r"^\| `(\w+\.py)` \|", index, re.MULTILINE)
@@ -40,7 +40,7 @@ def test_every_script_and_result_is_in_the_index_of_benchmarks() -> None:
     assert len(results) > 40 and not [name for name in results if not any(fnmatch(name, each) for each in named)]
     assert not [each for each in named if not any(fnmatch(name, each) for name in results)]
     alone = [name for name in results if "/" not in name and name != "quality.json"]
-    assert not [name for name in alone if not re.fullmatch(r"[a-z_]+_(cpu|h100|h200)_\d(_[0-9a-f]{7})?\.json", name)]
+    assert not [name for name in alone if not re.fullmatch(r"[a-z_]+_((cpu|h100|h200)_)?\d(_[0-9a-f]{7})?\.json", name)]
 
 
 # Stands in for Python and pip: logs what it is asked, and makes a "virtual environment" of itself.
