@@ -5,7 +5,8 @@
 takes under four minutes on GPUs and writes benchmarks/results/muon_ranks_<device>_<ranks>.json after every part.
 
 equal: the update of DTensors in several layouts beside that of plain tensors, and two runs of a layout.
-floors: what a step cannot take less than: a rank's share of the matrices as plain tensors, and as many bytes exchanged.
+floors: what a step cannot take less than: a rank's share of the model's matrices as plain tensors, and as many bytes
+exchanged.
 fsdp: the language model of 1.19 B elements under FSDP2, float32 shards used in bfloat16: the first step, steps alone,
 and whole iterations of contenders that take turns. dion's Muon takes part if it can be imported (`--path` says where
 from). The first step is one from an empty cache in a run of this part alone on a fresh machine.
@@ -32,9 +33,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 import typer
-from muon_steps import LAYER
 from overlap_trainings import Training, fully_sharded
-from shard_contenders import TINY, Shape, make_model
+from shard_contenders import TINY, Llama, Shape, make_model
 from timing import result_name, spread, synchronize, timed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -112,7 +112,9 @@ class Bench:
 
     def floors(self) -> None:
         """A rank's matrices as plain tensors, and their bytes exchanged."""
-        shapes = [tuple(max(side // 32, 1) for side in shape) if self.settings.small else shape for shape in LAYER * 24]
+        with torch.device("meta"):
+            shapes = [tuple(param.shape) for param in _inside(Llama(self.shape))]
+        self.results["matrices"] = {str(shape): shapes.count(shape) for shape in dict.fromkeys(shapes)}
         own = [torch.zeros(shape, device=self.device).requires_grad_() for shape in shapes[:: self.settings.ranks]]
         for param in own:
             param.grad = torch.randn_like(param)

@@ -20,6 +20,8 @@ from shard_bench import Bench
 from shard_contenders import CONTENDERS, compiled_blocks
 from timing import quartiles
 
+import tilestep
+
 __all__ = ["beside"]
 
 PARTS = 8
@@ -52,6 +54,7 @@ def beside(bench: Bench) -> dict[str, Any]:
         "update": lambda: trained.optimizer.update,
         "gathers": lambda: _gathers(bench, elements, dist.group.WORLD),
         "sums": lambda: _sums(bench, elements),
+        "products": lambda: _products(bench, trained.model),
     }
     if bench.device.type == "cuda":
         for most in (2, 8):
@@ -178,6 +181,20 @@ def _sums(bench: Bench, elements: int) -> Work:
             _reduce_scatter(own, flat)
 
     return add
+
+
+def _products(bench: Bench, model: torch.nn.Module) -> Work:
+    """What Muon computes of a rank's share of the matrices, without the update."""
+    shapes = [tuple(param.shape) for _, param in tilestep.muon_groups(model)[0]["params"]][:: bench.ranks]
+    batches = [
+        torch.randn(shapes.count(shape), *shape, device=bench.device).bfloat16() for shape in dict.fromkeys(shapes)
+    ]
+
+    def multiply() -> None:
+        for batch in batches:
+            tilestep.orthogonalize(batch)
+
+    return multiply
 
 
 def _few(most: int) -> Any:

@@ -41,4 +41,5 @@ def test_it_checks_and_times_updates_on_several_ranks(tmp_path: Path) -> None:
     assert found["equal"] == {key: {"farthest": 0.0, "two runs equal": True} for key in ("rows", "columns")}
     for part, contenders in (("fsdp", ("no step", "AdamW", "Muon")), ("shard", ("AdamW", "Muon"))):
         assert all(found[part][f"iteration, {name}"]["wall"] > 0 for name in contenders)
-    assert set(found) == {"environment", "notes", "equal", "floors", "fsdp", "shard"}
+    assert set(found) == {"environment", "notes", "equal", "matrices", "floors", "fsdp", "shard"}
+    assert sum(found["matrices"].values()) == 14  # seven a layer, the gates too

@@ -88,6 +88,24 @@ def test_frozen_parameters_are_left_out_and_a_pattern_of_one_s_own_decides() -> 
     assert "layers.1.output.weight" in names(others) and not any(name.startswith("layers.0") for name in names(others))
 
 
+def test_a_gate_is_a_router_only_where_there_are_experts() -> None:
+    """Mixtral, DeepSpeed's MoE and stacks have routers of that name; gated feed-forward layers have a hidden matrix."""
+
+    def inside(shapes: dict[str, tuple[int, ...]]) -> list[str]:
+        named = [(name, nn.Parameter(torch.ones(shape))) for name, shape in shapes.items()]
+        return names(tilestep.muon_groups(named)[0])
+
+    dense = {f"layers.{layer}.mlp.{name}.weight": (12, 8) for layer in range(2) for name in ("gate", "up")}
+    assert inside(dense) == list(dense) and inside({"gate": (8, 8)}) == ["gate"]
+    experts = {f"moe.experts.{expert}.{name}.weight": (8, 8) for expert in range(2) for name in ("gate", "up")}
+    for routed in ({"moe.gate.weight": (2, 8)}, {"moe.gate.wg.weight": (2, 8)}):
+        assert inside({**dense, **routed, **experts}) == [*dense, *experts]
+    stacks = {"ffn.gate": (2, 8), "ffn.experts_up": (2, 8, 8), "other.gate": (2, 8), "other.up": (2, 9, 8)}
+    assert inside({**dense, **stacks}) == [*dense, "ffn.experts_up"]
+    # The stack has another parent: a convolution next to a gated layer says nothing of it.
+    assert inside({"layer.gate.weight": (8, 8), "layer.mixer.kernel": (2, 9, 8)}) == ["layer.gate.weight"]
+
+
 class Attention(nn.Module):
     """As in transformers: several query heads for each key head, and a fused projection beside them."""
 

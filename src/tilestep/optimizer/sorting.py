@@ -15,9 +15,12 @@ from .parameters import require_shapes, shortened
 
 OUTSIDE = (
     r"(^|\.)((un)?embed\w*|\w*_embed(dings?)?|\w*_emb|wte|wpe|(lm_)?head|classifier)(\.|$)|^output\."
-    r"|(^|\.)(\w*router\w*|gate|\w*expert_gate|gating\w*)(\.|$)|(^|[._])bias$"
+    r"|(^|\.)(\w*router\w*|\w*expert_gate|gating\w*)(\.|$)|(^|[._])bias$"
 )
 """Names of embeddings and heads, at the ends of a model, of what chooses experts, and of experts' biases."""
+
+_GATE = re.compile(r"(?:^|(.*)\.)gate(?:\.|$)")
+"""The name of a router where its module has experts too; of a hidden matrix in a gated feed-forward layer."""
 
 STACKS = r"(^|\.)\w*experts?(\.|_|$)"
 """Names of parameters that are stacks of experts' matrices."""
@@ -99,9 +102,10 @@ def muon_groups(
 
     Muon gets matrices, stacks of experts' matrices, by their names, and convolutions, whose dimensions but the first
     are flattened. The rest are biases, norms, matrices at the model's ends and routers of experts: all whose name
-    matches `outside`, and in a module also every `Embedding` and a head, that is the only other matrix with an
-    embedding's shape; convolutions of at most four input channels, which are at the model's input or mix none; and
-    other tensors of three or more dimensions. Frozen parameters are left out. Groups include the parameters' names.
+    matches `outside`, a `gate` in a module with experts, and in a module also every `Embedding` and a head, that is the
+    only other matrix with an embedding's shape; convolutions of at most four input channels, which are at the model's
+    input or mix none; and other tensors of three or more dimensions. Frozen parameters are left out. Groups include the
+    parameters' names.
 
     Args:
         model: a module, or its `named_parameters()`.
@@ -137,7 +141,7 @@ def muon_groups(
     """
     named = list(model.named_parameters() if isinstance(model, torch.nn.Module) else model)
     require_shapes("muon_groups()", named)
-    ends = _ends(model, named) if isinstance(model, torch.nn.Module) else set()
+    ends = _routers(named) | (_ends(model, named) if isinstance(model, torch.nn.Module) else set())
     windows = _windows(model) if isinstance(model, torch.nn.Module) else set()
     inside: list[tuple[str, torch.Tensor]] = []
     rest: list[tuple[str, torch.Tensor]] = []
@@ -183,6 +187,19 @@ _WINDOW = 7  # sides behind the first two up to this are those of a convolution'
 def _exactly(names: Iterable[str]) -> str:
     """A pattern that these names fit, and no others."""
     return f"^({'|'.join(map(re.escape, names))})$"
+
+
+def _routers(named: list[tuple[str, torch.Tensor]]) -> set[torch.Tensor]:
+    """Parameters of modules called `gate` whose parent has experts or a stack of matrices too."""
+    gates = [(match[1] or "", param) for name, param in named if (match := _GATE.match(name))]
+    parents, having = {path for path, _ in gates}, set()
+    for name, param in named if parents else ():
+        parts = name.split(".")
+        for depth in range(len(parts)):
+            is_stack = param.dim() > 2 and depth == len(parts) - 1
+            if (path := ".".join(parts[:depth])) in parents and (is_stack or "expert" in ".".join(parts[depth:])):
+                having.add(path)
+    return {param for path, param in gates if path in having}
 
 
 def _ends(model: torch.nn.Module, named: Iterable[tuple[str, torch.Tensor]]) -> set[torch.Tensor]:
