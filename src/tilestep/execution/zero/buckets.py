@@ -176,9 +176,13 @@ def _whole_layout(members: Sequence[int], items: Sequence[Item], ranks: int, cos
             spent[owner] += items[other].cost
         owners[index] = rank = min(fitting, key=lambda candidate: (spent[candidate], candidate))
         loads[rank] += sizes[index]
-    for index, rank in owners.items():
-        costs[rank] += items[index].cost
-    return _placed(members, items, owners, section, ranks)
+    parts = [sum(items[index].cost for index, owner in owners.items() if owner == part) for part in range(ranks)]
+    # A part may be any rank's section: the most expensive part goes to the rank that has least to do.
+    by_cost, by_load = sorted(range(ranks), key=lambda part: -parts[part]), sorted(range(ranks), key=costs.__getitem__)
+    rank_of = dict(zip(by_cost, by_load))
+    for part, rank in rank_of.items():
+        costs[rank] += parts[part]
+    return _placed(members, items, {index: rank_of[part] for index, part in owners.items()}, section, ranks)
 
 
 def _dealt(members: Sequence[int], sizes: Mapping[int, int], ranks: int) -> tuple[dict[int, int], list[int]]:
