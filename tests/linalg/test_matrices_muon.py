@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -303,6 +304,33 @@ def test_small_chunks_give_the_same_numbers() -> None:
     matrices = ours.plan.engines[0].passes[0].matrices
     assert [batch.chunk for batch in matrices.batches] == [2, 2]
     assert_near(mine, theirs, 0.1)
+
+
+def test_batches_of_several_shapes_share_the_memory_that_results_run_ahead_in() -> None:
+    """Operands and results of all batches lie in one array, a chunk apart, and no result reaches an unread operand."""
+    shapes = [(8, 12), (5, 3), (12, 8), (8, 12), (30, 7), (12, 8), (8, 12), (5, 3)]
+    mine, alone = params_of(shapes), params_of(shapes)
+    before = tilestep.limit_workspace(2 * (2 * 8 * 12 + 5 * 8 * 8) * 2)
+    try:
+        ours = tilestep.Muon(mine, lr=0.02)
+    finally:
+        tilestep.limit_workspace(before)
+    theirs = [(tilestep.Muon([param], lr=0.02), [param]) for param in alone]
+    for step in range(3):
+        for param, other in zip(mine, alone):
+            param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(step))
+            other.grad = param.grad.clone()
+        if step == 1:  # a batch with a matrix that takes no part
+            mine[3].grad = alone[3].grad = None
+        for optimizer in (ours, *(optimizer for optimizer, _ in theirs)):
+            optimizer.step()
+        assert all(map(torch.equal, mine, alone))
+    batches = ours.plan.engines[0].passes[0].matrices.batches
+    assert len({array.untyped_storage().data_ptr() for batch in batches for array in batch.arrays.values()}) == 1
+    sizes = [len(batch.index) * math.prod(batch.shape) for batch in batches]
+    chunks = [batch.chunk * math.prod(batch.shape) for batch in batches]
+    (nbytes,) = {array.untyped_storage().nbytes() for batch in batches for array in batch.arrays.values()}
+    assert max(chunks) < max(sizes) and nbytes <= 2 * (sum(sizes) + max(chunks) + 128 * (len(sizes) + 1))
 
 
 class _Calls(TorchDispatchMode):

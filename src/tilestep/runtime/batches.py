@@ -423,6 +423,13 @@ class Conditions:
         return self._skipped[key]
 
 
+_ALIGNMENT = 128  # elements between which the arrays of batches begin
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
 def _waits(value: Value) -> bool:
     operation = MATRIX_OPERATIONS.get(value.operation)
     return operation is not None and operation.waits
@@ -454,8 +461,7 @@ class MatrixBatches:
         self.keys = self._keys()
         own = [index for index, entry in enumerate(self.entries) if entry.exchange is None]
         self.batches = self._batches(own)
-        for batch in self.batches:
-            self._allocate(batch)
+        self._allocate()
         shared: dict[Exchange, dict[int, int]] = {}
         apart = [index for index, entry in enumerate(self.entries) if entry.exchange is not None]
         for member in chain.from_iterable(self._sorted(apart).values()):
@@ -516,19 +522,25 @@ class MatrixBatches:
                 self.entries[index].matrices[name] = state
         return batch
 
-    def _allocate(self, batch: Batch) -> None:
-        """Scratch arrays; a result lies one chunk before the operand it replaces, in the same memory."""
-        count = sum(batch.counts)
+    def _allocate(self) -> None:
+        """Scratch arrays; a result lies before the operand it replaces, by the largest chunk of all batches."""
+        # Batches run in this order: no result reaches an operand that is still to be read.
         for name, replaced in self._replacements().items():
             dtype = self.program.scratch[name] or self.spec.compute
-            spare = batch.chunk if replaced else 0
-            memory = torch.zeros(count + spare, *batch.shape, dtype=dtype, device=batch.device)
-            batch.arrays[name] = memory[spare:]
-            if replaced:
-                batch.arrays[replaced] = memory[:count]
-        for name, array in batch.arrays.items():
-            for index, part in zip(batch.members, batch.parts(array)):
-                self.entries[index].arrays[name] = part.view(self.entries[index].param.shape)
+            sizes = [sum(batch.counts) * math.prod(batch.shape) for batch in self.batches]
+            chunks = [_padded(batch.chunk * math.prod(batch.shape)) for batch in self.batches if replaced]
+            spare = max(chunks, default=0)
+            memory = torch.zeros(spare + sum(map(_padded, sizes)), dtype=dtype, device=self.segment.device)
+            begin = 0
+            for batch, size in zip(self.batches, sizes):
+                for own, start in ((name, begin + spare), (replaced, begin)):
+                    if own is not None:
+                        batch.arrays[own] = memory[start : start + size].view(sum(batch.counts), *batch.shape)
+                begin += _padded(size)
+        for batch in self.batches:
+            for name, array in batch.arrays.items():
+                for index, part in zip(batch.members, batch.parts(array)):
+                    self.entries[index].arrays[name] = part.view(self.entries[index].param.shape)
 
     def _replacements(self) -> dict[str, str | None]:
         """Each scratch array with its own memory, and the array, if any, that takes over this memory chunk by chunk."""
