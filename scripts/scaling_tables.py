@@ -8,9 +8,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tilestep.planning import (
     Constants,
@@ -156,9 +158,78 @@ def _job_of(name: str, how: str, file: str, ranks: int, batch: int) -> Job | Non
     return dataclasses.replace(job, tensors=TENSORS)
 
 
+def _figure(stored: Mapping[str, Any], part: str, name: str) -> float:
+    """Seconds."""
+    return stored[part][name]["wall"] / 1e3
+
+
+def _like_the_machine(constants: Constants, stored: Mapping[str, Any], alike: Job) -> Constants:
+    """The constants of H200s with what muon_ranks' file, and rules' of an H100, say of another machine."""
+    # A copy's bandwidth; forward and backward, by iterations of `shard` with AdamW; the host, by those of FSDP2 alone.
+    rules = json.loads((RESULTS.parent / "rules_h100_1.json").read_text())
+    bandwidth = next(
+        row["bandwidth"] for group in rules["groups"] for row in group["rows"] if row["contender"] == "copy"
+    )
+    known = dataclasses.replace(constants, memory_bandwidth=bandwidth)
+    found = plan(alike, known)
+    products = 6 * alike.elements * alike.tokens / known.compute
+    rest = found.iteration - products
+    known = dataclasses.replace(
+        known, compute=6 * alike.elements * alike.tokens / (_figure(stored, "shard", "iteration, AdamW") - rest)
+    )
+    per_tensor = _figure(stored, "fsdp", "iteration, no step") / TENSORS
+    return dataclasses.replace(known, fsdp_host=per_tensor - known.model_host)
+
+
+def muon_table(constants: Constants) -> Rows:
+    """What `plan` says of steps and iterations of Muon on H100s, beside their figures."""
+    alone = json.loads((RESULTS.parent / "muon_h100_1.json").read_text())["milliseconds"]["language model"]["tilestep"]
+    stored = json.loads((RESULTS.parent / "muon_ranks_h100_2.json").read_text())
+    layers = [(48, 2048, 2048), (48, 512, 2048), (48, 5632, 2048), (24, 2048, 5632)]
+    # Files that do not say which matrices there were are of a model without its gates, beside floors with them.
+    listed = stored.get("matrices")
+    floors = [(count, *json.loads(f"[{shape[1:-1]}]")) for shape, count in listed.items()] if listed else layers
+    trained = floors if listed else [(48, 2048, 2048), (48, 512, 2048), (24, 5504, 2048), (24, 2048, 5504)]
+
+    def job(rule: str, ranks: int, matrices: Any = (), whole: float = ELEMENTS, **given: Any) -> Job:
+        options = {name: given.pop(name) for name in ("dtype", "master_weights") if name in given}
+        needs = footprint(registry[rule], **options)
+        return Job(whole, needs, ranks, tokens=2048 * 4, clips=False, tensors=TENSORS, matrices=matrices, **given)
+
+    def elements(matrices: Any) -> float:
+        return float(sum(count * rows * columns for count, rows, columns in matrices))
+
+    split: dict[str, Any] = {"master_weights": True}
+    fsdp: dict[str, Any] = {"dtype": torch.float32, "layout": "fsdp2"}
+    known = _like_the_machine(constants, stored, job("AdamW", 2, **split))
+    step = ("update", "matrix products", "exchange matrices")
+    rows: list[tuple[str, int, float, Job, Sequence[str]]] = [
+        ("a step, plain", 1, alone["device"] / 1e3, job("Muon", 1, layers, elements(layers)), step),
+        (
+            "a rank's matrices alone",
+            2,
+            _figure(stored, "floors", "step, matrices of a rank alone"),
+            job("Muon", 2, floors, elements(floors), **fsdp),
+            step[:2],
+        ),
+        ("a step, FSDP2", 2, _figure(stored, "fsdp", "step, Muon"), job("Muon", 2, trained, **fsdp), step),
+        ("an iteration, FSDP2", 2, _figure(stored, "fsdp", "iteration, Muon"), job("Muon", 2, trained, **fsdp), ()),
+        ("an iteration, `shard`", 2, _figure(stored, "shard", "iteration, Muon"), job("Muon", 2, trained, **split), ()),
+    ]
+    table: Rows = [("Muon", "GPUs", "matrices", "measured, ms", "plan, ms", "error")]
+    for title, ranks, measured, each, names in rows:
+        found = plan(each, known)
+        seconds = sum(found.exposed[name] for name in names) if names else found.iteration
+        count = str(sum(one[0] for one in each.matrices))
+        error = f"{100 * (seconds / measured - 1):+.1f}%"
+        table.append((title, str(ranks), count, f"{measured * 1e3:.1f}", f"{seconds * 1e3:.1f}", error))
+    return table
+
+
 TABLES: dict[str, Callable[[Constants], Rows]] = {
     "constants": constants_table,
     "errors": errors_table,
+    "muon": muon_table,
     "traffic": traffic_table,
     "buckets": buckets_table,
     "meshes": meshes_table,

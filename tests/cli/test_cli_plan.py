@@ -52,6 +52,9 @@ def test_other_rules_storages_and_buckets(capfd: pytest.CaptureFixture[str]) -> 
     code, out, _ = run(capfd, "100M", "--rule", "muon", "--mesh", "2", "--matrices", "3x4096x4096,1X1024x4096")
     assert code == 0 and "the time of matrix products: matrix products are known to 10%" in out
     assert cells(out, "matrix products")[1] == cells(out, "matrix products")[2] == "5.85"
+    split = ("100M", "--rule", "muon", "--mesh", "2", "--dtype", "fp32", "--no-master-weights", "--layout", "fsdp2")
+    code, out, _ = run(capfd, *split, "--matrices", "3x4096x4096")
+    assert code == 0 and cells(out, "parameters")[1] == "0.20" and float(cells(out, "exchange matrices")[2]) > 0
     code, _, err = run(capfd, "100M", "--rule", "muon", "--matrices", "4096x4096")
     assert code == 2 and "number x rows x columns" in err
     code, out, _ = run(capfd, "100M", "--remainder", "--mesh", "1")

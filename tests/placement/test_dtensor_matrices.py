@@ -219,7 +219,7 @@ def one_message_to_owners_and_one_back_for_each_bucket() -> None:
             super().__init__(*arguments)
             made.append(self)
 
-    original = matrices.Bucket, matrices._BUCKET
+    original = matrices.Bucket, matrices.OWNED_IN_A_BUCKET
     try:
         matrices.Bucket = Counted  # type: ignore[misc]
         for layout, size, least in (
@@ -229,7 +229,7 @@ def one_message_to_owners_and_one_back_for_each_bucket() -> None:
             ("rows", 500, 1),
         ):
             made.clear()
-            matrices._BUCKET = size
+            matrices.OWNED_IN_A_BUCKET = size
             alone = _alone(tilestep.Muon, torch.float32)
             model = _placed(*_meshes()[layout], tilestep.Muon, torch.float32)
             for step in range(1, 3):
@@ -238,7 +238,7 @@ def one_message_to_owners_and_one_back_for_each_bucket() -> None:
             assert least <= len(made) <= len(SHAPES), (layout, size, len(made))
             assert _messages(model.optimizer) == {"c10d::alltoall_base_": 2 * len(made)}, layout
     finally:
-        matrices.Bucket, matrices._BUCKET = original  # type: ignore[misc]
+        matrices.Bucket, matrices.OWNED_IN_A_BUCKET = original  # type: ignore[misc]
 
 
 def only_parts_of_owners_matrices_travel() -> None:

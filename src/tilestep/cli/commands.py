@@ -241,6 +241,9 @@ def plan(
     matrices: Annotated[
         str, typer.Option(help="Muon's matrices: number x rows x columns, with commas, as 48x2048x2048,24x512x2048.")
     ] = "",
+    layout: Annotated[
+        Literal["shard", "fsdp2"], typer.Option(help="What splits the state; FSDP2 splits parameters too.")
+    ] = "shard",
     in_backward: Annotated[bool, typer.Option(help="Update in backward and free gradients: mesh 1, no clip.")] = False,
     settings: Words = None,
     gpus_per_node: Annotated[int, typer.Option(min=0, help="GPUs per node; 0 for the constants'.")] = 0,
@@ -273,7 +276,7 @@ def plan(
     sources = {**figures.sources, **dict.fromkeys(measured, "as the command line says")}
     figures = replace(figures, **measured, sources=sources)  # type: ignore[arg-type]
     runs: dict[str, Any] = {"regime": model, "captured": captured, "tensors": tensors or None}
-    runs |= {"in_backward": in_backward, "matrices": matrices_of(matrices)}
+    runs |= {"in_backward": in_backward, "matrices": matrices_of(matrices), "layout": layout}
     bucket = bucket_mb * 2**20 or None
     job = Job(elements_of(size), needs, split, copies, tokens, contiguous, clip, bucket=bucket, **runs)
     console = Console()

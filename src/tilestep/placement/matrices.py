@@ -19,7 +19,7 @@ from .reduction import all_gather_flat, group_of
 
 Bounds = tuple[slice, ...]  # of a part in the whole, for each dimension
 
-_BUCKET = 1 << 26
+OWNED_IN_A_BUCKET = 1 << 26
 """Elements of an owner's matrices in a bucket. Fewer take products more time: a batch of few large matrices leaves
 multiprocessors idle. More would hide less: nothing is computed while the first bucket arrives."""
 
@@ -163,7 +163,7 @@ class MatrixExchange:
             numel = math.prod(self.layouts[place].shape)
             if not parts or numel > room:
                 parts.append([])
-                room = _BUCKET
+                room = OWNED_IN_A_BUCKET
             parts[-1].append(place)
             room -= numel
         return parts

@@ -18,6 +18,7 @@ from ..backends.spec import total_traffic
 from ..execution.zero.buckets import default_sizes
 from ..optimizer.masters import MasterWeights
 from ..optimizer.states import compute_dtype
+from ..placement.matrices import OWNED_IN_A_BUCKET
 from ..rules import Rule
 from ..runtime.batches import work_of
 from .describe import spec_for
@@ -45,6 +46,7 @@ class Constants:
     compiled_model_bytes: float  # the same with blocks that are compiled
     model_host: float  # seconds of the host for each tensor in forward and backward of an eager model
     compiled_model_host: float  # the same with blocks that are compiled
+    fsdp_host: float  # seconds of the host for each tensor that FSDP2 adds in forward and backward
     step_host: float  # seconds of the host in a step without parameters
     tensor_host: float  # seconds that each tensor adds to it
     message_host: float  # seconds that each collective adds to it
@@ -149,6 +151,10 @@ BUCKETS = (1, 2, 4, 8, 16, 25, 50, 100, 200, 400)  # MiB of gradients in a bucke
 _IN_BACKWARD = 25 * 2**20  # bytes of a bucket of `overlap(during="backward")`
 _CLOSE = 1.005  # iterations that differ by less are taken for equal
 Regime = Literal["eager", "blocks", "whole"]  # how the model runs: eager, or compiled block by block or whole
+Layout = Literal["shard", "fsdp2"]  # what splits the state: `tilestep.shard`, or FSDP2 the parameters too
+_USED = 2  # bytes of an element that FSDP2 gathers and whose matrices are exchanged: bfloat16
+_COPIED = 10
+"""Bytes moved for each element of a rank's own matrices: into whole matrices, zeros for the updates, and back."""
 _HOST_IS_NEAR = 0.85  # from this part of the GPU's time on the host may be waited for; hosts differ by a half
 _MOST_ELEMENTS, _MOST_RANKS, _MOST_BUCKETS = 1e13, 1e7, 5e5  # each bucket is looked at: more takes minutes
 _MOST_MATRICES = 1_000_000
@@ -173,6 +179,7 @@ class Job:
     """How many matrices of how many rows and columns a rule of matrices gets."""
 
     in_backward: bool = field(default=False, kw_only=True)
+    layout: Layout = field(default="shard", kw_only=True)
 
     def __post_init__(self) -> None:
         if self.in_backward and (self.clips or self.ranks > 1):
@@ -181,8 +188,10 @@ class Job:
         for name in ("elements", "shard", "replicate", "tokens", *optional):
             if not getattr(self, name) >= 1:
                 raise ValueError(f"Invalid {name}: {getattr(self, name)}; it must be at least 1")
-        if self.regime not in get_args(Regime):
-            raise ValueError(f"Invalid regime: {self.regime!r}; it must be one of {', '.join(get_args(Regime))}")
+        for name, kinds in (("regime", Regime), ("layout", Layout)):
+            if getattr(self, name) not in get_args(kinds):
+                given, listed = getattr(self, name), ", ".join(get_args(kinds))
+                raise ValueError(f"Invalid {name}: {given!r}; it must be one of {listed}")
         if sum(count for count, _, _ in self.matrices) > _MOST_MATRICES:
             raise ValueError(f"Invalid matrices: there must be at most {_MOST_MATRICES:,}")
         for name, most in (("elements", _MOST_ELEMENTS), ("ranks", _MOST_RANKS), ("tokens", _MOST_ELEMENTS)):
@@ -197,7 +206,7 @@ class Job:
     @property
     def matrix_work(self) -> float:
         """Operations on the matrices of the rank that has most: each belongs to one rank, the largest first."""
-        work, loads = self.footprint.matrix_work, [0.0] * self.shard
+        work, loads = self.footprint.matrix_work, [0.0] * self._owners
         if work is None:
             return 0.0
         each = [(work(rows, columns), count) for count, rows, columns in self.matrices]
@@ -205,6 +214,16 @@ class Job:
             for _ in range(count):
                 heapq.heapreplace(loads, loads[0] + amount)
         return max(loads)
+
+    @property
+    def _owners(self) -> int:
+        """Ranks that divide matrices: those of FSDP2 with equal parts too."""
+        return self.shard if self.layout == "shard" else self.ranks
+
+    @property
+    def own_matrices(self) -> float:
+        """Elements of the matrices that a rank works on."""
+        return sum(math.prod(each) for each in self.matrices) / self._owners
 
     @property
     def ranks(self) -> int:
@@ -303,9 +322,12 @@ def plan(job: Job, constants: Constants) -> Plan:
         section = bucket / job.shard
         return split.seconds(bucket, rate) + copies.seconds(section, rate) + copies.seconds(section, gather_rate)
 
+    is_fsdp = job.layout == "fsdp2"
+    sent = _USED if is_fsdp else size.parameter
+
     @functools.cache
     def one_gather(bucket: float) -> float:
-        return split.seconds(bucket / size.gradient * size.parameter, gather_rate)
+        return split.seconds(bucket / size.gradient * sent, gather_rate)
 
     sum_times, gather_times = list(map(one_sum, buckets)), list(map(one_gather, buckets))
     sums, gathers = sum(sum_times), sum(gather_times)
@@ -314,47 +336,86 @@ def plan(job: Job, constants: Constants) -> Plan:
     flops = 6 * elements * job.tokens / (constants.compiled_compute if compiled else constants.compute)
     share = elements / job.shard
     norm = (share * size.gradient / constants.memory_bandwidth + 2 * split.latency) if job.clips else 0.0
+    own = job.own_matrices if is_fsdp and size.matrix_work is not None and job.ranks > 1 else 0.0
+    exchange, copied = (
+        2 * split.seconds(_USED * own, gather_rate) if own else 0.0,
+        _COPIED * own / constants.memory_bandwidth,
+    )
+    # Nothing is computed while the first bucket of matrices arrives and the last returns.
+    first = exchange / max(math.ceil(own / OWNED_IN_A_BUCKET), 1)
     model = fixed / constants.memory_bandwidth + flops
     times = {
         "forward": model / 3,
         "backward": model * 2 / 3,
-        # What backward has made is copied to where it is summed.
-        "bring together": 2 * elements * size.gradient / constants.memory_bandwidth,
+        # What backward has made is copied to where it is summed, and what FSDP2 has gathered twice, to parameters.
+        "bring together": elements
+        * (5 * sent + size.gradient if is_fsdp else 2 * size.gradient)
+        / constants.memory_bandwidth,
         "sum gradients": sums,
         "clip": norm,
         "update": share * size.moved / constants.memory_bandwidth + constants.step_latency,
         "matrix products": job.matrix_work / constants.matrix_compute,
-        "gather parameters": gathers,
+        "exchange matrices": exchange + copied,
+        "gather parameters": gathers * (2 if is_fsdp else 1),
     }
     waited = _after_backward(buckets, times["backward"], sum_times)
     # Code that is compiled as a whole takes its parameters at once, and what follows a graph knows nothing of it.
     at_once = job.regime == "whole" or job.captured
     gathered = gathers if at_once else _before_blocks(buckets[::-1], times["forward"], gather_times[::-1])
-    slowed = max(sums - waited, 0.0) * constants.beside_sums + max(gathers - gathered, 0.0) * constants.beside_gathers
+    beside = max(times["gather parameters"] - gathered, 0.0)
+    slowed = max(sums - waited, 0.0) * constants.beside_sums + beside * constants.beside_gathers
     times["communication beside the model"] = slowed
-    exposed = {**times, "sum gradients": waited, "gather parameters": gathered}
+    exposed = {
+        **times,
+        "sum gradients": waited,
+        "gather parameters": gathered,
+        # Products are slowed as backward is, whose time is in products too.
+        "exchange matrices": first + copied + (exchange - first) * constants.beside_sums,
+    }
     host = None if job.captured else _host(job, constants)
     latencies = len(buckets) * (2 * split.latency + 2 * copies.latency)
     return Plan(
         job=job,
-        memory={
-            "parameters": elements * size.parameter,
-            "gradients": 0.0 if job.in_backward else elements * size.gradient / (1 if job.contiguous else job.shard),
-            "state": share * size.state,
-            "scratch": 0.0 if job.contiguous and not job.in_backward else max(buckets),
-        },
+        memory=_memory(job, buckets),
         whole_state=elements * size.state,
         sent={
             "reduce-scatter": split.bytes_sent(elements * size.gradient),
             "all-reduce": 2 * copies.bytes_sent(share * size.gradient),
-            "all-gather": split.bytes_sent(elements * size.parameter),
+            "all-gather": split.bytes_sent(elements * sent) * (2 if is_fsdp else 1),
+            "all-to-all": 2 * split.bytes_sent(_USED * own),
         },
-        messages=0 if job.ranks == 1 else len(buckets) * (2 if job.replicate == 1 else 3) + 1 + job.clips,
+        messages=_messages(job, own),
         times={**times, "latencies of both": latencies},
         exposed=exposed,
         host=host,
         unclaimed=tuple(_unclaimed(job, constants, sum(exposed.values()), host)),
     )
+
+
+def _memory(job: Job, buckets: Sequence[float]) -> dict[str, float]:
+    """Bytes of a rank by what they are for."""
+    size, elements = job.footprint, job.elements
+    if job.layout == "fsdp2":
+        # Parts of everything; two blocks of whole parameters and the gradients of one.
+        whole = max(buckets) / size.gradient * 2 * _USED + max(buckets)
+        each = {"parameters": size.parameter, "gradients": size.gradient, "state": size.state}
+        return {**{name: elements / job.shard * one for name, one in each.items()}, "scratch": whole}
+    return {
+        "parameters": elements * size.parameter,
+        "gradients": 0.0 if job.in_backward else elements * size.gradient / (1 if job.contiguous else job.shard),
+        "state": elements / job.shard * size.state,
+        "scratch": 0.0 if job.contiguous and not job.in_backward else max(buckets),
+    }
+
+
+def _messages(job: Job, own: float) -> int:
+    """Collectives in an iteration."""
+    if job.ranks == 1:
+        return 0
+    each = 2 if job.replicate == 1 else 3
+    if job.layout == "fsdp2":  # a gather in backward too; no message about which parameters were used
+        return len(job.buckets) * (each + 1) + 2 * math.ceil(own / OWNED_IN_A_BUCKET) + job.clips
+    return len(job.buckets) * each + 1 + job.clips
 
 
 def _after_backward(buckets: Sequence[float], backward: float, sums: Sequence[float]) -> float:
@@ -381,6 +442,7 @@ def _host(job: Job, constants: Constants) -> float | None:
         return None
     per_tensor = constants.model_host if job.regime == "eager" else constants.compiled_model_host
     messages = len(job.buckets) * constants.message_host
+    per_tensor += constants.fsdp_host if job.layout == "fsdp2" else 0.0
     return constants.step_host + messages + job.tensors * (per_tensor + constants.tensor_host)
 
 
@@ -394,6 +456,8 @@ def _unclaimed(job: Job, constants: Constants, seconds: float, host: float | Non
         yield f"the host takes {host * 1e3:.0f} ms, and hosts differ"
     if job.in_backward:
         yield "updates in backward are counted as if they came after it"
+    if job.layout == "fsdp2":
+        yield "FSDP2's part of the host is known to 10%, and its blocks are taken for as large as buckets of shard()"
     if job.footprint.matrix_work is not None:
         known = "matrix products are known to 10%" if job.matrices else "say which matrices there are"
         yield f"the time of matrix products: {known}"
