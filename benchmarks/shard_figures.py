@@ -34,7 +34,7 @@ from timing import result_name
 
 from tilestep import native
 from tilestep.bench.results import environment
-from tilestep.planning import Constants, Job, default_constants, footprint, plan
+from tilestep.planning import Constants, Job, footprint, plan
 from tilestep.rules import registry
 
 RESULTS = Path(__file__).parent / "results"
@@ -225,7 +225,7 @@ def _kept(known: dict[str, Any], here: dict[str, str], names: list[str]) -> dict
 
 def constants_of(found: dict[str, Any], source: str, device: torch.device) -> Constants:
     """The default constants, with those that were measured in their places."""
-    known = default_constants()
+    known = Constants.load()
     values: dict[str, float] = {}
     try:
         every = found["collectives"]["all ranks"]
@@ -318,7 +318,7 @@ def latency_of(rows: list[dict[str, float]]) -> float:
 
 def predictions(ranks: int) -> dict[str, Any]:
     """What `tilestep plan` expects of the parts `meshes` and `meshes_compiled`, with the constants that it ships."""
-    shape, constants = Shape(), default_constants()
+    shape, constants = Shape(), Constants.load()
     params = list(make_model(shape, torch.device("meta"), torch.bfloat16).parameters())
     elements, needs = sum(map(torch.Tensor.numel, params)), footprint(registry["AdamW"], master_weights=True)
 

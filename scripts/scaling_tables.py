@@ -21,7 +21,6 @@ from tilestep.planning import (
     Plan,
     best_bucket,
     crossover,
-    default_constants,
     footprint,
     meshes,
     plan,
@@ -238,7 +237,7 @@ TABLES: dict[str, Callable[[Constants], Rows]] = {
 
 def brought_up_to_date(text: str) -> str:
     """The page with every table made anew."""
-    constants = default_constants()
+    constants = Constants.load()
 
     def block(match: re.Match[str]) -> str:
         head, *rows = TABLES[match[1]](constants)

@@ -685,8 +685,8 @@ def of_placement() -> None:
 def of_planning() -> None:
     """The package `planning`.
 
-    >>> from tilestep.planning import default_constants
-    >>> default_constants().gpus_per_node
+    >>> from tilestep.planning import Constants
+    >>> Constants.load().gpus_per_node
     8
 
     >>> from tilestep.planning import footprint
@@ -699,16 +699,16 @@ def of_planning() -> None:
     (10.0, 26.0)
 
     >>> from tilestep.planning import Job, plan
-    >>> from tilestep.planning import default_constants, footprint
+    >>> from tilestep.planning import footprint
     >>> from tilestep.rules import registry
     >>> job = Job(1.2e9, footprint(registry["AdamW"], master_weights=True), shard=8, bucket=2**27)
-    >>> chosen = plan(job, default_constants())
+    >>> chosen = plan(job, Constants.load())
     >>> round(chosen.memory["state"] / 1e9, 2), round(chosen.whole_state / 1e9, 2)
     (1.8, 14.4)
 
     >>> from tilestep.planning import crossover
-    >>> from tilestep.planning import default_constants
-    >>> few, many = (crossover(ranks, default_constants()) for ranks in (8, 512))
+    >>> from tilestep.planning import Constants
+    >>> few, many = (crossover(ranks, Constants.load()) for ranks in (8, 512))
     >>> few[0] < many[0], few[1] < many[1]
     (True, True)
     """

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from scripts import run_python
 
-from tilestep.planning import Constants, default_constants
+from tilestep.planning import Constants
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -101,7 +101,7 @@ def test_the_constants_of_plans_are_those_of_committed_figures(tmp_path: Path) -
     words = ["--again", "--parts", parts, "--output", stored, "--constants", str(tmp_path / "constants.json")]
     done = python(str(BENCHMARKS / "shard_figures.py"), *words)
     assert done.returncode == 0, done.stdout + done.stderr
-    again, defaults = Constants.load(tmp_path / "constants.json"), default_constants()
+    again, defaults = Constants.load(tmp_path / "constants.json"), Constants.load()
     assert again.sources == defaults.sources
     for name, source in defaults.sources.items():
         assert getattr(again, name) == pytest.approx(getattr(defaults, name)), name

@@ -97,7 +97,7 @@ def test_what_nothing_is_attached_to_is_copied() -> None:
     optimizer.step()
     for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert type(other) is type(optimizer) and other.attached == () and other.execution is AT_STEP
-        assert other.memory.is_beside and len(other.state) == 2
+        assert other.memory.on_device and len(other.state) == 2
     with pytest.raises(AttributeError):
         optimizer.applied_groups  # noqa: B018
 
@@ -115,7 +115,7 @@ def test_a_failed_attaching_leaves_the_optimizer_as_it_was(monkeypatch: pytest.M
             with pytest.raises(MemoryError):
                 KINDS[kind][0](optimizer, model)
             assert optimizer.attached == () and optimizer.execution is AT_STEP and type(optimizer) is tilestep.AdamW  # type: ignore[attr-defined]
-            assert optimizer.memory.is_beside and not hasattr(optimizer, "wait")
+            assert optimizer.memory.on_device and not hasattr(optimizer, "wait")
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     assert optimizer.state[model.weight]["step"].item() == 1

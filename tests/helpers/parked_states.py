@@ -18,7 +18,7 @@ class Device:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.memories: list[HostMemory] = []
         self.taken = 0
-        take, lies_well = HostMemory.take, states._lies_well
+        take, layout_ok = HostMemory.take, states._lies_well
 
         def taking(memory: HostMemory, sizes: Any) -> Any:
             self.memories.append(memory)
@@ -26,7 +26,7 @@ class Device:
             return take(memory, sizes)
 
         def lies_here(buffer: torch.Tensor, *rest: Any, **more: Any) -> bool:
-            return not self.is_parked(buffer) and lies_well(buffer, *rest, **more)
+            return not self.is_parked(buffer) and layout_ok(buffer, *rest, **more)
 
         monkeypatch.setattr(HostMemory, "take", taking)
         monkeypatch.setattr(states, "_lies_well", lies_here)

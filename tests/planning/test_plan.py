@@ -15,7 +15,7 @@ from module_files import load
 
 import tilestep
 from tilestep.placement import Ranks
-from tilestep.planning import Constants, Job, best_bucket, crossover, default_constants, footprint, meshes, plan
+from tilestep.planning import Constants, Job, best_bucket, crossover, footprint, meshes, plan
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,8 +65,8 @@ def test_bytes_of_formats_are_those_of_8_b_parameters(state_dtype: str, master_w
     )
     assert kept / elements == pytest.approx(needs.state, abs=1e-5)
     alone = Job(elements, needs, shard=1, clips=False, bucket=25 * 2**20)
-    whole = plan(alone, default_constants()).memory
-    early = plan(dataclasses.replace(alone, in_backward=True), default_constants()).memory
+    whole = plan(alone, Constants.load()).memory
+    early = plan(dataclasses.replace(alone, in_backward=True), Constants.load()).memory
     assert sum(whole.values()) == elements * (2 + 2 + needs.state)
     assert sum(early.values()) == pytest.approx(elements * (2 + needs.state) + 25 * 2**20, rel=1e-3)
     if state_dtype == master_weights == "int8":
@@ -113,14 +113,14 @@ def test_collectives_are_those_of_an_iteration(one_rank: None, monkeypatch: pyte
     needs = footprint(tilestep.registry["AdamW"], dtype=torch.float32)
     job = Job(6 * 64 * 64, needs, shard=2, bucket=2**20 / 64)
     # One rank needs no agreement on the norm, nor on which parameters were used.
-    assert len(calls) == 6 + 6 and plan(job, default_constants()).messages == 6 + 6 + 2
+    assert len(calls) == 6 + 6 and plan(job, Constants.load()).messages == 6 + 6 + 2
     # What it calls is a copy: nothing is sent.
-    alone = plan(dataclasses.replace(job, shard=1), default_constants())
+    alone = plan(dataclasses.replace(job, shard=1), Constants.load())
     assert alone.messages == 0 and not any(alone.sent.values())
 
 
 CONSTANTS = dataclasses.replace(
-    default_constants(),
+    Constants.load(),
     reduce_scatter_bandwidth=100.0,
     all_gather_bandwidth=50.0,
     network_bandwidth=10.0,
@@ -270,7 +270,7 @@ def test_half_of_the_time_is_latency_at_the_crossover() -> None:
 
 
 def test_the_best_bucket_and_mesh_are_the_best() -> None:
-    constants = default_constants()
+    constants = Constants.load()
     for ranks in (8, 512):
         one = job(elements=1e9, shard=ranks, tokens=8192)
         chosen = plan(dataclasses.replace(one, bucket=best_bucket(one, constants)), constants)
@@ -308,7 +308,7 @@ def test_constants_are_kept_with_their_source(tmp_path: Path) -> None:
     assert Constants.load(tmp_path / "all.json") == measured and "compute" not in measured.assumed
     (tmp_path / "some.json").write_text(json.dumps({"compute": {"value": 1.5, "source": "measured"}}))
     some = Constants.load(tmp_path / "some.json")
-    assert some.compute == 1.5 and some.gpus_per_node == default_constants().gpus_per_node
+    assert some.compute == 1.5 and some.gpus_per_node == Constants.load().gpus_per_node
     for wrong in ({"speed": {"value": 1}}, {"compute": {"value": 0}}, {"compute": {"value": "fast"}}, {"compute": {}}):
         (tmp_path / "wrong.json").write_text(json.dumps(wrong))
         with pytest.raises(ValueError, match=r"wrong\.json"):

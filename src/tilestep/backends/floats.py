@@ -33,11 +33,11 @@ def _refuse(reason: str) -> RuleError:
 
 
 def _binary(operation: str) -> Any:
-    return lambda self, other: self._apply(operation, other)
+    return lambda self, other: self.function(operation, other)
 
 
 def _reflected(operation: str) -> Any:
-    return lambda self, other: self._like(other)._apply(operation, self)
+    return lambda self, other: self._like(other).function(operation, self)
 
 
 class Number(Term):
@@ -51,7 +51,7 @@ class Number(Term):
         is_truth = isinstance(other, (bool, np.bool_))
         return Number(self.build, self.build.constant(bool(other) if is_truth else float(other)))
 
-    def _apply(self, operation: str, *others: Any, dtype: str | None = None) -> Number:
+    def function(self, operation: str, *others: Any, dtype: str | None = None) -> Number:
         args = [self, *map(self._like, others)]
         if operation not in ("and", "or", "not", "where", "number"):
             args = [arg.number() for arg in args]
@@ -59,7 +59,7 @@ class Number(Term):
 
     def number(self) -> Number:
         """A truth value as 1 or 0."""
-        return self._apply("number")
+        return self.function("number")
 
     def __bool__(self) -> bool:
         return _way.get().goes(self)
@@ -77,10 +77,10 @@ class Number(Term):
     __hash__ = object.__hash__
 
     def __neg__(self) -> Number:
-        return self._apply("neg")
+        return self.function("neg")
 
     def __abs__(self) -> Number:
-        return self._apply("abs")
+        return self.function("abs")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,7 +91,7 @@ class Number(Term):
             return abs(first) < math.inf
         if name not in OPERATIONS or OPERATIONS[name].evaluate is None or kwargs:
             raise _refuse(f"{name} does not run in a device's decision")
-        return first._apply(name, *others)
+        return first.function(name, *others)
 
 
 def input_of(build: Builder, place: str, name: str = "") -> Number:
@@ -204,22 +204,18 @@ class TracedWindow:
 
     def std(self) -> Any:
         _, squares, held = self._sums()
-        return _where(held > 1, (squares / (held - 1))._apply("sqrt"), math.nan)
+        return (held > 1).function("where", (squares / (held - 1)).function("sqrt"), math.nan)
 
     def _sums(self) -> tuple[Any, Any, Any]:
         """The mean of its numbers, the sum of squares of what they are away from it, and how many there are."""
         if self.appended is not False:
             raise _refuse("asks a window after its append of this step; ask it before")
-        held = _where(self.before < self.size, self.before, self.size)
+        held = (self.before < self.size).function("where", self.before, self.size)
         inside = self._places < held
-        numbers = _where(inside, self._values, 0.0)
+        numbers = inside.function("where", self._values, 0.0)
         mean = _sum(numbers) / held
-        away = _where(inside, numbers - mean, 0.0)
+        away = inside.function("where", numbers - mean, 0.0)
         return mean, _sum(away * away), held
-
-
-def _where(condition: Any, if_true: Any, if_false: Any) -> Any:
-    return condition._apply("where", if_true, if_false)
 
 
 def _sum(number: Any) -> Number:

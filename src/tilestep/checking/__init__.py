@@ -49,7 +49,7 @@ def check_rule(
     """
     overrides = dict(hyperparameters or {})
     graphs: dict[int, Graph] = {}
-    translation = timed("translation", lambda: _translate(rule, overrides, graphs), rule.where)
+    translation = timed("translation", rule.where, _translate, rule, overrides, graphs)
     yield translation
     if not translation.passed:
         return

@@ -417,14 +417,14 @@ class Verdict:
 def run_item(subject: Subject, name: str, item: Callable[[Subject], str], backend: str = "") -> Verdict:
     """The verdict of one item."""
     label = f"{backend or DEVICE_NAMES.get(subject.device.type, subject.device.type)}, {name}"
-    return timed(label, lambda: item(subject), subject)
+    return timed(label, subject, item, subject)
 
 
-def timed(label: str, check: Callable[[], str], where: Subject | str) -> Verdict:
-    """Run a check: its text, or how it fails and where."""
+def timed(label: str, where: Subject | str, check: Callable[..., str], *args: Any) -> Verdict:
+    """Call a check: its text, or how and where it fails."""
     begin = time.perf_counter()
     try:
-        passed, text = True, check()
+        passed, text = True, check(*args)
     except CheckFailure as failure:
         place = where if isinstance(where, str) else where.line_of(failure.buffer)
         passed, text = False, f"{failure}; see {place}"

@@ -257,7 +257,7 @@ def plan(
 
     from rich.console import Console
 
-    from ..planning import Constants, Job, default_constants, footprint, meshes
+    from ..planning import Constants, Job, footprint, meshes
     from ..planning import plan as planned
 
     loaded = load_rule(rule, "--rule")
@@ -269,7 +269,7 @@ def plan(
         **parse_formats(state_dtype, masters, rounding, master_weights, remainder),
     )
     split, copies = mesh_of(mesh)
-    figures = default_constants() if constants is None else Constants.load(constants)
+    figures = Constants.load() if constants is None else Constants.load(constants)
     contiguous = grad_buffer == "contiguous"
     measured: dict[str, float] = {"network_bandwidth": network * 1e9} if network else {}
     measured |= {"gpus_per_node": gpus_per_node} if gpus_per_node else {}

@@ -218,7 +218,7 @@ def opaque(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]
     return torch.compiler.disable(function) if lazily is None else lazily(function)
 
 
-def let_callers_go() -> None:
+def clear_dynamo_frames() -> None:
     """Once a process, when the first `opaque` function has imported the compiler: free the frames of its callers."""
     # `torch.fx.wrap`, which that import calls, leaves a frame that refers to itself, hence to all callers and their
     # variables: the first optimizer of a process and its model would live until the next garbage collection.
@@ -338,12 +338,12 @@ def is_being_compiled() -> bool:
     return context is not None and context.try_get() is not None
 
 
-def watch_all_parameters(before: Callable[[torch.nn.Module, Any], None]) -> Any:
+def watch_all_parameters(before: Callable[[torch.nn.Module, str, Any], None]) -> Any:
     """Call a function before any module gets a parameter, until its handle is removed; None if torch cannot."""
     from torch.nn.modules import module as modules
 
     register = getattr(modules, "register_module_parameter_registration_hook", None)
-    return None if register is None else register(lambda module, name, param: before(module, param))
+    return None if register is None else register(before)
 
 
 def watch_all_submodules(before: Callable[[torch.nn.Module, Any], None]) -> Any:

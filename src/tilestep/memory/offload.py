@@ -19,7 +19,7 @@ from ..placement.combinations import kind_of, refuse, wrappers_around
 from ..placement.local import local_part
 from .copies import check_device
 from .host import HostState
-from .offloaded import InPlace, OffloadedOptimizer, OffloadedState
+from .offloaded import OffloadedOptimizer, OffloadedState
 from .streaming import StreamedState
 
 _MIB = 1 << 20
@@ -90,7 +90,7 @@ def offload(
     device = _device_of(made)
     place, reason = choose(made, device, where)
     size = int(chunk_mb * _MIB)
-    memory: OffloadedState = InPlace()
+    memory = OffloadedState()
     if place == "gpu":
         memory = StreamedState(device, size, buffers, gradients)
     elif place == "cpu":

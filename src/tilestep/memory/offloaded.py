@@ -394,9 +394,8 @@ def _part(param: Any) -> torch.Tensor | None:
 
 
 class OffloadedState(StateMemory):
-    """The memory of an offloaded optimizer, which gets its public methods."""
+    """The memory of an offloaded optimizer, which gets its public methods; of parameters on the CPU as it is."""
 
-    is_beside = False
     not_copied = "an offloaded optimizer cannot be copied or pickled: save its state_dict()"
     where = ""  # where updates run, for reports
     reason = ""  # why there
@@ -451,19 +450,15 @@ class OffloadedState(StateMemory):
         owner = self._owner()
         assert owner is not None, "an optimizer keeps its memory, and not the other way round"
         plan = plan_for(owner)
-        if self.is_beside:
+        if self.on_device:
             return OffloadReport(self.where, self.reason, plan, host_bytes=plan.state)
         return OffloadReport(self.where, self.reason, plan, self.host_bytes, self.device_bytes)
 
 
-class InPlace(OffloadedState):
-    """State of parameters that are on the CPU already."""
-
-    is_beside = True
-
-
 class StateOnHost(OffloadedState):
     """State in host memory of parameters on another device, with copies of their gradients."""
+
+    on_device = False
 
     def __init__(
         self, device: torch.device, chunk_bytes: int, keeps_gradients: bool, memory: HostMemory, mirrors: Mirrors

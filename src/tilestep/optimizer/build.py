@@ -52,8 +52,8 @@ from .parameters import (
     check_not_shared,
     check_pairs,
     check_parameter,
-    further_rounds,
     iter_params,
+    repeat_updates,
     require_one_group,
     shares_of,
 )
@@ -282,7 +282,7 @@ def check_params(optimizer: Optimizer) -> None:
         label, group, param = share.label, share.group, share.holder
         if not _begins(share, state, all_that_train=True):
             continue
-        if not memory.is_beside:
+        if not memory.on_device:
             memory.check(label, param)
         part = _checked(optimizer, label, param)
         part = as_real(part) if part.is_complex() else part
@@ -379,7 +379,7 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
         places=places,
         controls=controls,
         home=memory,
-        further_rounds=further_rounds(optimizer),
+        repeat_updates=repeat_updates(optimizer),
         ahead=[one.share for one in planned if state[one.share.param].is_ahead],
     )
     if mesh_ranks is not None:
@@ -435,7 +435,7 @@ def _planned(
     is_plain = type(param) in _PLAIN and not param.is_meta and not param.is_complex()
     local = param if is_plain and live is not None else _checked(optimizer, label, param)
     part = local if is_plain else as_real(local)
-    if not memory.is_beside:
+    if not memory.on_device:
         part = memory.part(param, part)
     share.local = part
     if "master_weights" in group:
@@ -578,7 +578,7 @@ def _engines(
         holders = [members[id(entry)].holder for entry in engine.entries]
         # `param.data = ...` leaves views behind.
         states += [holder for holder, entry in zip(holders, engine.entries) if holder.is_complex() or _cut(entry)]
-        finds = not (optimizer.memory.looks_at_gradients or further_rounds(optimizer))
+        finds = not (optimizer.memory.looks_at_gradients or repeat_updates(optimizer))
         engine.describe(holders, states, finds=finds)
     return engines, controls, places, [[members[id(entry)] for entry in engine.entries] for engine in engines]
 
@@ -628,7 +628,7 @@ def begins_together(optimizer: Optimizer) -> bool:
     """Whether all state begins at the first step, and not at each parameter's first gradient."""
     # Offloaded state has room for all parameters; of optimizers that share a norm each needs all gradients.
     execution, control = optimizer.execution, optimizer.control
-    return execution.begins_together or not optimizer.memory.is_beside or control.joint is not None
+    return execution.begins_together or not optimizer.memory.on_device or control.joint is not None
 
 
 def _begins(share: Share, state: Mapping[Any, Any], *, all_that_train: bool) -> bool:

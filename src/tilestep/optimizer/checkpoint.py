@@ -244,7 +244,7 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> set[torch.Tenso
             params = [param for group in optimizer.param_groups for param in group["params"]]
             return {param for key, param in zip(keys, params) if state_dict["state"].get(key)}
     except BaseException:
-        if not optimizer.memory.is_beside:
+        if not optimizer.memory.on_device:
             # The memory has freed buffers of the plan.
             optimizer.drop_plan()
         raise

@@ -105,7 +105,7 @@ def _require_capturable(plan: StepPlan) -> None:
     """Raise for parameters whose updates a graph cannot hold."""
     by_ranks = "several ranks decide its steps together; for DTensors run the steps outside graphs"
     require(plan.mesh_ranks is None, by_ranks)
-    require(not plan.further_rounds, f"{LISTED_TWICE}, and a graph holds one update of it")
+    require(not plan.repeat_updates, f"{LISTED_TWICE}, and a graph holds one update of it")
     of_views = "it has complex parameters, or splits of several sizes, whose views a graph does not follow"
     require(not any(source.views for source in plan.sources), of_views)
 

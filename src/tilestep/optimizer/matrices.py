@@ -189,7 +189,7 @@ def check_cut(
     """Raise for splits of several sizes, which have an entry each, where a parameter must have one."""
     reasons = {
         "stats and track_changes are of whole parameters": optimizer.reports is not None,
-        "offload has room for whole parameters": not optimizer.memory.is_beside,
+        "offload has room for whole parameters": not optimizer.memory.on_device,
         "its states in blocks are those of whole parameters": any(codec_of(one).has_blocks for one in formats.values()),
         f"{rule.name} keeps other states for some of them": any(
             one.graph.states != seen[0].graph.states for one in seen

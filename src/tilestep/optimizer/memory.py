@@ -20,7 +20,7 @@ class StateMemory:
     # Step counts, other numbers, rows, columns and matrices are always on the parameters' devices. `offload` gives an
     # optimizer another memory; a new kind of memory is a class derived from this one.
 
-    is_beside = True  # whether state is on the device of its parameters, and allocated and freed with them
+    on_device = True  # whether state is on the device of its parameters, and allocated and freed with them
     not_copied = ""  # why an optimizer with this memory cannot be copied or pickled; empty if it can
 
     def part(self, param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

@@ -14,9 +14,9 @@ import torch
 
 from ..backends.spec import NORM, SKIPPED
 from ..compat import (
+    clear_dynamo_frames,
     fake_mode_is_active,
     is_capturing,
-    let_callers_go,
     opaque,
     step_is_ordinary,
     step_is_watched,
@@ -201,7 +201,7 @@ class Optimizer(torch.optim.Optimizer):
         self.workspace_limit = operations.limit
         super().__init__(params, defaults)
         self._ready = True
-        let_callers_go()
+        clear_dynamo_frames()
         check_params(self)
         self.control.take_number(self.param_groups)
 
@@ -300,7 +300,7 @@ class Optimizer(torch.optim.Optimizer):
         with unchanged_on_error(self):
             self.execution.add_param_group(param_group, self._add_param_group)
             # Offloaded state is allocated at once: gradients may be moved to it before any step.
-            if self._ready and (self.execution.begins_together or not self.memory.is_beside):
+            if self._ready and (self.execution.begins_together or not self.memory.on_device):
                 self.rebuild(ahead=True)
 
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -625,7 +625,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         if self.reports is None or self.reports.changes is None:
             raise RuntimeError("changes: make the optimizer with track_changes=True")
-        if not self.memory.is_beside:
+        if not self.memory.on_device:
             self._current_plan()  # what follows writes to parameters of which there are copies; loading has dropped it
         self.execution.sync_masters(self)
         return self.reports.changes.read(clear=clear, gather=gather)
@@ -712,9 +712,9 @@ class Optimizer(torch.optim.Optimizer):
             unmoved = plan.refresh(optimizer=self, inputs=inputs, unmoved=unmoved and self.reports is None)
         except Stale:
             plan, unmoved = self._rebuild_prepared(), False
-        if plan.are_others or not plan.engines:
+        if plan.active_set_changed or not plan.engines:
             refuse_taken_by_another(plan.without_gradients(), self.memory.timeline)
-            plan.are_others = False
+            plan.active_set_changed = False
         if plan.ahead:
             plan.begin_states(self, all_of_them=begins_together(self))
         plan.run(self, inputs, marked=not ordinary, counts_versions=not unmoved, reports=self.reports)

@@ -140,7 +140,7 @@ def require_one_group(optimizer: Optimizer) -> None:
             raise GradientError(f"{label} is {first[0]} too: a parameter belongs to one param group")
 
 
-def further_rounds(optimizer: Optimizer | torch.optim.Optimizer) -> tuple[frozenset[int], ...]:
+def repeat_updates(optimizer: Optimizer | torch.optim.Optimizer) -> tuple[frozenset[int], ...]:
     """The ids of parameters listed at least twice, at least three times, and so on: torch updates them as often."""
     ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
     if len(set(ids)) == len(ids):
@@ -164,7 +164,7 @@ def require_shapes(caller: str, params: Iterable[tuple[str, torch.Tensor]]) -> N
 
 def require_listed_once(caller: str, optimizer: torch.optim.Optimizer) -> None:
     """Raise for a parameter that a group lists several times."""
-    if further_rounds(optimizer):
+    if repeat_updates(optimizer):
         raise GradientError(f"{LISTED_TWICE}, which torch updates twice, and {caller} once: list it once")
 
 

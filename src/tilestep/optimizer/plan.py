@@ -51,10 +51,10 @@ class StepPlan:
     shared_sums: Sequence[SharedSums] = ()  # for each engine its reductions over tensors on several ranks
     places: Mapping[Any, tuple[int, ...]] = field(default_factory=dict)  # by part the places of its engines
     home: StateMemory = field(default_factory=StateMemory)  # where the state is
-    further_rounds: tuple[frozenset[int], ...] = ()  # see `parameters.further_rounds`
+    repeat_updates: tuple[frozenset[int], ...] = ()  # see `parameters.repeat_updates`
     controls: Sequence[Any] = ()  # for each device its `control.DeviceControl`
     ahead: list[Share] = field(default_factory=list)  # those whose state was made before their first step
-    are_others: bool = True  # whether other parameters have gradients than when it was asked who has taken the rest
+    active_set_changed: bool = True  # since the last ownership check
 
     def begin_states(self, optimizer: Optimizer, *, all_of_them: bool = False) -> None:
         """Let states that were made ahead begin again, with the values of parameters and groups at their first step."""
@@ -160,7 +160,7 @@ class StepPlan:
         if optimizer is not None and not self.fit(optimizer):
             raise Stale
         norm = inputs is not None and inputs.needs_norm and self.sums_in_tiles and self.ranks is None
-        unmoved = unmoved and self.home.is_beside
+        unmoved = unmoved and self.home.on_device
         if self.home.looks_at_gradients and not gradients:
             # All of them are copied to the host together.
             gradients = self.gradients()
@@ -176,7 +176,7 @@ class StepPlan:
             engine.gradients = given or ()
             if table.refresh(given, threads) == CHANGED:
                 engine.inspect(self.gradients_at(place, find) if given is None else given)
-                self.are_others = True
+                self.active_set_changed = True
             elif norm and len(self.engines) == 1:
                 engine.start_norm()
         for place in self._every if places is None else places:
@@ -199,7 +199,7 @@ class StepPlan:
         reports: Reports | None = None,
     ) -> None:
         """Take a step of all engines: decide it, then run its passes."""
-        if self.further_rounds and inputs is not None and inputs.grad_scale is not None:
+        if self.repeat_updates and inputs is not None and inputs.grad_scale is not None:
             raise GradientError(f"{LISTED_TWICE}, and a step unscales a gradient once: list it once")
         self.progress.clear()
         try:
@@ -208,10 +208,10 @@ class StepPlan:
             if inputs is not None or not self.decided_plainly:
                 optimizer.control.update_control(optimizer, self, inputs)
             measures = reports is not None and reports.begin(self.engines)
-            gradients = [engine.gradients for engine in self.engines] if self.further_rounds else ()
+            gradients = [engine.gradients for engine in self.engines] if self.repeat_updates else ()
             self.update(self._every, marked=marked, counts_versions=counts_versions, measures=measures)
             # Parameters that a group lists several times are updated as often, as by torch.
-            for again in self.further_rounds:
+            for again in self.repeat_updates:
                 own = [
                     [gradient if id(param) in again else None for param, gradient in zip(params, of_engine)]
                     for params, of_engine in zip(self.members, gradients)

@@ -695,13 +695,13 @@ def _lies_well(
 ) -> bool:
     """Whether kernels can use a buffer: its device, its layout, and that its values are in memory."""
     if is_like_param and array.elements == 1:
-        lies_well = buffer.stride() == param.stride() or not is_dense(param)
+        layout_ok = buffer.stride() == param.stride() or not is_dense(param)
     else:
-        lies_well = buffer.is_contiguous()
-    is_at_home = is_like_param and array.elements < BLOCK and not home.is_beside
+        layout_ok = buffer.is_contiguous()
+    is_at_home = is_like_param and array.elements < BLOCK and not home.on_device
     lives_well = home.keeps(buffer, param) if is_at_home else buffer.device == param.device
     is_lazy = buffer.is_neg() or buffer.is_conj() or is_zero_tensor(buffer)
-    return lives_well and lies_well and not is_lazy
+    return lives_well and layout_ok and not is_lazy
 
 
 def _empty(one: BufferRequest) -> torch.Tensor:

@@ -57,8 +57,11 @@ class Constants:
     sources: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, path: Path) -> Constants:
-        """Read what `save` wrote, or a part of it: what is missing is taken from the defaults."""
+    def load(cls, path: Path = _DEFAULTS) -> Constants:
+        """Read constants that `save` wrote, all or some of them; the rest, and all without a path, are the defaults.
+
+        The defaults were measured on H200 GPUs, eight to a node.
+        """
         try:
             stored: dict[str, dict[str, Any]] = json.loads(path.read_text())
         except ValueError as error:
@@ -88,11 +91,6 @@ class Constants:
     def assumed(self) -> list[str]:
         """Names of those that are not measured."""
         return [name for name, source in self.sources.items() if source.startswith(ASSUMED)]
-
-
-def default_constants() -> Constants:
-    """Those of an H200 with eight to a node, that come with tilestep."""
-    return Constants.load(_DEFAULTS)
 
 
 @dataclass(frozen=True)

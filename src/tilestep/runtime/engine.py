@@ -226,10 +226,10 @@ class DeviceEngine:
             self.table.remember(seen.gradients, self.written, finds=finds, again=not seen.copies)
             self.inspected, self.gradients = seen, seen.gradients
         except BaseException:
-            self.have_none()
+            self.clear()
             raise
 
-    def have_none(self) -> None:
+    def clear(self) -> None:
         """Compare the next step's gradients with none."""
         self.table.invalidate()
         self.table.places, self.inspected = [], None

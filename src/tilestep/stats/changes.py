@@ -49,26 +49,19 @@ class _Tracked:
     bits: torch.Tensor  # int32[words] along its memory
     watched: list[torch.Tensor]  # the tensors whose versions tell of writes
     leads: bool  # whether this rank is the first of those that hold the same part
-    logical: Callable[[torch.Tensor], torch.Tensor]  # from flat indices into the part to those into the parameter
+    logical: Callable[[torch.Tensor], torch.Tensor] | None  # flat indices into the part to indices into the parameter
     wholly: bool = False  # whether other code has written to it since the list was last made
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return index_dtype(self.handle)
 
     def change(self, index: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Flat indices into the parameter, of flat indices into the part, with values."""
-        return self.logical(index).to(self.dtype), values
+        whole = index if self.logical is None else self.logical(index)
+        return whole.to(index_dtype(self.handle)), values
 
 
 def _state_of(handle: torch.Tensor) -> tuple[int, int]:
     """Where a parameter is, and how often it was written to."""
     versions = sum_of_versions([handle, local_part(handle)] if is_distributed(handle) else [handle])
     return (-1 if handle.is_meta else address_of(local_part(handle))), versions
-
-
-def _as_it_is(index: torch.Tensor) -> torch.Tensor:
-    return index
 
 
 def index_dtype(param: torch.Tensor) -> torch.dtype:
@@ -173,7 +166,7 @@ class Changes:
         is_part = is_distributed(holder)
         watched = [local_part(holder), holder] if is_part else [holder]
         leads = self._sharers is None or self._sharers.leads(holder)
-        logical = _into_whole(holder, part.shape) if is_part else _as_it_is
+        logical = _into_whole(holder, part.shape) if is_part else None
         return _Tracked(names.places[id(handle)], handle, part, bits, watched, leads, logical)
 
     def _note(self, written: list[torch.Tensor]) -> None:
@@ -445,7 +438,7 @@ class _Run:
     def listed(self, counts: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Indices and values of each parameter, views of one array."""
         total = sum(counts)
-        indices = torch.empty(total, dtype=self.members[0].dtype, device=self._device)
+        indices = torch.empty(total, dtype=index_dtype(self.members[0].handle), device=self._device)
         values = torch.empty(total, dtype=self._dtype, device=self._device)
         if total:
             bits = values.view(_INTEGERS[self._dtype.itemsize])
@@ -459,7 +452,7 @@ class _Blocks:
     def __init__(self, tracked: Sequence[_Tracked], device: torch.device) -> None:
         kinds: dict[tuple[Any, ...], list[_Tracked]] = {}
         for one in tracked:
-            key = (address_of(one.bits.untyped_storage()), one.param.dtype, one.dtype)
+            key = (address_of(one.bits.untyped_storage()), one.param.dtype, index_dtype(one.handle))
             kinds.setdefault(key, []).append(one)
         self._order, self._addresses = list(tracked), addresses_of([one.param for one in tracked])
         self._runs = [_Run(members, device) for members in kinds.values()]

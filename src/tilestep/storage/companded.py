@@ -13,8 +13,6 @@ from .format import (
     maximum,
     minimum,
     quotient,
-    rough_ceiling,
-    rough_root,
     where,
     with_sign_of,
 )
@@ -31,7 +29,7 @@ def scale_of(number: Term, rounds_up: bool = False, keeps_infinity: bool = True)
     for some units of float32's last place, which a number that comes out of blocks may be off. Denormals, of which a
     bfloat16 may be a half off, are always rounded up.
     """
-    bits = magnitude(number).block_max()
+    bits = magnitude(number).function("block_max")
     bits = _raised(bits) if rounds_up else where(bits < 0x00800000, (bits + 0xFFFF) & -0x10000, bits)
     most = bits.of_bits().named("most")
     infinite = most * 32.0 if keeps_infinity else math.nan
@@ -72,11 +70,11 @@ def compressed(number: Term, scale: Term, levels: int, random: Term | None = Non
     scaled, one = (number * unit).named("scaled"), (divisor(scale) * unit).named("one")
     if random is None:
         share = quotient(scaled, one + scaled.function("abs"))
-        return nearest_integer((share * (2.0 * levels)).within(levels), plus).named("code")
+        return nearest_integer((share * (2.0 * levels)).function("within", levels), plus).named("code")
     # Code k is of k / (2 levels - k). With what is behind k, and the next code's, this is linear between the two.
     whole = (one + scaled.function("abs")).named("whole")
     ones = (one * (2.0 * levels)).named("ones")
-    behind = rough_ceiling(ones, whole).named("behind")
+    behind = ones.function("rough_ceiling", whole).named("behind")
     above = fused(whole, behind, -ones)
     share = quotient(1.0, ones).named("share")
     size = minimum(fused(above, fused(behind, share, -share), 2.0 * levels - behind), float(levels))
@@ -119,7 +117,7 @@ def _between_squares(number: Term, scale: Term, unit: Term, levels: int) -> Term
     half = 7 if levels > 15 else 3
     inverse = quotient(2.0 ** (-2 * half), divisor(_unit(scale, levels) * unit)).named("inverse")
     square = (number * ((unit * unit) * (inverse * inverse)).named("squares")).named("square")
-    root = rough_root(rough_root(square) + levels * levels / 4 * 4.0**-half)
+    root = (square.function("rough_root") + levels * levels / 4 * 4.0**-half).function("rough_root")
     middle = ((root + _ROUND * 2.0**-half) - _ROUND * 2.0**-half).named("middle")
     centre = fused(middle, middle, (1 - levels * levels) / 4 * 4.0**-half).named("centre")
     below = fused(middle, -(2.0**-half), centre).named("below")
@@ -142,6 +140,6 @@ def _unit(scale: Term, levels: int) -> Term:
 
 def root_scale(number: Term, rounds_up: bool = False) -> Term:
     """`scale_of` a number's root, without the roots of all numbers; NaN where one of them is negative."""
-    most = (number + 0.0).bits().block_max().of_bits().named("most").function("sqrt")
+    most = (number + 0.0).bits().function("block_max").of_bits().named("most").function("sqrt")
     most = _raised(most.bits() & 0x7FFFFFFF).of_bits() if rounds_up else most
     return most.element(torch.bfloat16).named("scale")

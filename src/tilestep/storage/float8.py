@@ -23,7 +23,7 @@ def _number_of(element: Term, signed: bool) -> Term:
     size = bits & 0x7F if signed else bits
     # The exponent counts from -7, that of a float32 from -127: a product with 2^120, which is right for denormals.
     shifted = ((bits & 0x80) << 24) | (size << 20) if signed else size << 20
-    return where(size.same(_NAN), math.nan, shifted.of_bits() * 2.0**120).by_hardware("float8_number", element)
+    return where(size.same(_NAN), math.nan, shifted.of_bits() * 2.0**120).function("float8_number", element)
 
 
 def _element_of(number: Term, signed: bool, random: Term | None) -> Term:
@@ -38,7 +38,7 @@ def _element_of(number: Term, signed: bool, random: Term | None) -> Term:
     half = 0x7FFFF + ((size >> 20) & 1) if random is None else ((random << 4) & 0xFFF80) | 0x40
     code = (size + half) >> 20
     element = (((bits >> 24) & 0x80) | code if signed else code).of_bits(torch.float8_e4m3fn)
-    return element.by_hardware("float8_element", number) if random is None else element
+    return element.function("float8_element", number) if random is None else element
 
 
 @blocks_format("float8_e4m3")

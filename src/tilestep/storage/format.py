@@ -21,6 +21,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
+_RESULTS = dict.fromkeys(("bits", "whole", "block_max", "nibble"), "int32") | dict.fromkeys(
+    ("real", "widen", "eq", "lt", "gt"), ""
+)
+"""The dtypes of results that are not of the first operand's; empty for the type that a kernel computes in."""
+
+
 class Term:
     """A value of a format's graph, with the operators that formats are written with.
 
@@ -31,9 +37,25 @@ class Term:
     def __init__(self, build: Builder, value: Value) -> None:
         self.build, self.value = build, value
 
-    def _apply(self, operation: str, *others: Term | float, dtype: str | None = None) -> Term:
+    def function(self, operation: str, *others: Term | float, dtype: str | None = None) -> Term:
+        """An operation of the graph on this term and others, such as `sqrt`.
+
+        Formats have operations of their own: `whole`, a number as an integer, rounded towards zero; `block_max`, the
+        largest of an integer's values in its block, without a sign (negative values are above all others); `nibble`,
+        the four bits of an element that shares its byte with a neighbour, 0 to 15; `within`, a number cut off at a
+        bound that it exceeds by rounding errors alone (fast code may omit the cut); `rough_root`, a square root whose
+        last bits change no stored element; `rough_ceiling`, the integer at or above the quotient of two positive
+        numbers, or the next one where rounding decides; `float8_number` and `float8_element`, this term, which a
+        backend may compute from the operand by an instruction that gives the same bits.
+
+        Args:
+            operation: its name in the graph.
+            others: further operands.
+            dtype: of the result; by default that of the operation, or else of this term.
+        """
         args = [self.value, *(self._like(other).value for other in others)]
-        return Term(self.build, self.build.apply(operation, *args, dtype=self.value.dtype if dtype is None else dtype))
+        kind = _RESULTS.get(operation, self.value.dtype) if dtype is None else dtype
+        return Term(self.build, self.build.apply(operation, *args, dtype=kind))
 
     def _like(self, other: Term | float) -> Term:
         if isinstance(other, Term):
@@ -49,50 +71,30 @@ class Term:
     def number(self) -> Term:
         """An element's number; an integer as a number."""
         if self.value.dtype == "int32":
-            return self._apply("real", dtype="")
-        return self._apply("widen", dtype="") if self.value.dtype else self
+            return self.function("real")
+        return self.function("widen") if self.value.dtype else self
 
     def element(self, dtype: torch.dtype) -> Term:
         """A number rounded to the nearest of a floating dtype."""
-        return Term(self.build, self.build.apply("narrow", self.value, dtype=dtype_name(dtype)))
+        return self.function("narrow", dtype=dtype_name(dtype))
 
     def bits(self) -> Term:
         """A number's or element's bits as an integer; narrow ones have their sign extended."""
-        return self._apply("bits", dtype="int32")
+        return self.function("bits")
 
     def of_bits(self, dtype: torch.dtype | None = None) -> Term:
         """An integer's (lowest) bits as an element of a dtype, or as a float32 number."""
-        return self._apply("of_bits", dtype="" if dtype is None else dtype_name(dtype))
-
-    def whole(self) -> Term:
-        """A number as an integer, without what is behind the point."""
-        return self._apply("whole", dtype="int32")
-
-    def block_max(self) -> Term:
-        """The largest of an integer's values in a block of neighbours, without a sign: negative ones are above all."""
-        return self._apply("block_max", dtype="int32")
-
-    def within(self, bound: float) -> Term:
-        """A number cut off at a bound that it exceeds by roundings alone; quick code may leave the cut out."""
-        return self._apply("within", bound)
-
-    def nibble(self) -> Term:
-        """Of an element that holds two numbers of four bits this one, 0 to 15."""
-        return self._apply("nibble", dtype="int32")
-
-    def by_hardware(self, operation: str, operand: Term) -> Term:
-        """This term, which a backend may make of an operand by an operation of its own that gives the same bits."""
-        return self._apply(operation, operand)
+        return self.function("of_bits", dtype="" if dtype is None else dtype_name(dtype))
 
     def packed(self, dtype: torch.dtype) -> Term:
         """An integer of four bits with its neighbour's in one element of eight."""
-        return self._apply("pack", dtype=dtype_name(dtype))
+        return self.function("pack", dtype=dtype_name(dtype))
 
     def __add__(self, other: Term | float) -> Term:
-        return self._apply("add", other)
+        return self.function("add", other)
 
     def __sub__(self, other: Term | float) -> Term:
-        return self._apply("sub", other)
+        return self.function("sub", other)
 
     def __neg__(self) -> Term:
         return 0 - self
@@ -101,44 +103,40 @@ class Term:
         return self._like(other) - self
 
     def __mul__(self, other: Term | float) -> Term:
-        return self._apply("mul", other)
+        return self.function("mul", other)
 
     __radd__, __rmul__ = __add__, __mul__
 
     def __truediv__(self, other: Term | float) -> Term:
-        return self._apply("div", other)
+        return self.function("div", other)
 
     def __rtruediv__(self, other: Term | float) -> Term:
         return self._like(other) / self
 
     def __lshift__(self, places: int) -> Term:
-        return self._apply("shift_left", places)
+        return self.function("shift_left", places)
 
     def __rshift__(self, places: int) -> Term:
-        return self._apply("shift_right", places)
+        return self.function("shift_right", places)
 
     def __and__(self, other: Term | int) -> Term:
-        return self._apply("and" if self.value.is_bool else "bit_and", other)
+        return self.function("and" if self.value.is_bool else "bit_and", other)
 
     def __or__(self, other: Term | int) -> Term:
-        return self._apply("or" if self.value.is_bool else "bit_or", other)
+        return self.function("or" if self.value.is_bool else "bit_or", other)
 
     def __xor__(self, other: Term | int) -> Term:
-        return self._apply("bit_xor", other)
+        return self.function("bit_xor", other)
 
     def __lt__(self, other: Term | float) -> Term:
-        return self._apply("lt", other, dtype="")
+        return self.function("lt", other)
 
     def __gt__(self, other: Term | float) -> Term:
-        return self._apply("gt", other, dtype="")
+        return self.function("gt", other)
 
     def same(self, other: Term | float) -> Term:
         """Whether both are equal."""
-        return self._apply("eq", other, dtype="")
-
-    def function(self, operation: str) -> Term:
-        """An operation of the graph on one number, such as `sqrt`."""
-        return self._apply(operation)
+        return self.function("eq", other)
 
 
 def where(condition: Term, if_true: Term | float, if_false: Term | float) -> Term:
@@ -150,22 +148,12 @@ def where(condition: Term, if_true: Term | float, if_false: Term | float) -> Ter
 
 def quotient(left: Term | float, right: Term) -> Term:
     """A number over one from 2^-90 to 2^90: also such a number, or so small that the quotient counts as nothing."""
-    return right._like(left)._apply("quotient", right)
-
-
-def rough_ceiling(left: Term, right: Term) -> Term:
-    """The whole number at or above a quotient of numbers above zero; either of two that roundings decide between."""
-    return left._apply("rough_ceiling", right)
+    return right._like(left).function("quotient", right)
 
 
 def fused(left: Term, right: Term | float, plus: Term | float) -> Term:
     """A product plus a number, rounded once."""
-    return left._apply("fused", right, plus)
-
-
-def rough_root(number: Term) -> Term:
-    """The square root, where units in the last place change nothing that is kept."""
-    return number._apply("rough_root")
+    return left.function("fused", right, plus)
 
 
 def _pairwise(comparison: Callable[[Term, Term | float], Term]) -> Callable[[Term, Term | float], Term]:
@@ -189,7 +177,7 @@ def near_bits(high: Term, distance: Term) -> Term:
     number = (high.number().bits() + distance).of_bits().named("number")
     # A distance that leads across zero or beyond infinity belongs to a bfloat16 that other code has overwritten.
     # Of 16 bits at most, a distance leads across zero only from zero itself, and then to NaN.
-    return where(isnan(number), high.number(), number).named("followed")
+    return where(number.function("isnan"), high.number(), number).named("followed")
 
 
 def magnitude(term: Term) -> Term:
@@ -202,11 +190,6 @@ def magnitude(term: Term) -> Term:
 def with_sign_of(size: Term, number: Term) -> Term:
     """A number that is not negative, with another's sign."""
     return (size.bits() | (number.bits() & -0x80000000)).of_bits()
-
-
-def isnan(number: Term) -> Term:
-    """Whether a number is NaN."""
-    return number._apply("isnan")
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class Int4Blocks(Blocks):
 
     def load(self, elements: Sequence[Term]) -> Term:
         pair, scale = elements
-        code = pair.nibble()
+        code = pair.function("nibble")
         return expanded(code.number() - 8.0, scale, 7) if self.signed else squared(code.number(), scale, 15)
 
     def store(self, value: Term, random: Term | None = None) -> tuple[Term, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .format import Array, Term, isnan, minimum, near_bits, where
+from .format import Array, Term, minimum, near_bits, where
 from .masters import Widened, master_format
 
 
@@ -38,4 +38,4 @@ class Remainder(Widened):
     def store(self, value: Term) -> tuple[Term, ...]:
         high = value.element(torch.bfloat16).named("high")
         rest = (value.bits() - (high.bits() << 16)).named("rest")
-        return high, where(isnan(value), 0, minimum(rest, 32767)).of_bits(torch.int16).named("low")
+        return high, where(value.function("isnan"), 0, minimum(rest, 32767)).of_bits(torch.int16).named("low")

@@ -76,7 +76,7 @@ def element_at_random(number: Term, dtype: torch.dtype, random: Term) -> Term:
         raised = (number.bits() + random) >> 16
         return where(size < _LARGEST_BFLOAT16, raised, nearest.bits()).of_bits(dtype)
     raised = (number.bits() + (random >> 3)) & -0x2000
-    steps = ((size * 2.0**40).whole() + random) >> 16
+    steps = ((size * 2.0**40).function("whole") + random) >> 16
     small = (steps.number() * 2.0**-24).bits() | (number.bits() & -0x80000000)
     finite = where(size < 2.0**-14, small, raised).of_bits().element(dtype)
     return where(size < _LARGEST_FLOAT16, finite.bits(), nearest.bits()).of_bits(dtype)

@@ -197,7 +197,7 @@ def guard_sharers(publication: Publication) -> None:
         _watching.append(watch_all_parameters(_look_at))
 
 
-def _look_at(module: nn.Module, param: Any) -> None:
+def _look_at(module: nn.Module, name: str, param: Any) -> None:
     for publication in list(_sharers):
         _guard_sharer(publication, module, param)
 

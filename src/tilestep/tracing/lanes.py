@@ -276,15 +276,15 @@ class _Contexts:
 
     @staticmethod
     def of(calls: list[Call]) -> _Contexts:
-        def spans(kinds: Any) -> Intervals:
-            return union((call.start, call.stop) for call in calls if kinds(call))
+        def named(names: Any, is_range: bool) -> Intervals:
+            return union((call.start, call.stop) for call in calls if call.is_named(names, is_range=is_range))
 
-        backward = spans(lambda call: call.runs_backward)
-        communication = spans(lambda call: call.is_named(_COMMUNICATION_OPERATORS, is_range=False))
+        backward = union((call.start, call.stop) for call in calls if call.runs_backward)
+        communication = named(_COMMUNICATION_OPERATORS, is_range=False)
         # Gradients are packed for other ranks by the operators that optimizers use.
-        operators = spans(lambda call: call.is_named(_UPDATE_OPERATORS, is_range=False))
+        operators = named(_UPDATE_OPERATORS, is_range=False)
         operators = minus(operators, union(backward, communication))
-        ranges = spans(lambda call: call.is_named(_UPDATE_RANGES, is_range=True))
+        ranges = named(_UPDATE_RANGES, is_range=True)
         return _Contexts(union(ranges, operators), backward, communication)
 
 

@@ -168,7 +168,7 @@ class OverlapExecution(Execution):
             self._warn_of_ranks()
         optimizer = self._optimizer()
         is_run_by_scaler = hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf")
-        if self.updates.meets_a_scaler and is_run_by_scaler:
+        if self.updates.found_scaler and is_run_by_scaler:
             raise GradientError(UNTOLD_SCALE)
         if self.during == "forward":
             self._step_later()
@@ -199,11 +199,11 @@ class OverlapExecution(Execution):
         optimizer = self._optimizer()
         with self.lane.after():
             plan = optimizer.prepared()
-            if plan.are_others or not plan.engines:
+            if plan.active_set_changed or not plan.engines:
                 if missing := [param for param in plan.params if param.grad is None]:
                     refuse_taken_by_another(missing, self.updates.timeline)
                     self.updates.refuse_replaced()
-                plan.are_others = False
+                plan.active_set_changed = False
             plan.begin_states(optimizer, all_of_them=True)
             plan.sync_masters()
             optimizer.control.update_control(optimizer, plan)
@@ -312,7 +312,7 @@ class OverlapExecution(Execution):
 
     def unscale(self, optimizer: Any, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Unscale gradients that no update has used."""
-        if self.updates.meets_a_scaler:
+        if self.updates.found_scaler:
             raise GradientError(UNTOLD_SCALE)
         return super().unscale(optimizer, unscale, *args, **kwargs)
 

@@ -54,7 +54,7 @@ class GroupUpdates(Row):
         self._model, self._grouping, self._scaler, self.publication = model, grouping, scaler, publication
         self.takes = self.updates = updates
         self.applied: list[Group] = []  # the groups that backward has updated since the last step
-        self.meets_a_scaler = False  # whether updates have waited only because of a scaler that nothing has told of
+        self.found_scaler = False  # whether updates have waited only because of a scaler that nothing has told of
         self._count_of_sharded = count_sharded(model)
         self._missing: list[int] = []  # the parameters without gradient in the last step, by `id`
         self._held = Held(publication.lane)  # gradients that are used up
@@ -112,7 +112,7 @@ class GroupUpdates(Row):
         if scaled or control.needs_norm(optimizer.param_groups):
             return moved
         if count_scaled_losses() != self._scaled_losses:
-            self.meets_a_scaler = True
+            self.found_scaler = True
             return moved
         timeline.when = "ready"
         if plan.ahead:
@@ -250,7 +250,7 @@ class GroupUpdates(Row):
                 self._update(group)
             elif group in left:
                 for place in plan.places.get(group.index, ()):
-                    plan.engines[place].have_none()
+                    plan.engines[place].clear()
         if optimizer.reports is not None:
             with self.publication.lane.after():
                 optimizer.reports.finish()
@@ -272,7 +272,7 @@ class GroupUpdates(Row):
         if self.updates:
             self.publication.tickets.clear()
         self._scaled_losses = count_scaled_losses()
-        self.meets_a_scaler, self.applied = False, []
+        self.found_scaler, self.applied = False, []
         self.reduced.of.clear()
         self.reduced.awaited.clear()
         self.timeline.forget()
