@@ -1,4 +1,4 @@
-"""From a rule to a small typed graph: `trace` is the door."""
+"""From a rule to a small typed graph; `trace` is the entry."""
 
 from __future__ import annotations
 

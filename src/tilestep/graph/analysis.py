@@ -1,4 +1,4 @@
-"""What a graph tells of its values: whether a state can become negative, how far the parameter moves."""
+"""Static analysis of graphs: which states are never negative, and by how much the parameter moves."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from .ir import Builder, Graph, Level, Value, ancestors
 from .lowering import LOWERINGS
 
-Bounds = tuple[float, float]  # the least and the largest that a number can be
+Bounds = tuple[float, float]  # lower and upper bound of a number
 
 _ANY: Bounds = (-math.inf, math.inf)
 _POSITIVE: Bounds = (0.0, math.inf)
 
 
 def never_negative(graph: Graph, state: str, hypers: Mapping[str, Bounds] | None = None) -> bool:
-    """Whether a state that begins without negative elements never gets one: sums, products and maxima of squares."""
+    """Whether a state stays non-negative once it is: it is built of sums, products and maxima of squares."""
     output = graph.outputs.get(state)
     if output is None:
         return False
@@ -71,7 +71,7 @@ def _sum(left: float, right: float) -> float:
 
 
 def _product(value: Value, args: list[Bounds], bounds: Mapping[int, Bounds]) -> Bounds:
-    """A product: not negative if all factors but pairs of the same one are not."""
+    """A product: non-negative if every factor is, apart from factors that occur in pairs."""
     single: dict[int, Value] = {}
     for factor in _factors(value):
         if single.pop(id(factor), None) is None:
@@ -93,7 +93,7 @@ def _factors(value: Value) -> list[Value]:
 
 
 def _mixed(value: Value, bounds: Mapping[int, Bounds]) -> Bounds | None:
-    """What lies between two numbers: a + weight * (b - a), the weight from 0 to 1."""
+    """Bounds of a linear interpolation: a + weight * (b - a) with a weight from 0 to 1."""
     for begin, moved in (value.args, value.args[::-1]):
         if moved.operation != "mul":
             continue
@@ -106,13 +106,13 @@ def _mixed(value: Value, bounds: Mapping[int, Bounds]) -> Bounds | None:
 
 
 def difference(build: Builder, new: Value, old: Value) -> Value:
-    """The value of `new - old`, simplified where `new` is `old`, scaled and added to."""
+    """The value `new - old`, simplified where `new` is `old` scaled or with a term added."""
     moved = _moved(build, new, old)
     return build.apply("sub", new, old) if moved is None else moved
 
 
 def _moved(build: Builder, value: Value, old: Value) -> Value | None:
-    """`value - old`, or None where `value` is not `old` with something done to it."""
+    """`value - old`, or None where `value` is not derived from `old`."""
     if value is old:
         return build.constant(0.0)
     if value.operation == "add":
@@ -145,7 +145,7 @@ def _scaled_moved(build: Builder, value: Value, old: Value) -> Value | None:
             less_one = build.apply("neg", factor.args[1])
         elif factor.operation == "add" and any(_is_number(arg, 1.0) for arg in factor.args):
             less_one = factor.args[_is_number(factor.args[0], 1.0)]
-        # A factor of 1 moves nothing, also not an infinite number, whose product with 0 is NaN.
+        # A factor of 1 moves nothing, even an infinite number, whose product with 0 would be NaN.
         zero = build.constant(0.0)
         kept = build.apply("where", build.apply("eq", less_one, zero), zero, old)
         pulled = build.apply("mul", kept, less_one)

@@ -1,4 +1,4 @@
-"""The small typed graph a rule becomes: operations, values with their levels, a builder that folds as it builds."""
+"""The typed graph of a rule: operations, values with their levels, and a builder that folds constants."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation: how to compute it on numbers (None for reductions) and whether it yields a truth value."""
+    """An operation: its evaluation on Python numbers (None for reductions), and whether the result is a truth value."""
 
     evaluate: Callable[..., Any] | None
     is_bool: bool = False
@@ -62,7 +62,7 @@ def _to_whole(function: Callable[[float], float]) -> Callable[[float], float]:
 
 
 def _total(function: Callable[[float], float], pole: float = math.nan) -> Callable[[float], float]:
-    """The function with IEEE results where Python raises: infinity on overflow and at the pole, NaN off its domain."""
+    """Return IEEE results where Python raises: infinity on overflow and at a pole, NaN outside the domain."""
 
     def apply(number: float) -> float:
         if number == pole:
@@ -113,10 +113,10 @@ _TRUTHS: dict[str, Callable[..., Any]] = {
     "isinf": math.isinf,
 }
 
-REDUCTIONS = frozenset({"reduce_sum", "reduce_amax", "reduce_amin"})  # from elements to one number per tensor
+REDUCTIONS = frozenset({"reduce_sum", "reduce_amax", "reduce_amin"})  # from elements to a number per tensor
 
 GLOBAL_REDUCTIONS = frozenset({"global_sum", "global_max"})
-"""From one number per tensor to one for all tensors of the optimizer."""
+"""From a number per tensor to a number for all tensors of the optimizer."""
 
 _OF_FORMATS = """
 widen narrow bits of_bits whole real shift_left shift_right bit_and bit_or bit_xor block_max nibble pack
@@ -124,11 +124,11 @@ quotient root within rough_ceiling rough_root fused float8_number float8_element
 """
 """For storage formats: `widen` and `narrow` between an element in memory and a number, `bits` and
 `of_bits` between either and a 32-bit integer of the same bits, `whole` and `real` between numbers and integers,
-`block_max` from integers to the largest of their block, `nibble` and `pack` between two of four bits and a byte;
-`quotient` and `root` are `div` and `sqrt` of numbers that are far from the ends of float32, as their caller knows, and
-rough ones where units in the last place do not matter; `within` is a minimum that only roundings make one; `fused` is a
-product and a sum that are rounded once; the last two are their first argument, or an operation of hardware on the other
-one that gives the same bits."""
+`block_max` from integers to the largest of their block, `nibble` and `pack` between two integers of four bits and a
+byte; `quotient` and `root` are `div` and `sqrt` of numbers that the caller knows to be far from the limits of float32,
+and the `rough_` operations may be off by units in the last place; `within` is a minimum that only rounding errors need;
+`fused` is a product and a sum that are rounded once; the last two are their first argument, or a hardware instruction
+on the second that gives the same bits."""
 
 OPERATIONS: dict[str, Operation] = {
     **{name: Operation(evaluate) for name, evaluate in _NUMERIC.items()},
@@ -141,8 +141,8 @@ class Level(IntEnum):
     """What a value depends on, from least to most.
 
     CONSTANT: nothing. GROUP: hyperparameters and the step count. TENSOR: a reduction over one tensor (or all).
-    SLICE: a reduction over some neighbouring dimensions, such as one number a row. ELEMENT: the elements themselves.
-    MATRIX: a matrix of another shape than its parameter, known only to what works on whole matrices.
+    SLICE: a reduction over some neighbouring dimensions, such as a number per row. ELEMENT: the elements themselves.
+    MATRIX: a matrix of another shape than its parameter, which only operations on whole matrices use.
     """
 
     CONSTANT = 0
@@ -153,13 +153,13 @@ class Level(IntEnum):
     MATRIX = 6
 
 
-SCALAR_LEVELS = (Level.CONSTANT, Level.GROUP, Level.TENSOR)  # levels of values that are one number for a whole tensor
+SCALAR_LEVELS = (Level.CONSTANT, Level.GROUP, Level.TENSOR)  # levels of values that are a number per tensor
 
-Over = tuple[int, int]  # a block of neighbouring dimensions, first and one past the last
+Over = tuple[int, int]  # a block of neighbouring dimensions: first, and last plus 1
 
 
 def join(values: Iterable[Value]) -> tuple[Level, Over | None]:
-    """The level of a value computed from these, and the dimensions along which it is the same."""
+    """The level of a value computed from these values, and the dimensions along which it is constant."""
     listed = list(values)
     level = max((value.level for value in listed), default=Level.CONSTANT)
     if level is not Level.SLICE:
@@ -174,19 +174,19 @@ class Value:
     """One value of the graph: an operation on other values."""
 
     operation: str
-    args: tuple[Value, ...] = ()  # the values it is computed from
-    attribute: Any = None  # the constant's number, the buffer's or hyperparameter's name
+    args: tuple[Value, ...] = ()  # its operands
+    attribute: Any = None  # a constant's number, or the name of a buffer or hyperparameter
     level: Level = Level.CONSTANT  # what it depends on
-    is_bool: bool = False  # whether it is a truth value; numbers otherwise
+    is_bool: bool = False  # whether it is a truth value, not a number
     space: tuple[str, str] | None = None
-    over: Over | None = None  # at slice level, the block of dimensions along which it is the same
-    name: str = ""  # the rule's own variable name, or empty
+    over: Over | None = None  # at slice level, the block of dimensions along which it is constant
+    name: str = ""  # the rule's variable, or empty
     line: str = ""  # `file:line` in the rule, for messages
     dtype: str = ""
 
     @property
     def is_measured(self) -> bool:
-        """Whether it comes from the device itself: what a buffer holds, or a reduction."""
+        """Whether the device computes it from data: it loads a buffer or reduces."""
         return self.operation not in ("hyper", "constant") and (
             self.operation == "load" or OPERATIONS[self.operation].evaluate is None
         )
@@ -198,7 +198,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Guard:
-    """A branch the rule took on its hyperparameters: the graph holds while `condition` evaluates to `outcome`."""
+    """A branch of the rule on its hyperparameters: the graph is valid while `condition` evaluates to `outcome`."""
 
     condition: Value
     outcome: bool
@@ -212,26 +212,26 @@ class Graph:
     outputs: dict[str, Value]  # new value of each buffer that changes, by buffer name (the parameter's name is `param`)
     guards: list[Guard] = field(default_factory=list)
     states: tuple[str, ...] = ()  # names of the state buffers that are read or written, in the rule's order
-    scalar_states: tuple[str, ...] = ()  # those of them that hold one number per tensor
+    scalar_states: tuple[str, ...] = ()  # the states that hold a number per tensor
     slice_states: dict[str, Over] = field(default_factory=dict)
     matrix_states: dict[str, tuple[str, str]] = field(default_factory=dict)
     state_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    dims: int = 1  # dimensions of the parameter it was traced for
-    reads_shape: bool = False  # whether the rule asked for them, so that the graph holds for these dimensions only
-    branches_on_sizes: bool = False  # whether a guard asks for the parameter's sizes
+    dims: int = 1  # dimensions of the traced parameter
+    reads_shape: bool = False  # whether the rule read the shape: the graph is valid for this number of dimensions only
+    branches_on_sizes: bool = False  # whether a guard reads the parameter's sizes
     dtype: torch.dtype = torch.float32  # the type of the rule's values in the trace
-    reads_dtype: bool = False  # whether the rule asked for it, so that the graph holds for this type only
+    reads_dtype: bool = False  # whether the rule read the dtype: the graph is valid for this dtype only
     specs: dict[Any, Any] = field(default_factory=dict, repr=False)
-    stack: Graph | None = field(default=None, repr=False)  # the same for a stack of matrices, once it was made
+    stack: Graph | None = field(default=None, repr=False)  # the graph of a stack of matrices, once made
 
     def values(self) -> list[Value]:
-        """Every value the outputs need, each after what it is computed from."""
+        """Every value that the outputs need, in dependency order."""
         return ancestors(self.outputs.values())
 
     @cached_property
     def slice_ends(self) -> set[int]:
-        """Where the columns of passes over elements may begin: the dimensions behind those that slices have not, or
-        the first of these where they are the last."""
+        """Dimensions at which the columns of passes over elements may begin: the one after a reduced block, or the
+        first of the block where it is the last."""
         overs = {*self.slice_states.values(), *(value.over for value in self.values() if value.level is Level.SLICE)}
         return {over[1] if over[1] < self.dims else over[0] for over in overs if over is not None}
 
@@ -245,7 +245,7 @@ class Graph:
 
 
 def ancestors(roots: Iterable[Value], is_leaf: Callable[[Value], bool] = lambda value: False) -> list[Value]:
-    """The roots and all they depend on, in dependency order; of leaves, not what these depend on."""
+    """The roots and all values that they depend on, in dependency order; stops at `leaves`."""
     order: list[Value] = []
     seen: set[int] = set()
 
@@ -286,11 +286,11 @@ def evaluate(value: Value, numbers: Mapping[str, float]) -> float | bool:
 
 
 IF_NOT_ZERO = {"ne": True, "gt": True, "eq": False, "le": False}
-"""Results of comparisons with zero for a number that the host cannot read: it is taken to be above zero."""
+"""Results of comparisons with zero for a number that the host cannot read, which is assumed to be positive."""
 
 
 def outcome(condition: Value, numbers: Mapping[str, float], unread: Collection[str] = ()) -> bool | None:
-    """How a branch goes, as far as it can be told before the step."""
+    """The outcome of a branch, as far as it is known before the step."""
     reached = ancestors([condition])
     needed = [node for node in reached if node.operation == "hyper" and node.attribute not in numbers]
     if any(node.is_measured for node in reached):
@@ -307,25 +307,25 @@ def outcome(condition: Value, numbers: Mapping[str, float], unread: Collection[s
 
 
 class Builder:
-    """Builds values once each: equal operations on equal values are one value, and constants fold at once."""
+    """Builds values: equal operations on equal values are one value, and constants are folded."""
 
     def __init__(self, dims: int = 1, dtype: torch.dtype = torch.float32) -> None:
         self.dims = dims
         self.dtype = dtype
         self.shape: tuple[int, ...] = ()
-        """Shape that the first operand of the operation being lowered has in the trace: 1 where it was reduced."""
-        self.reads_shape = False  # whether something was built that holds for this number of dimensions only
-        self.reads_dtype = False  # whether something was built that holds for this type only
+        """Traced shape of the first operand of the operation being lowered: 1 along reduced dimensions."""
+        self.reads_shape = False  # whether a value is valid for this number of dimensions only
+        self.reads_dtype = False  # whether a value is valid for this dtype only
         self._values: dict[tuple[Any, ...], Value] = {}
 
     def constant(self, number: float | bool) -> Value:
-        """A number or truth value known now."""
+        """A constant number or truth value."""
         attribute = number if isinstance(number, bool) else float(number)
-        key = ("constant", repr(attribute))  # not the number itself: 0.0 equals -0.0, and NaN not even NaN
+        key = ("constant", repr(attribute))  # not the number: 0.0 == -0.0, and NaN != NaN
         return self._values.setdefault(key, Value("constant", attribute=attribute, is_bool=isinstance(number, bool)))
 
     def integer(self, number: int) -> Value:
-        """A 32-bit integer known now."""
+        """A constant 32-bit integer."""
         return self._intern(Value("constant", attribute=number, dtype="int32"))
 
     def load(self, buffer: str, level: Level = Level.ELEMENT, over: Over | None = None, dtype: str = "") -> Value:
@@ -345,7 +345,7 @@ class Builder:
         over: Over | None = None,
         dtype: str = "",
     ) -> Value:
-        """An operation on values, folded where its arguments are constants or it changes nothing."""
+        """An operation on values, folded where its operands are constants or it is an identity."""
         described = OPERATIONS[operation]
         if described.evaluate and args and all(arg.operation == "constant" and not arg.dtype for arg in args):
             return self.constant(described.evaluate(*(arg.attribute for arg in args)))
@@ -360,7 +360,7 @@ class Builder:
         return self._intern(Value(operation, args, attribute, level, described.is_bool, space, over, dtype=dtype))
 
     def _divided_slices(self, product: Value, divisor: Value) -> Value | None:
-        """`(row * column) / number` as `(row / number) * column`: one division a row in place of one an element."""
+        """`(row * column) / number` as `(row / number) * column`: a division per row instead of per element."""
         if product.operation != "mul" or product.level is not Level.ELEMENT:
             return None
         for left, right in (product.args, product.args[::-1]):

@@ -17,7 +17,7 @@ from .ir import OPERATIONS, SCALAR_LEVELS, Builder, Level, Operation, Over, Valu
 ALTERNATIVE = (
     "write it with elementwise torch operations (arithmetic, sqrt, exp, where, clamp, sign, ...) or reductions"
 )
-"""What errors propose where no operation is nearer."""
+"""What errors propose where no operation is close."""
 
 _IN_PLACES = (
     "an element can depend on those at its own place in other buffers, and on reductions: combine rows or columns by "
@@ -80,7 +80,7 @@ _BY_OPERATION = {operation: text for text, operations in _NEAREST.items() for op
 
 
 def nearest(operation: str) -> str:
-    """What works and comes nearest to an operation."""
+    """The closest supported operation, for error messages."""
     _, _, rest = operation.rpartition("aten.")
     return _RANDOM if operation in RANDOM else _BY_OPERATION.get(rest.split(".")[0].rstrip("_"), ALTERNATIVE)
 
@@ -89,7 +89,7 @@ Lowering = Callable[..., Value]
 
 
 class Unsupported(Exception):
-    """An operation has no translation; the text says what would work."""
+    """An operation has no translation; the message says what works instead."""
 
 
 def _as_value(build: Builder, item: Any) -> Value:
@@ -139,7 +139,7 @@ def _lower_div(build: Builder, left: Any, right: Any, rounding_mode: str | None 
 
 
 def _floor_div(build: Builder, left: Value, right: Value) -> Value:
-    """As Python's `//`: of the exact quotient, which may be rounded up to a whole number otherwise."""
+    """Python's `//`: the floor of the exact quotient, since the rounded quotient may be the next integer."""
     zero, one = build.constant(0.0), build.constant(1.0)
     rest = build.apply("fmod", left, right)
     quotient = _div(build, _sub(build, left, rest), right)
@@ -207,7 +207,7 @@ def _rounded(build: Builder, value: Any, decimals: int = 0) -> Value:
 
 
 def _hypot(build: Builder, left: Any, right: Any) -> Value:
-    """By the larger of the two, so that no square overflows."""
+    """Scaled by the larger operand, so that no square overflows."""
     left, right = (build.apply("abs", _number(build, side)) for side in (left, right))
     large, small = _maximum(build, left, right), _minimum(build, left, right)
     ratio = _div(build, small, large)
@@ -228,7 +228,7 @@ def _logaddexp(function: str, correction: float) -> Lowering:
 
 
 def _unless_nan(extremum: Lowering) -> Lowering:
-    """The extremum of what is a number."""
+    """The extremum that ignores NaN."""
 
     def lower(build: Builder, left: Any, right: Any) -> Value:
         left, right = _number(build, left), _number(build, right)
@@ -245,7 +245,7 @@ def _angle(build: Builder, value: Any) -> Value:
 
 
 def _polynomial(build: Builder, value: Value, coefficients: Sequence[float]) -> Value:
-    """By Horner's scheme, from the highest power."""
+    """Horner's scheme, from the highest power."""
     total = build.constant(coefficients[0])
     for coefficient in coefficients[1:]:
         total = _add(build, _mul(build, total, value), coefficient)
@@ -260,7 +260,7 @@ _ERFINV = (
 
 
 def _erfinv(build: Builder, value: Any) -> Value:
-    """A rational function and two of Newton's steps."""
+    """A rational function and two Newton steps."""
     number = _number(build, value)
     magnitude = build.apply("abs", number)
     far = build.apply("sqrt", build.apply("neg", build.apply("log", _div(build, _sub(build, 1.0, magnitude), 2.0))))
@@ -279,11 +279,11 @@ def _erfinv(build: Builder, value: Any) -> Value:
 
 
 _DIGAMMA = (1 / 12, -691 / 32760, 1 / 132, -1 / 240, 1 / 252, -1 / 120, 1 / 12)
-"""Bernoulli's numbers over twice their index, from the seventh."""
+"""Bernoulli numbers over twice their index, from the seventh."""
 
 
 def _digamma(build: Builder, value: Any) -> Value:
-    """Reflected to the right of zero, moved beyond ten, and by its asymptotic series there."""
+    """Reflected to positive arguments, shifted beyond 10, then the asymptotic series."""
     number, zero = _number(build, value), build.constant(0.0)
     is_left = build.apply("lt", number, zero)
     right = build.apply("where", is_left, _sub(build, 1.0, number), number)
@@ -328,11 +328,11 @@ def _filled(number: float | None) -> Lowering:
 
 
 CONVERTING = frozenset({"_to_copy", "copy", "fill", "full_like", "masked_fill"})
-"""Operations whose result has a type of its own, whatever that of the numbers that it is made of."""
+"""Operations whose result dtype does not depend on the dtype of their operands."""
 
 
 def converted(build: Builder, value: Value, dtype: torch.dtype) -> Value:
-    """A value as a tensor of this type holds it."""
+    """A value rounded as a tensor of this dtype holds it."""
     if dtype is torch.bool:
         return _truth(build, value)
     number = _number(build, value)
@@ -340,7 +340,7 @@ def converted(build: Builder, value: Value, dtype: torch.dtype) -> Value:
 
 
 def check_dtype(operation: str, dtype: torch.dtype, operand: torch.dtype | None) -> None:
-    """Raise for a result of a type that values in kernels do not have; `operand` is the type of the first operand."""
+    """Raise for a result dtype that kernels do not support; `operand` is the dtype of the first operand."""
     converts = operation in CONVERTING or (operand is not dtype and not operation.endswith("_like"))
     if dtype in (torch.float16, torch.bfloat16) and converts:
         raise Unsupported("a 16-bit type inside a rule; leave rounding to the storage of the buffer")
@@ -352,7 +352,7 @@ def check_dtype(operation: str, dtype: torch.dtype, operand: torch.dtype | None)
 
 
 def check_width(source: torch.dtype, dtype: torch.dtype) -> None:
-    """Raise for a cast of elements to more bits than their values have in kernels."""
+    """Raise for a cast of elements to more bits than values in kernels have."""
     if source is torch.float32 and dtype is torch.float64:
         raise Unsupported("elements in float64, which have 32 bits unless the parameter has 64; leave out the cast")
 
@@ -360,11 +360,11 @@ def check_width(source: torch.dtype, dtype: torch.dtype) -> None:
 _EXACT_AS_NUMBERS = frozenset(
     ("neg", "abs", "sign", "sgn", "where", "maximum", "minimum", "clamp", "amax", "amin", "remainder", "fmod")
 )
-_SUMMED_EXACTLY = 2**8  # a program's part of a sum, of some ten thousand elements, is exact then
+_SUMMED_EXACTLY = 2**8  # a program's partial sum of some 10,000 elements is exact then
 
 
 def check_integers(build: Builder, operation: str, value: Value, operand: Any, dtype: torch.dtype) -> None:
-    """Raise for integers of elements that a kernel may round: there they are numbers of the rule's type."""
+    """Raise for element-wise integers that a kernel may round: kernels hold them in the rule's dtype."""
     if dtype.is_floating_point or dtype is torch.bool or operation in CONVERTING or operation in _EXACT_AS_NUMBERS:
         return
     is_sum = operation == "sum" and isinstance(operand, Value)
@@ -379,7 +379,7 @@ def check_integers(build: Builder, operation: str, value: Value, operand: Any, d
 
 
 def _magnitude(value: Value) -> float:
-    """What no element of a value exceeds, without its sign, as far as constants tell."""
+    """An upper bound of the magnitudes of a value, as far as constants tell."""
     operation, args = value.operation, value.args
     if operation == "constant":
         return abs(float(value.attribute))
@@ -401,7 +401,7 @@ def _magnitude(value: Value) -> float:
 
 
 LOWERINGS: dict[str, Lowering] = {
-    # Operations of the graph have the names of ATen's; those of which ATen has more arguments follow.
+    # Operations of the graph have ATen's names; operations with more arguments in ATen follow.
     **{name: _numeric(name) for name, described in OPERATIONS.items() if described.evaluate},
     "logical_and": _logical("and"),
     "logical_or": _logical("or"),
@@ -461,7 +461,7 @@ LOWERINGS: dict[str, Lowering] = {
     **{name: _same for name in ("clone", "detach", "alias", "lift_fresh", "lift_fresh_copy", "contiguous")},
     "_to_copy": _same,
     "copy": lambda build, value, source, *_, **__: _as_value(build, source),
-    "empty_like": _filled(math.nan),  # whatever is read before it is written
+    "empty_like": _filled(math.nan),  # a read before a write gives NaN
     "zeros_like": _filled(0.0),
     "ones_like": _filled(1.0),
     "full_like": _filled(None),
@@ -469,9 +469,9 @@ LOWERINGS: dict[str, Lowering] = {
     "fill": _filled(None),
     "scalar_tensor": _same,
 }
-for _name in ("number", "and", "or", "not"):  # which ATen does not have
+for _name in ("number", "and", "or", "not"):  # not in ATen
     del LOWERINGS[_name]
-"""Name of an ATen operation to its meaning; in-place spellings use the entry of the out-of-place one."""
+"""From the name of an ATen operation to its lowering; in-place variants use the entry of the out-of-place operation."""
 
 _SYNONYMS = {
     **{"true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub", "negative": "neg", "fix": "trunc"},
@@ -489,14 +489,14 @@ def _size_name(from_end: int) -> str:
 
 
 def size_from_end(name: str) -> int:
-    """Which size of the parameter a number of the scalar pass is, counted from the last as 1; 0 if it is none."""
+    """Which size of the parameter a number of the scalar pass is, counted from the last as 1; 0 for other numbers."""
     if name.startswith(_FAR_SIZE):
         return int(name.removeprefix(_FAR_SIZE))
     return next((from_end for from_end, near in _SIZES.items() if near == name), 0)
 
 
 def sizes_of(shape: Sequence[int]) -> dict[str, float]:
-    """The sizes of a parameter by the names that they have among the numbers of the scalar pass."""
+    """The sizes of a parameter, by their names among the numbers of the scalar pass."""
     sizes = {_size_name(from_end): float(size) for from_end, size in enumerate(reversed(shape), start=1)}
     return {"numel": float(math.prod(shape)), **sizes}
 
@@ -513,7 +513,7 @@ def count(build: Builder, dims: Iterable[int]) -> Value:
 
 
 class _Reduction:
-    """One reduction: the dimensions it really combines, and those along which its operand is only repeated."""
+    """A reduction: the dimensions that it combines, and the dimensions along which its operand is constant."""
 
     def __init__(self, build: Builder, operand: Value, dim: Any, keepdim: bool) -> None:
         self.build, self.shape = build, build.shape
@@ -527,7 +527,7 @@ class _Reduction:
                 f"a reduction of a tensor of {len(self.shape)} dimensions, not the parameter's {build.dims}"
             )
         varies = self.number.level not in SCALAR_LEVELS
-        # A tensor without dimensions cannot tell a number from a repeated one, so that graph is for its kind alone.
+        # Without dimensions a number and a broadcast number look alike, so the graph is valid for 0-dim tensors only.
         is_given = dim is not None and dim != []
         build.reads_shape |= is_given or (build.dims == 0 and not varies)
         extent = {axis for axis in named if self.shape[axis] != 1}
@@ -545,26 +545,26 @@ class _Reduction:
         return {axis % dims for axis in ([dim] if isinstance(dim, int) else dim)}
 
     def _block(self, dims: set[int]) -> Over | None:
-        """The dimensions that the result has not; None for all of them."""
+        """The dimensions that are reduced; None for all."""
         first, stop = min(dims), max(dims) + 1
         if len(dims) != stop - first:
             raise Unsupported(f"a reduction that leaves dimensions between the reduced ones, {sorted(dims)}")
         return None if len(dims) == self.build.dims else (first, stop)
 
     def apply(self, operation: str) -> Value:
-        """The operation over the combined dimensions."""
+        """Reduce over the combined dimensions."""
         if self.number.level in SCALAR_LEVELS or not (self.combined or self.is_total):
             return self.number
         level = Level.TENSOR if self.target is None else Level.SLICE
         return self.build.apply(operation, self.number, attribute=self.target, level=level, over=self.target)
 
     def sum(self) -> Value:
-        """The sum; an operand that is the same along a dimension counts as often as that is long."""
+        """The sum; an operand that is constant along a dimension is multiplied by its size."""
         total = self.apply("reduce_sum")
         return self.build.apply("mul", total, count(self.build, self.repeated)) if self.repeated else total
 
     def mean(self) -> Value:
-        """The mean; without dimensions too it is divided, since the graph serves tensors of all dimensions."""
+        """The mean; a 0-dim tensor is divided too, since the graph serves tensors of all dimensions."""
         total = self.apply("reduce_sum")
         divided = self.combined or (not self.shape and self.number.level not in SCALAR_LEVELS)
         return self.build.apply("div", total, count(self.build, self.combined)) if divided else total
@@ -578,7 +578,7 @@ def _reduced(reduce: Callable[[_Reduction], Value]) -> Lowering:
 
 
 def _total_or_pairwise(operation: str, pairwise: str) -> Any:
-    """`max` and `min`: of everything, or of two tensors; along a dimension they would also give indices."""
+    """`max` and `min` of a whole tensor or of two tensors; along a dimension they would also return indices."""
 
     def lower(build: Builder, value: Value, other: Any = None, *_: Any, **__: Any) -> Value:
         if isinstance(other, Value):
@@ -616,11 +616,11 @@ LOWERINGS.update(
 )
 
 SQUARES: dict[str, Space] = {"left": ("rows", "rows"), "right": ("columns", "columns")}
-"""Shapes of states that are square matrices on either side of the parameter."""
+"""Shapes of states that are square matrices of the parameter's rows or columns."""
 
 
 def is_matrix_work(value: Value) -> bool:
-    """Whether a value is computed on whole matrices between tile passes, not on tiles."""
+    """Whether a value is computed on whole matrices, between tile passes."""
     return value.operation in MATRIX_OPERATIONS or (value.level is Level.MATRIX and value.operation != "load")
 
 

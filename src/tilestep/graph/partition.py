@@ -1,4 +1,4 @@
-"""A graph in passes: scalar ones over tensors, tile passes over elements, rows and columns, matrix passes between."""
+"""Cuts a graph into passes: scalar passes over tensors, tile passes over elements or slices, matrix passes between."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ class ScalarPass:
 
 @dataclass
 class TilePass:
-    """Work on elements, or on slices (one number a row, a column, ...): one launch over the tiles of all tensors."""
+    """Work on elements, or on slices (a number per row, column, ...): one launch over the tiles of all tensors."""
 
-    stores: dict[str, Value] = field(default_factory=dict)  # new value of each buffer written here
+    stores: dict[str, Value] = field(default_factory=dict)  # new value of each buffer that the pass writes
     reductions: list[tuple[int, Value]] = field(default_factory=list)
     loads: dict[int, str] = field(default_factory=dict)
     title: str = ""  # its name in generated code
     stage: int = 0  # the scalar pass that it follows
-    over: Over | None = None  # the dimensions that the slices have not; None for a pass over elements
+    over: Over | None = None  # the reduced dimensions of its slices; None for a pass over elements
     stages: Mapping[int, int] = field(default_factory=dict, repr=False)
     kept: list[tuple[int, Value]] = field(default_factory=list)
-    parts: list[tuple[int, Value]] = field(default_factory=list)  # slot and reduction computed here, one number a slice
-    view: View | None = None  # how its tiles are cut along rows and columns; None for one that sees its tensors as flat
+    parts: list[tuple[int, Value]] = field(default_factory=list)  # slot and reduction, a number per slice
+    view: View | None = None  # how tiles are cut along rows and columns; None for flat tensors
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether the pass does nothing."""
         return not (self.stores or self.reductions or self.kept or self.parts)
 
     def leaves(self, value: Value) -> bool:
-        """Whether the value is not computed here: a number per tensor, already stored, or of other slices."""
+        """Whether the pass does not compute a value: a number per tensor, a stored value, or one of other slices."""
         if value.level is not Level.SLICE or id(value) in self.loads:
             return value.level in SCALAR_LEVELS or id(value) in self.loads
         is_ours = value.over == self.over and value.operation not in REDUCTIONS
         return not is_ours or (value.operation != "load" and self.stages[id(value)] != self.stage)
 
     def values(self) -> list[Value]:
-        """What this pass computes and reads, in order; leaves included, not what they depend on."""
+        """The values that the pass computes and reads, in order, down to its leaves."""
         reduced = (reduction.args[0] for _, reduction in (*self.reductions, *self.parts))
         return ancestors([*self.stores.values(), *(value for _, value in self.kept), *reduced], self.leaves)
 
     def slices(self) -> list[Value]:
-        """The slice-level values that this pass reads because another one keeps them."""
+        """The slice-level values that the pass reads and another pass stores."""
         return [
             value
             for value in self.values()
@@ -65,17 +65,17 @@ class TilePass:
         ]
 
     def reads(self) -> list[str]:
-        """Buffers this pass loads."""
+        """The buffers that the pass loads."""
         return list(dict.fromkeys(filter(None, map(self.buffer_of, self.values()))))
 
     def buffer_of(self, value: Value) -> str | None:
-        """The buffer that a value is loaded from in this pass; None for any other value."""
+        """The buffer that the pass loads a value from; None for computed values."""
         if id(value) in self.loads:
             return self.loads[id(value)]
         return value.attribute if value.operation == "load" and not self.leaves(value) else None
 
     def place(self, value: Value) -> str:
-        """Where a value of slices lies in the view of this pass, as `View.place` says it."""
+        """The place of a slice-level value in the view of the pass; see `View.place`."""
         assert self.view is not None and value.over is not None
         return self.view.place(value.over)
 
@@ -86,11 +86,11 @@ class TilePass:
 
 @dataclass(frozen=True)
 class View:
-    """Arrays as a batch of matrices, whose rows and columns tiles are cut along."""
+    """Arrays as a batch of matrices; tiles are cut along their rows and columns."""
 
     over: Over | None
-    dims: int  # how many dimensions are left
-    rows: Over  # which of those left are rows; those before number the matrices, those after are columns
+    dims: int  # number of dimensions left
+    rows: Over  # the dimensions that are rows; earlier dimensions count matrices, later dimensions are columns
 
     def extents(self, shape: Sequence[int]) -> tuple[int, int, int]:
         """Matrices, rows and columns of a tensor of this shape."""
@@ -100,7 +100,7 @@ class View:
         return math.prod(left[:begin]), math.prod(left[begin:end]), math.prod(left[end:])
 
     def place(self, over: Over) -> str:
-        """What slices without these dimensions are here: one number a "row", "column" or "matrix"; "own" or "other"."""
+        """Where slices reduced over these dimensions lie: a number per "row", "column" or "matrix"; "own" or "other"."""
         if over == self.over:
             return "own"
         block = _left(over, self.over)
@@ -118,7 +118,7 @@ def _left(block: Over, over: Over | None) -> Over:
 def choose_views(
     over: Over | None, dims: int, reduced: Sequence[Over], read: Sequence[Over]
 ) -> list[tuple[View, list[Over]]]:
-    """The views in which a pass can make its reductions, with those made in each; the first suits what it reads too."""
+    """The views in which a pass computes its reductions, each with its reductions; the first also suits its reads."""
     first, stop = over or (0, 0)
     left = dims - (stop - first)
     waiting = list(dict.fromkeys(reduced))
@@ -134,7 +134,7 @@ def choose_views(
 
 
 def _rows(reduced: Sequence[Over], read: Sequence[Over], dims: int) -> Over:
-    """Which dimensions to see as rows, so that the first reductions and as much as possible of what is read fit."""
+    """The dimensions to treat as rows, so that the first reductions fit, and as many of the reads as possible."""
     column = next((block for block in reduced if block[1] < dims), None)
     if column is not None:
         return column
@@ -150,7 +150,7 @@ def _rows(reduced: Sequence[Over], read: Sequence[Over], dims: int) -> Over:
 
 
 def slice_word(over: Over | None, dims: int) -> str:
-    """A word for slices without these dimensions."""
+    """A word for slices reduced over these dimensions."""
     if over is None:
         return "tile"
     words = {(dims - 1, dims): "row", (dims - 2, dims - 1): "column", (dims - 2, dims): "matrix"}
@@ -159,17 +159,17 @@ def slice_word(over: Over | None, dims: int) -> str:
 
 @dataclass
 class Slices:
-    """What a program does with slices; nothing for a rule that reduces whole tensors only."""
+    """The slice passes of a program; empty for a rule that reduces whole tensors only."""
 
     passes: list[list[TilePass]] = field(default_factory=list)
     slots: dict[int, int] = field(default_factory=dict)
-    overs: list[Over] = field(default_factory=list)  # for each slot, the dimensions that its slices have not
-    views: list[View] = field(default_factory=list)  # every view that a pass cuts its tiles in
+    overs: list[Over] = field(default_factory=list)  # for each slot, the reduced dimensions of its slices
+    views: list[View] = field(default_factory=list)  # every view of a pass
     spans: list[tuple[Over | None, Over]] = field(default_factory=list)
 
     @property
     def kinds(self) -> list[Over]:
-        """The kinds of slices there are."""
+        """The kinds of slices in the program."""
         return list(dict.fromkeys(self.overs))
 
 
@@ -189,12 +189,12 @@ class SliceCutter:
         return self._passes[stage, over]
 
     def reduce(self, reduction: Value) -> None:
-        """Let the pass before a reduction to slices compute it."""
+        """Assign a reduction to slices to the pass before it."""
         source = self.at(self.stages[id(reduction)] - 1, reduction.args[0].over)
         source.parts.append((self._slot(reduction), reduction))
 
     def store(self, buffer: str, value: Value) -> None:
-        """Write a row or column state in the first pass that knows its value, unless a later one needs the old."""
+        """Write a row or column state in the first pass that knows its value, unless a later pass reads the old."""
         over, stage = self.graph.slice_states[buffer], self.stages[id(value)]
         last = len(self.tiles) - 1
         readers = [
@@ -205,7 +205,7 @@ class SliceCutter:
         self.at(stage if all(reader <= stage for reader in readers) else last, over).stores[buffer] = value
 
     def finish(self) -> Slices:
-        """Decide what passes keep for others, cut the passes in views, and put them in order."""
+        """Decide which values passes store for later passes, cut passes into views, and order them."""
         for stage in reversed(range(len(self.tiles))):
             done: set[Over | None] = set()
             while waiting := [over for at, over in self._passes if at == stage and over not in done]:
@@ -214,7 +214,7 @@ class SliceCutter:
                 for value in self._passes[stage, over].slices():
                     self._keep(value)
         loads = [value for value in self.graph.values() if value.operation == "load" and id(value) in self.slices.slots]
-        for value in loads:  # copied for passes over elements or other slices before anything is written there
+        for value in loads:  # copied for other passes before the buffer is written
             readers = [stage for (stage, _), tile in self._passes.items() if any(v is value for v in tile.slices())]
             written = [stage for (stage, _), tile in self._passes.items() if value.attribute in tile.stores]
             self.at(min(readers + written), value.over).kept.append((self._slot(value), value))
@@ -230,7 +230,7 @@ class SliceCutter:
         return slots[id(value)]
 
     def _keep(self, value: Value) -> None:
-        """Let the pass that computes a value keep it; a copy of a buffer is placed when its readers are known."""
+        """Let the pass that computes a value store it; copies of buffers are placed once their readers are known."""
         if id(value) in self.slices.slots:
             return
         slot = self._slot(value)
@@ -246,7 +246,7 @@ class SliceCutter:
         return ordered
 
     def _views(self, tile: TilePass) -> list[TilePass]:
-        """The pass itself with a view, then further passes for reductions that need another."""
+        """The pass with a view, then further passes for reductions that need another view."""
         read = [value.over for value in tile.slices() if value.over is not None and value.over != tile.over]
         reduced = [value.over for _, value in tile.parts if value.over is not None]
         if tile.over is None and not read and not reduced:
@@ -268,17 +268,17 @@ def _extent(over: Over | None) -> int:
     return 0 if over is None else over[1] - over[0]
 
 
-Condition = tuple[Value, bool]  # a truth value of hyperparameters and the step, and what it must be
+Condition = tuple[Value, bool]  # a truth value of hyperparameters and the step, and its required value
 
 
 @dataclass
 class MatrixPass:
-    """Work on whole matrices after a tile pass, done for all tensors of a shape at once."""
+    """Work on whole matrices after a tile pass, batched over all tensors of a shape."""
 
-    values: list[Value] = field(default_factory=list)  # what is computed, in order
+    values: list[Value] = field(default_factory=list)  # computed values, in order
     inputs: dict[int, str] = field(default_factory=dict)
-    outputs: dict[int, str] = field(default_factory=dict)  # the scratch array to which a result goes, by identity
-    states: dict[str, Value] = field(default_factory=dict)  # new values of matrix states, stored at its end
+    outputs: dict[int, str] = field(default_factory=dict)  # the scratch array of each result, by identity
+    states: dict[str, Value] = field(default_factory=dict)  # new values of matrix states, stored at the end
     needed: dict[int, list[Condition]] = field(default_factory=dict)
 
 
@@ -290,14 +290,14 @@ class MatrixProgram:
     scratch: dict[str, torch.dtype | None] = field(default_factory=dict)
 
     def numbers(self) -> list[Value]:
-        """The arguments of operations that must be known before the step."""
+        """The operands that must be known before the step."""
         values = [value for matrix_pass in self.passes if matrix_pass for value in matrix_pass.values]
         numbers = [arg for value in values for arg in value.args[len(_matrices(value)) :]]
         return list({id(arg): arg for arg in numbers}.values())
 
 
 def matrix_program(graph: Graph, stages: dict[int, int], tiles: Sequence[TilePass]) -> MatrixProgram:
-    """Put matrix work between the tile passes, which write its operands and read its results."""
+    """Place matrix work between the tile passes that write its operands and read its results."""
     work = [value for value in graph.values() if is_matrix_work(value)]
     _check(graph, work)
     if not work:
@@ -309,7 +309,7 @@ def matrix_program(graph: Graph, stages: dict[int, int], tiles: Sequence[TilePas
     conditions = _conditions(graph)
     states = {name: value for name, value in graph.outputs.items() if name in graph.matrix_states}
     ends = {index: [value for value in results if stages[id(value)] == index + 1] for index in range(len(tiles))}
-    # New values of matrix states replace the old ones in the last pass, where nothing needs those any more.
+    # The last pass writes new values of matrix states: nothing reads the old values after it.
     final = max(stages[id(value)] - 1 for value in [*results, *filter(is_matrix_work, states.values())])
     ends[final] += filter(is_matrix_work, states.values())
     for index, roots in ends.items():
@@ -332,7 +332,7 @@ def matrix_program(graph: Graph, stages: dict[int, int], tiles: Sequence[TilePas
 
 
 def _take_in(matrices: MatrixProgram, index: int, tile: TilePass, value: Value, arg: Value) -> None:
-    """Let a tile pass write an operand of matrix work; where two take it in different types, in the one computed in."""
+    """Let a tile pass write an operand of matrix work; in the compute dtype if readers want different dtypes."""
     earlier = [own.inputs[id(arg)] for own in matrices.passes[: index + 1] if own and id(arg) in own.inputs]
     name = earlier[0] if earlier else _scratch(matrices, value)
     if not earlier:
@@ -345,7 +345,7 @@ def _take_in(matrices: MatrixProgram, index: int, tile: TilePass, value: Value, 
 
 
 def _conditions(graph: Graph) -> dict[int, list[Condition] | None]:
-    """When each value is needed: one of these conditions must be as it says; None for always."""
+    """For each value the conditions under which it is needed, any of which suffices; None for always."""
     needed: dict[int, list[Condition] | None] = {id(value): None for value in graph.outputs.values()}
     for node in reversed(graph.values()):
         chooses = node.operation == "where" and node.args[0].level is Level.GROUP
@@ -360,13 +360,13 @@ def _conditions(graph: Graph) -> dict[int, list[Condition] | None]:
 
 
 def _matrices(value: Value) -> tuple[Value, ...]:
-    """The arguments of matrix work that are not numbers known before the step."""
+    """The operands of matrix work, without numbers that are known before the step."""
     operation = MATRIX_OPERATIONS.get(value.operation)
     return value.args[: operation.operands] if operation else value.args
 
 
 def _needed(roots: Sequence[Value], index: int, stages: dict[int, int]) -> set[int]:
-    """What the pass after tile pass `index` computes: its results, and matrices of other shapes on the way to them."""
+    """The values of the matrix pass after tile pass `index`: results, and intermediates of other shapes."""
     inside: set[int] = set()
     waiting = list(roots)
     while waiting:
@@ -380,7 +380,7 @@ def _needed(roots: Sequence[Value], index: int, stages: dict[int, int]) -> set[i
 
 
 def _hand_over(matrices: MatrixProgram, value: Value, stage: int, tiles: Sequence[TilePass]) -> None:
-    """Let a result of matrix work be read by later passes."""
+    """Make a result of matrix work readable by later passes."""
     matrix_pass = matrices.passes[stage - 1]
     assert matrix_pass is not None
     name = matrix_pass.outputs[id(value)] = _scratch(matrices, value)
@@ -392,7 +392,7 @@ def _hand_over(matrices: MatrixProgram, value: Value, stage: int, tiles: Sequenc
 
 
 def _scratch(matrices: MatrixProgram, value: Value) -> str:
-    """A new scratch array, of the type that this matrix work takes and gives."""
+    """A new scratch array, of the dtype of this matrix work."""
     name = f"scratch_{len(matrices.scratch)}"
     matrices.scratch[name] = _dtype(value)
     return name
@@ -426,11 +426,11 @@ def _check(graph: Graph, work: Sequence[Value]) -> None:
 
 @dataclass
 class Program:
-    """A graph cut into passes, in the order they run: scalar pass k, then tile pass k, then what spans tensors."""
+    """A graph cut into passes, in execution order: scalar pass k, tile pass k, then reductions over all tensors."""
 
-    graph: Graph  # the rule's graph
-    scalars: list[ScalarPass]  # the scalar passes
-    tiles: list[TilePass | None]  # the tile passes; None where a scalar pass has no tile work before the next
+    graph: Graph
+    scalars: list[ScalarPass]
+    tiles: list[TilePass | None]  # None where a scalar pass has no tile work before the next
     columns: dict[int, int]  # row-table column of each scalar value that tile passes use, by identity
     reductions: dict[int, int]  # every reduction with its slot, by identity
     global_reductions: dict[int, int]  # every reduction over all tensors with its slot, by identity
@@ -438,11 +438,11 @@ class Program:
     slices: Slices = field(default_factory=Slices)
 
     def slices_before(self, index: int) -> list[TilePass]:
-        """The passes over slices between scalar pass and tile pass `index`."""
+        """The slice passes between scalar pass `index` and tile pass `index`."""
         return self.slices.passes[index] if self.slices.passes else []
 
     def tile_passes(self) -> list[TilePass]:
-        """Every pass over elements or slices, in the order they run."""
+        """Every pass over elements or slices, in execution order."""
         return [
             tile_pass
             for index, tile in enumerate(self.tiles)
@@ -451,12 +451,12 @@ class Program:
         ]
 
     def unscales(self, tile: TilePass) -> bool:
-        """Whether this is the pass that also writes gradients back without their loss scale."""
+        """Whether this pass also writes unscaled gradients back."""
         return self.tiles[self.unscaling_pass] is tile
 
     @property
     def unscaling_pass(self) -> int:
-        """The tile pass that also writes gradients back without their loss scale: none after it reads them."""
+        """The tile pass that also writes unscaled gradients back: the last that reads them."""
         reading = [
             index
             for index, tile in enumerate(self.tiles)
@@ -514,7 +514,7 @@ def _stages(graph: Graph) -> dict[int, int]:
 
 
 def _store_early(tiles: list[TilePass], stages: dict[int, int], exact: set[str], has_matrices: bool) -> None:
-    """Move stores to the first pass that knows the value, where no later pass needs the old one."""
+    """Move stores to the first pass that knows the value, unless a later pass needs the old value."""
     last = tiles[-1]
     for name, value in list(last.stores.items()):
         stage = stages[id(value)]
@@ -541,7 +541,7 @@ def _store_early(tiles: list[TilePass], stages: dict[int, int], exact: set[str],
 def _columns(
     scalars: list[ScalarPass], tiles: list[TilePass], matrices: MatrixProgram, stages: dict[int, int]
 ) -> dict[int, int]:
-    """Columns for the scalar values that tiles and matrices are computed with."""
+    """Columns for the scalar values that tile and matrix passes use."""
     needed = [value for tile in tiles for value in tile.values()]
     numbers = {id(value) for value in matrices.numbers()}
     for matrix_pass in filter(None, matrices.passes):

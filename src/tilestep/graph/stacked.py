@@ -1,4 +1,4 @@
-"""A rule's graph for a matrix as one for a stack of matrices, each a parameter of its own to the rule."""
+"""The graph of a rule for a stack of matrices, made from its graph for a matrix."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from .lowering import is_matrix_work
 
 
 def combines(graph: Graph) -> bool:
-    """Whether a graph for a matrix has numbers of matrices, rows or columns, which a stack has several of."""
+    """Whether a graph for a matrix has a number per matrix, row or column, of which a stack has several."""
     kept = bool(graph.slice_states or graph.matrix_states or graph.scalar_states)
     return kept or any(value.operation in REDUCTIONS | GLOBAL_REDUCTIONS for value in graph.values())
 
 
 def stacked(graph: Graph) -> Graph:
-    """The graph with a dimension more, before rows and columns; reductions of a matrix leave a number for each.
+    """The graph with a leading dimension; reductions over a matrix give a number per matrix.
 
     Raises:
-        MatrixError: for a rule that keeps a number or a square for each matrix, or reduces over all tensors.
+        MatrixError: for a rule that stores a number or a square matrix per matrix, or reduces over all tensors.
     """
     if graph.stack is not None:
         return graph.stack

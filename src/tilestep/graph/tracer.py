@@ -1,4 +1,4 @@
-"""The rule runs once on fake tensors and leaves its graph; what it asks of them in Python is a guard or refused."""
+"""Traces a rule: it runs once on fake tensors; a read of a tensor in Python becomes a guard or an error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .lowering import ALTERNATIVE, LOWERINGS, RANDOM, Unsupported, nearest
 
 
 def flat_numbers(hyperparameters: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The hyperparameters that are numbers or tensors, tuples entry by entry as `name.index`."""
+    """The hyperparameters that are numbers or tensors; tuples are flattened to `name.index`."""
     flat: list[tuple[str, Any]] = []
     for key, value in hyperparameters.items():
         value = as_python(value)
@@ -45,14 +45,14 @@ def flat_numbers(hyperparameters: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def known_numbers(hyperparameters: Mapping[str, Any]) -> tuple[dict[str, float], set[str]]:
-    """The hyperparameters that are numbers by name, and the names of those that are tensors."""
+    """The hyperparameters that are numbers, by name, and the names of hyperparameters that are tensors."""
     flat = flat_numbers(hyperparameters)
     numbers = {name: value for name, value in flat if not isinstance(value, torch.Tensor)}
     return numbers, {name for name, _ in flat} - set(numbers)
 
 
 def group_value(group: Mapping[str, Any], name: str) -> Any:
-    """The entry of a group that a column of the hyperparameter table holds."""
+    """The entry of a param group for a column of the hyperparameter table."""
     key, index = _column(name)
     value = group.get(key)
     return value if index is None or value is None else value[index]
@@ -65,7 +65,7 @@ def _column(name: str) -> tuple[str, int | None]:
 
 
 class Place(NamedTuple):
-    """Where a rule is: `file:line`, the variable that the statement assigns to, and `file:line` where that begins."""
+    """A place in a rule: `file:line`, the variable that the statement assigns to, and `file:line` of its start."""
 
     line: str
     name: str
@@ -73,20 +73,20 @@ class Place(NamedTuple):
 
 
 def rule_place() -> Place:
-    """The place of the innermost frame outside torch and this package's machinery."""
+    """The innermost frame outside torch and this package."""
     frame: types.FrameType | None = inspect.currentframe()
     while frame is not None and _is_internal(frame):
         frame = frame.f_back
     if frame is None:
         return Place("<unknown>", "", "<unknown>")
     file = frame.f_code.co_filename
-    linecache.lazycache(file, frame.f_globals)  # for modules that do not lie in files
+    linecache.lazycache(file, frame.f_globals)  # for modules without a file
     first, name = _assigned(frame.f_code, frame.f_lineno)
     return Place(f"{file}:{frame.f_lineno}", name, f"{file}:{first}")
 
 
 def places_of(error: BaseException) -> list[str]:
-    """`file:line` of an error's frames outside torch and this package's machinery, the innermost last."""
+    """`file:line` of an error's frames outside torch and this package, innermost last."""
     frames = traceback.walk_tb(error.__traceback__)
     return [f"{frame.f_code.co_filename}:{line}" for frame, line in frames if not _is_internal(frame)]
 
@@ -104,7 +104,7 @@ def _is_internal(frame: types.FrameType) -> bool:
 
 
 def _assigned(code: types.CodeType, line: int) -> tuple[int, str]:
-    """First line and variable of the statement at this line of this code; no variable if it assigns to none."""
+    """First line and target variable of the statement at a line; the variable is empty if it assigns to none."""
     for first, last, name in _assignments(code):
         if first <= line <= last:
             return first, name
@@ -114,10 +114,10 @@ def _assigned(code: types.CodeType, line: int) -> tuple[int, str]:
 @functools.lru_cache(maxsize=256)
 def _assignments(code: types.CodeType) -> tuple[tuple[int, int, str], ...]:
     try:
-        # Not inspect.getsource: to find the code's module it looks through all there are, for tens of milliseconds.
+        # inspect.getsource searches all modules for the code's module, which takes tens of milliseconds.
         lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
         tree = ast.parse(textwrap.dedent("".join(inspect.getblock(lines))))
-    except (OSError, SyntaxError, TypeError, tokenize.TokenError):  # the file may have been edited since
+    except (OSError, SyntaxError, TypeError, tokenize.TokenError):  # the file may have been edited
         return ()
     offset = code.co_firstlineno - 1
     statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and _target(node)]
@@ -150,8 +150,8 @@ _ONCE = (
 
 @contextlib.contextmanager
 def refusing_chance(functions: Sequence[Any], describe: str) -> Iterator[None]:
-    """A block in which calls of `random`, numpy's generators and clocks raise, if these functions may make any."""
-    # Watching slows everything down.
+    """A context in which calls of `random`, numpy's generators and clocks raise, if the functions may call them."""
+    # A profile function slows the trace down.
     if not any(_gives_chance(value) for function in functions for _, value in _referred(function)):
         yield
         return
@@ -168,14 +168,14 @@ def refusing_chance(functions: Sequence[Any], describe: str) -> Iterator[None]:
         raise RuleError(f"{caller.f_code.co_filename}:{caller.f_lineno}: {describe}: {name} {_ONCE}")
 
     before, drawn = sys.getprofile(), _numpy_states(functions)
-    # What other code does at a collection is no call of the rule: an error there is lost, and ends the watch.
+    # Finalizers at a garbage collection are no calls of the rule; an error in them is lost and ends the profiling.
     with without_collections():
         sys.setprofile(watch)
         try:
             yield
         finally:
             sys.setprofile(before)
-    if _numpy_states(functions) != drawn:  # numpy's functions are no calls to Python's profiling
+    if _numpy_states(functions) != drawn:  # Python's profiling does not see numpy's functions
         raise RuleError(f"{describe}: a number of numpy.random {_ONCE}")
 
 
@@ -184,7 +184,7 @@ def _is_library(module: str) -> bool:
 
 
 def _chance(called: Any) -> str:
-    """The name of a built-in function whose result depends on chance or time; empty for others."""
+    """The name of a built-in function whose result depends on chance or time; empty for other functions."""
     owner, name = getattr(called, "__self__", None), getattr(called, "__name__", "")
     if isinstance(owner, random.Random):
         return f"random.{name}"
@@ -199,7 +199,7 @@ def _chance(called: Any) -> str:
 
 
 def _referred(function: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
-    """What a function's code, and that of its author's helpers, refers to by name outside of itself."""
+    """The names and values outside of itself that a function's code, or the code of its helpers, refers to."""
     if not isinstance(function, types.FunctionType):
         return
     code = function.__code__
@@ -221,14 +221,14 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _gives_chance(value: Any) -> bool:
-    """Whether calls of it, or of what it has, may depend on chance or time."""
+    """Whether calls of a value, or of its attributes, may depend on chance or time."""
     module = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
     owner = type(getattr(value, "__self__", value)).__module__
     return module in _MODULES or owner.partition(".")[0] in ("random", "numpy")
 
 
 def _numpy_states(functions: Iterable[Any]) -> list[str]:
-    """Where numpy's generators are that functions refer to."""
+    """The states of numpy's generators that functions refer to."""
     states: list[str] = []
     for value in (value for function in functions for _, value in _referred(function)):
         source = getattr(value, "random", value) if isinstance(value, types.ModuleType) else value
@@ -241,7 +241,7 @@ def _numpy_states(functions: Iterable[Any]) -> list[str]:
 
 
 def kept_tensor(function: Any, made: Collection[int]) -> str:
-    """The name under which a function keeps a tensor of the trace for its next call; empty where it keeps none."""
+    """The name under which a function keeps a tensor of the trace for its next call; empty if it keeps none."""
     names = (name for name, value in _referred(function) if any(id(tensor) in made for tensor in _tensors(value)))
     return next(names, "")
 
@@ -257,7 +257,7 @@ def _tensors(value: Any, depth: int = 2) -> Iterator[torch.Tensor]:
 
 
 class Memory:
-    """Remembers, for tensors made by aliasing operations, whose memory they lie in and in which order they walk it."""
+    """Tracks views: whose memory a tensor aliases, and in which order of elements."""
 
     def __init__(self) -> None:
         self._places: dict[int, tuple[int, int]] = {}
@@ -266,27 +266,27 @@ class Memory:
         return self._places.get(id(tensor), (id(tensor), id(tensor)))
 
     def share(self, tensor: torch.Tensor, result: torch.Tensor, *, same_order: bool) -> None:
-        """Note that a result lies in a tensor's memory."""
+        """Note that a result is a view of a tensor."""
         owner, walk = self._place(tensor)
         self._places[id(result)] = owner, walk if same_order else id(result)
 
     def move(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
-        """Note that a tensor lies in another one's memory from now on, as that does."""
+        """Note that a tensor has taken the memory of another, as `tensor.data = source` does."""
         self._places[id(tensor)] = self._place(source)
 
     def is_view(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor walks another's memory in another order."""
+        """Whether the tensor is a view with another order of elements."""
         owner, walk = self._place(tensor)
         return owner != walk
 
     def aliases(self, tensor: torch.Tensor, among: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, bool]]:
-        """The tensors in this one's memory, itself included, and whether each walks it in the same order."""
+        """The tensors that alias a tensor, itself included, and whether each has the same order of elements."""
         place = self._place(tensor)
         return [(alias, self._place(alias) == place) for alias in among if self._place(alias)[0] == place[0]]
 
 
 class Recorder(TensorDispatch):
-    """Records the ATen calls of one run of a rule for a parameter of this shape, with values of this type."""
+    """Records the ATen calls of a rule for a parameter of a shape, with values of a dtype."""
 
     def __init__(
         self, rule: Rule, hyperparameters: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype
@@ -297,36 +297,36 @@ class Recorder(TensorDispatch):
         self.numbers, self.unread = known_numbers(hyperparameters)
         self.sizes = lowering.sizes_of(shape)
         self.build = Builder(len(shape), dtype)
-        self.buffers: list[torch.Tensor] = []  # what the rule is called with: parameter, gradient and states
-        self.values: dict[int, Value] = {}  # what each tensor of the rule stands for, by the tensor's identity
-        self.computed: list[Value] = []  # the values of all operations of the rule, in order
+        self.buffers: list[torch.Tensor] = []  # arguments of the rule: parameter, gradient and states
+        self.values: dict[int, Value] = {}  # the value of each tensor, by the tensor's identity
+        self.computed: list[Value] = []  # results of all operations of the rule, in order
         self.guards: dict[int, Guard] = {}
         self.named: dict[tuple[str, str], Value] = {}
-        self.moving: set[int] = set()  # values that are hyperparameters given as functions of the step, by identity
-        self.casts = False  # whether the function that runs is a cast that the rule has written
+        self.moving: set[int] = set()  # hyperparameters that are functions of the step, by identity
+        self.casts = False  # whether the running function is a cast written in the rule
         self.keep_alive: list[Any] = []
         self.refused: RuleError | None = None
         self.idle: list[RuleError] = []
         self.memory = Memory()
         self.decomposing = ""
-        self.title = f"rule {rule.name}"  # what messages call that which runs
+        self.title = f"rule {rule.name}"  # the subject of messages
 
     def placeholder(self, tensor: torch.Tensor, value: Value) -> torch.Tensor:
-        """Let this fake tensor stand for a value of the graph."""
+        """Associate a fake tensor with a value of the graph."""
         self.values[id(tensor)] = value
         self.keep_alive.append(tensor)
         return tensor
 
     def scalar(self, value: Value, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        """A 0-dim fake tensor that stands for a value of the graph."""
+        """A 0-dim fake tensor of a value of the graph."""
         return self.placeholder(torch.empty((), dtype=dtype), value)
 
     def constant(self, number: float) -> torch.Tensor:
-        """A 0-dim fake tensor that stands for a number."""
+        """A 0-dim fake tensor of a number."""
         return self.scalar(self.build.constant(number))
 
     def made(self, number: float, dtype: torch.dtype) -> torch.Tensor:
-        """A 0-dim fake tensor that stands for a number of this type, which the rule makes."""
+        """A 0-dim fake tensor of a number that the rule creates with this dtype."""
         try:
             lowering.check_dtype("tensor", dtype, None)
         except Unsupported as error:
@@ -335,19 +335,19 @@ class Recorder(TensorDispatch):
         return self.scalar(value, torch.float64 if dtype.is_floating_point else dtype)
 
     def global_reduce(self, kind: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A 0-dim fake tensor that stands for a value combined over all tensors; `kind` is "sum" or "max"."""
+        """A 0-dim fake tensor of a value combined over all tensors; `kind` is "sum" or "max"."""
         combined = self.build.apply(f"global_{kind}", self.value_of(tensor), level=Level.TENSOR)
         return self.scalar(combined)
 
     def precision(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A 0-dim fake tensor that stands for the machine epsilon of the type that the parameter is kept in."""
+        """A 0-dim fake tensor of the machine epsilon of the parameter's stored dtype."""
         reached = ancestors([self.value_of(tensor)])
         if not any(value.operation == "load" and value.attribute == "param" for value in reached):
             raise self.unsupported("machine_epsilon() takes the parameter, or what is computed from it")
         return self.scalar(self.build.hyper("machine_epsilon"))
 
     def scheduled(self, name: str, value: Any, step: torch.Tensor) -> Any:
-        """A hyperparameter that is a function of the step, as fake tensors computed from it."""
+        """A hyperparameter that is a function of the step, computed from the step's fake tensor."""
         computed = at_step(value, step, name)
         entries = computed if isinstance(computed, tuple) else (computed,)
         for index, entry in enumerate(entries):
@@ -360,7 +360,7 @@ class Recorder(TensorDispatch):
         return computed
 
     def count(self, tensor: torch.Tensor, dims: Iterable[int]) -> Value:
-        """The number of elements of a tensor of the rule along these dimensions."""
+        """The number of elements of a traced tensor along some dimensions."""
         long = [dim for dim in dims if tensor.shape[dim] != 1]
         value = self.values.get(id(tensor))
         if value is not None and value.space is not None:
@@ -370,7 +370,7 @@ class Recorder(TensorDispatch):
         return lowering.count(self.build, long)
 
     def value_of(self, tensor: Any) -> Value:
-        """The graph value a tensor of the rule stands for."""
+        """The graph value of a traced tensor."""
         if id(tensor) in self.values:
             return self.values[id(tensor)]
         if isinstance(tensor, torch.Tensor):
@@ -420,7 +420,7 @@ class Recorder(TensorDispatch):
         result = torch.empty_like(args[0]) if is_called else func(*args, **kwargs)
         self.build.shape = tuple(args[0].shape) if args and isinstance(args[0], torch.Tensor) else ()
         try:
-            if isinstance(result, torch.Tensor):  # operations with several results say themselves what they lack
+            if isinstance(result, torch.Tensor):  # operations with several results raise themselves
                 lowering.check_dtype(base, result.dtype, getattr(args[0], "dtype", None) if args else None)
             value = LOWERINGS[base](self.build, *lowered[0], **lowered[1])
             if base == "_to_copy" and self.casts and value.level > Level.TENSOR:
@@ -445,7 +445,7 @@ class Recorder(TensorDispatch):
         return result
 
     def _written(self, tensor: torch.Tensor, value: Value) -> None:
-        """Let every name of this memory stand for its new value, and views of it for nothing any more."""
+        """Give all aliases of a memory its new value, and invalidate its views."""
         for alias, same_order in self.memory.aliases(tensor, self.keep_alive):
             if same_order:
                 self.values[id(alias)] = value
@@ -453,7 +453,7 @@ class Recorder(TensorDispatch):
                 self.values.pop(id(alias), None)
 
     def take_memory(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
-        """Let a tensor stand for another one's value, and lie where that does: `tensor.data = source`."""
+        """Give a tensor the value and the memory of another: `tensor.data = source`."""
         self.values[id(tensor)] = self.value_of(source)
         self.memory.move(tensor, source)
 
@@ -471,7 +471,7 @@ class Recorder(TensorDispatch):
         self.named[statement, name] = value
 
     def unsupported(self, what: str, instead: str = ALTERNATIVE) -> RuleError:
-        """The error for an operation that cannot be translated, with what works instead."""
+        """The error for an operation without a translation; it says what works instead."""
         self.refused = RuleError(f"{rule_place().line}: in {self.title}: {what}; {instead}")
         return self.refused
 
@@ -492,7 +492,7 @@ class Recorder(TensorDispatch):
         return RuleError(f"{rule_place().line}: in {self.title}: {what}; use torch.where instead of if")
 
     def branch(self, tensor: Any) -> bool:
-        """Decide an `if` of the rule on its hyperparameters and sizes, and remember the decision as a guard."""
+        """Decide an `if` on hyperparameters and sizes, and record the outcome as a guard."""
         value = self.value_of(tensor)
         if id(value) in self.moving:
             return True
@@ -508,7 +508,7 @@ class Recorder(TensorDispatch):
 
 
 class Reads(ScalarCalls):
-    """Catches the Python reads of a rule: branches become guards."""
+    """Intercepts Python reads of tensors in a rule: branches become guards."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -527,14 +527,14 @@ class Reads(ScalarCalls):
             return self.recorder.made(args[0], dtype or (torch.bool if isinstance(args[0], bool) else torch.float64))
         if name in RANDOM:
             raise self.recorder.unsupported(f"{name} draws random numbers", nearest(name))
-        if name == "log_sigmoid":  # torch makes a second tensor for its gradient
+        if name == "log_sigmoid":  # torch creates a second tensor for its gradient
             return torch.clamp(args[0], max=0) - torch.log1p(torch.exp(-torch.abs(args[0])))
         if name == "full_like" and len(args) == 2 and isinstance(args[1], torch.Tensor) and not args[1].dim():
             return torch.empty_like(args[0], **(kwargs or {})).copy_(args[1])
         if name in ("item", "__float__", "__int__", "__index__", "tolist", "numpy"):
             raise self.recorder.read_error(args[0])
         if name in _OF_DTYPE or func in _DTYPES or (name in _CASTS and args[0].is_floating_point()):
-            # A cast to the type that a tensor has is the tensor itself, to another one a copy.
+            # A cast to the dtype of the tensor returns the tensor itself, any other cast a copy.
             self.recorder.build.reads_dtype = True
         dim: Any = args[1] if len(args) == 2 else (kwargs or {}).get("dim")
         if name in ("numel", "nelement"):
@@ -558,7 +558,7 @@ class Reads(ScalarCalls):
         return self.recorder.scalar(self.recorder.count(tensor, dims))
 
     def _may_depend_on_dimensions(self, name: str, arguments: Any) -> bool:
-        """Whether torch may decompose a function in one way for vectors and in another for matrices.
+        """Whether torch may decompose a function differently for vectors and matrices.
 
         `a @ b` is a sum for vectors, and `torch.linalg.norm(x, 1)` another norm for matrices. Functions in `LOWERINGS`
         are not decomposed; of the others only those in `_ALIKE` are the same for all.
@@ -569,7 +569,7 @@ class Reads(ScalarCalls):
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
         values = [self.recorder.values.get(id(tensor)) for tensor in tensors]
         has_data = any(value is not None and value.level > Level.GROUP for value in values)
-        # Data without dimensions for this parameter has some for others.
+        # 0-dim data for this parameter may have dimensions for another.
         return any(tensor.dim() > 0 for tensor in tensors) or (has_data and self.recorder.build.dims == 0)
 
 
@@ -583,7 +583,7 @@ _ALIKE = frozenset(
         *("softplus", "gelu", "elu", "leaky_relu", "hardtanh"),
     )
 )
-"""Functions not in `LOWERINGS` that mean the same for a tensor of any number of dimensions."""
+"""Functions not in `LOWERINGS` that decompose alike for tensors of any number of dimensions."""
 
 _MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 _OF_MEMORY = {"__len__": "len()", "stride": "stride()"}
@@ -597,7 +597,7 @@ _DIMENSIONS = torch.Tensor.ndim.__get__  # type: ignore[attr-defined]
 
 
 def _sizes(dims: int) -> tuple[int, ...]:
-    """A shape of different sizes, which tell dimensions apart; the number of its elements has 64 bits at most."""
+    """A shape of distinct sizes, which identify dimensions; its number of elements fits 64 bits."""
     primes = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
     return primes[3 : 3 + dims] if dims <= 8 else (*primes[:dims], *(1,) * (dims - len(primes)))
 
@@ -614,7 +614,7 @@ def trace(
     shape = _sizes(dims)
     with torch.device("cpu"), fake_tensors():
         results = _run(recorder, rule, hyperparameters, shape)
-        if recorder.refused:  # the rule has caught the error, and went on in another way than without a trace
+        if recorder.refused:  # the rule caught the error, and continued differently than it would untraced
             raise recorder.refused
         outputs = _outputs(recorder, rule, results, shape)
         _check_kept(recorder, rule, results, outputs)
@@ -645,7 +645,7 @@ def trace(
 
 
 def _run(recorder: Recorder, rule: Rule, hyperparameters: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """What the rule returns for fake tensors, with everything that it does on the way recorded."""
+    """Call the rule on fake tensors with recording on, and return its results."""
     buffers = recorder.buffers = _placeholders(recorder, rule, shape)
     values = {key: _hyper_input(recorder, key, value) for key, value in hyperparameters.items()}
     step = _hyper_input(recorder, "step", 1.0)
@@ -665,13 +665,13 @@ def _run(recorder: Recorder, rule: Rule, hyperparameters: Mapping[str, Any], sha
             recorder.title = f"rule {rule.name}"
             return rule(*buffers, **values)
     except Exception as error:
-        # Operators of tensors turn a TypeError, and so ours, into "unsupported operand type(s)".
+        # Operators of tensors turn a TypeError, RuleError included, into "unsupported operand type(s)".
         if recorder.refused or isinstance(error, TilestepError):
             raise recorder.refused or error from None
         frames = list(traceback.walk_tb(error.__traceback__))
         is_of_torch = bool(frames) and frames[-1][0].f_globals.get("__name__", "").startswith("torch")
         if not isinstance(error, (TypeError, RuntimeError, IndexError)) and not is_of_torch:
-            raise  # the rule's own
+            raise  # an error of the rule
         where = [rule.where, *places_of(error)][-1]
         raise RuleError(f"{where}: in {recorder.title}: {_refusal(str(error))}") from error
     finally:
@@ -682,7 +682,7 @@ def _run(recorder: Recorder, rule: Rule, hyperparameters: Mapping[str, Any], sha
 
 
 def _refusal(message: str) -> str:
-    """What a RuleError says in place of torch's message about the arguments of a call, and what works instead."""
+    """The text of a RuleError in place of torch's message about the arguments of a call, with what works instead."""
     called = _CALLED.match(message)
     name = called[1] if called else ""
     if nearest(name) != ALTERNATIVE:
@@ -692,11 +692,11 @@ def _refusal(message: str) -> str:
     return f"{message}; {ALTERNATIVE}"
 
 
-_CALLED = re.compile(r"(\w+)\(\)")  # how torch and Python begin messages about a call's arguments
+_CALLED = re.compile(r"(\w+)\(\)")  # the start of torch's and Python's messages about arguments
 
 
 def _slice_states(rule: Rule, graph: Graph) -> dict[str, Over]:
-    """The row and column states, each with the dimension that it has not."""
+    """The row and column states, each with its reduced dimension."""
     overs: dict[str, Over] = {}
     for name in graph.states:
         _, over, _ = _lies(rule.states[name].shape, (1,) * graph.dims)
@@ -711,11 +711,11 @@ def _slice_states(rule: Rule, graph: Graph) -> dict[str, Over]:
     return overs
 
 
-_FROM_END = {"row": 1, "column": 2}  # the dimension that such a state has not, counted from the last as 1
+_FROM_END = {"row": 1, "column": 2}  # the reduced dimension of such a state, counted from the last as 1
 
 
 def _lies(kind: str, shape: tuple[int, ...]) -> tuple[Level, Over | None, tuple[int, ...]]:
-    """The level of a state of this kind, the dimension that it has not, and its shape."""
+    """The level, the reduced dimensions and the shape of a state of this kind."""
     if kind == "scalar":
         return Level.TENSOR, None, ()
     if kind in lowering.SQUARES:
@@ -748,7 +748,7 @@ def _placeholders(recorder: Recorder, rule: Rule, shape: tuple[int, ...]) -> lis
 
 def _hyper_input(recorder: Recorder, key: str, value: Any) -> Any:
     if isinstance(value, (tuple, list)):
-        # Numbers in tuples inside of tuples are constants of the graph, as flags are.
+        # Numbers in nested tuples are constants of the graph, as flags are.
         return tuple(
             entry if isinstance(entry, (tuple, list)) else _hyper_input(recorder, f"{key}.{index}", entry)
             for index, entry in enumerate(value)
@@ -779,7 +779,7 @@ def _outputs(recorder: Recorder, rule: Rule, results: tuple[Any, ...], shape: tu
                     f"{value.line or rule.where}: {rule.name} returns one number for {label}, so all its elements "
                     f"would be equal; return a tensor of its shape, torch.full_like({label}, ...) if that is meant"
                 )
-            recorder.build.reads_shape |= not wanted  # a number is a whole parameter only where that has no dimensions
+            recorder.build.reads_shape |= not wanted  # a number is a valid new parameter only for 0-dim parameters
         if value.operation != "load" or value.attribute != name:
             value.name = value.name or f"new_{name}"
             outputs[name] = value
@@ -787,7 +787,7 @@ def _outputs(recorder: Recorder, rule: Rule, results: tuple[Any, ...], shape: tu
 
 
 def _check_kept(recorder: Recorder, rule: Rule, results: Sequence[Any], outputs: Mapping[str, Value]) -> None:
-    """Raise for a new parameter or state that the rule has computed and not returned."""
+    """Raise for a new parameter or state that the rule computes and does not return."""
     code = getattr(rule.function, "__code__", None)
     own = {f"{code.co_filename}:{line}" for *_, line in code.co_lines()} if code else set()
     buffers = (recorder.buffers[0], *recorder.buffers[2:])
@@ -795,7 +795,7 @@ def _check_kept(recorder: Recorder, rule: Rule, results: Sequence[Any], outputs:
         label = rule.param_name if name == "param" else name
         if result is not buffer or name in outputs:
             continue
-        # A clone of a buffer, or another cast that changes nothing, is that buffer's own value.
+        # A clone of a buffer, or a cast to its dtype, is the buffer's value.
         made = [value for value in recorder.computed if value.operation != "load"]
         lost = [value for value in made if value.name == label and value.line in own]
         if lost:
