@@ -100,7 +100,7 @@ class View:
         return math.prod(left[:begin]), math.prod(left[begin:end]), math.prod(left[end:])
 
     def place(self, over: Over) -> str:
-        """Where slices reduced over these dimensions lie: a number per "row", "column" or "matrix"; "own" or "other"."""
+        """Where slices reduced over a block lie: a number per "row", "column" or "matrix"; "own" or "other"."""
         if over == self.over:
             return "own"
         block = _left(over, self.over)

@@ -1,6 +1,6 @@
-"""How buffers are kept in memory: one file a format, each written once in the graph's operations.
+"""Storage formats of buffers: a file per format, written once in the graph's operations.
 
-A module here that defines a format is found by itself; `master_format` makes a choice for `master_weights` of it.
+Modules of this package are imported automatically; `master_format` registers a format for `master_weights`.
 """
 
 from __future__ import annotations

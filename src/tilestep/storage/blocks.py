@@ -1,7 +1,7 @@
-"""Where blocks lie: 128 neighbours along the last dimension of a tensor, never across rows; a row's last one is short.
+"""The layout of blocks: 128 neighbours along the last dimension of a tensor; the last block of a row may be short.
 
-A row of a tensor whose last dimension is shorter than a block is longer: of a convolution's weight, what is behind the
-first dimension. So a shard along the first dimension holds whole blocks.
+Where the last dimension is shorter than a block, a row spans several dimensions: of a convolution's weight, all but the
+first. So a shard along the first dimension holds whole blocks.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def rows_of(shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
 
 
 def lie_in_rows(shape: Sequence[int], dim: int) -> bool:
-    """Whether no block goes across rows that are everything from a dimension on, however these are cut at blocks."""
+    """Whether no block crosses rows that span all dimensions from `dim` on, however the rows are cut at blocks."""
     columns, row = rows_of(shape)[1], math.prod(shape[dim:])
     return row == columns or (row % max(columns, 1) == 0 and columns % BLOCK == 0)
 
 
 def shape_of_entries(shape: Sequence[int], elements: int) -> tuple[int, ...]:
-    """The shape of an array with one entry for so many neighbours in a row."""
+    """The shape of an array with an entry per `elements` neighbours of a row."""
     if elements == 1:
         return tuple(shape)
     lead, columns = rows_of(shape)
@@ -40,7 +40,7 @@ def shape_of_entries(shape: Sequence[int], elements: int) -> tuple[int, ...]:
 
 
 def entries_before(shape: Sequence[int], element: int, elements: int) -> int:
-    """How many entries of an array, as `shape_of_entries` has it, come before an element that begins a block."""
+    """How many entries of an array shaped by `shape_of_entries` precede an element that begins a block."""
     if not element or elements == 1:
         return element
     columns = rows_of(shape)[1]
@@ -49,7 +49,7 @@ def entries_before(shape: Sequence[int], element: int, elements: int) -> int:
 
 
 def cut(tensor: torch.Tensor, columns: int, elements: int = 1) -> torch.Tensor:
-    """A tensor's entries, a row for each block, with zeros behind a short one."""
+    """A tensor's entries, a row per block; short blocks are padded with zeros."""
     blocks = -(-columns // BLOCK)
     rows = tensor.reshape(-1, -(-columns // elements))
     missing = blocks * (BLOCK // elements) - rows.shape[1]
@@ -59,6 +59,6 @@ def cut(tensor: torch.Tensor, columns: int, elements: int = 1) -> torch.Tensor:
 
 
 def joined(blocks: torch.Tensor, shape: Sequence[int], columns: int, elements: int = 1) -> torch.Tensor:
-    """The inverse of `cut`: blocks, a row for each, as a tensor of this shape."""
+    """The inverse of `cut`: a tensor of this shape from rows of blocks."""
     per_row = -(-columns // BLOCK) * (BLOCK // elements)
     return blocks.reshape(-1, per_row)[:, : -(-columns // elements)].reshape(tuple(shape))

@@ -1,4 +1,4 @@
-"""What formats of blocks are made of: a scale a block, and whole numbers that are closer to each other near zero."""
+"""Building blocks of block formats: a scale per block, and companded integer codes, which are denser near zero."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .format import (
 from .stochastic import whole_at_random
 
 _ROUND = 1.5 * 2.0**23
-LARGEST_SCALE = 2.0**123  # what is larger counts as infinite: a sum of nine of its elements could be
+LARGEST_SCALE = 2.0**123  # larger scales count as infinite: a sum of nine such elements could be
 
 
 def scale_of(number: Term, rounds_up: bool = False, keeps_infinity: bool = True) -> Term:
-    """The largest magnitude in a number's block as a bfloat16; NaN where one is, and infinity where it can be kept.
+    """The largest magnitude in a number's block as a bfloat16; NaN if the block has a NaN, infinity if it can be kept.
 
-    Rounded up no number of the block is beyond it, where the largest would be cut off and be too small on average; but
-    for some units of float32's last place, which a number that comes out of blocks may be off. Denormals, of which a
-    bfloat16 may be a half off, are always rounded up.
+    With `rounds_up` no number of the block exceeds the scale by more than some units in float32's last place;
+    otherwise the largest would be cut off, and be too small on average. Denormals, whose bfloat16 may be off by a half,
+    are always rounded up.
     """
     bits = magnitude(number).function("block_max")
     bits = _raised(bits) if rounds_up else where(bits < 0x00800000, (bits + 0xFFFF) & -0x10000, bits)
@@ -37,32 +37,32 @@ def scale_of(number: Term, rounds_up: bool = False, keeps_infinity: bool = True)
 
 
 def _raised(bits: Term) -> Term:
-    """The bits of a number rounded up to those of a bfloat16."""
+    """Round the bits of a float32 up to the bits of a bfloat16."""
     return where(bits < 0x7F7F0000, (bits + 0xFFC0) & -0x10000, bits)
 
 
 def divisor(scale: Term) -> Term:
-    """A block's scale as a number to divide by: 1 for a block of zeros."""
+    """A block's scale as a divisor: 1 for a block of zeros."""
     number = scale.number()
     return where(number.same(0.0), 1.0, number).named("divisor")
 
 
 def unit_of(divisor: Term, least: int = 0) -> Term:
-    """The power of two that a block's numbers are multiplied with, which rounds nothing: their scale is 1 to 2 then."""
+    """The power of two that scales a block to a maximum from 1 to 2; the product is exact."""
     exponent = divisor.bits() & 0x7F800000
     return (0x7F000000 - (maximum(exponent, least << 23) if least else exponent)).of_bits().named("unit")
 
 
 def nearest_integer(number: Term, plus: int = 0) -> Term:
-    """The integer nearest to a number below 2^22, plus an even one, in the lowest bits of the result."""
+    """The integer nearest to a number below 2^22, plus an even integer, in the lowest bits of the result."""
     return (number + (_ROUND + plus)).bits()
 
 
 def compressed(number: Term, scale: Term, levels: int, random: Term | None = None, plus: int = 0) -> Term:
-    """A signed number as an integer from -levels to levels, plus an even one, in the lowest bits.
+    """A signed number as an integer code from -levels to levels, plus an even integer, in the lowest bits.
 
-    With x the number over its block's scale this is 2 x / (1 + |x|) in `levels` steps: they are four times as fine at
-    zero as at the scale. NaN gives some integer, as its block's scale has it.
+    With x the number over its block's scale, the code is 2 x / (1 + |x|) in `levels` steps, which are four times as
+    fine at zero as at the scale. The code of NaN is arbitrary: its block's scale is NaN.
 
     Source: FlashOptim (arXiv 2602.23349).
     """
@@ -71,7 +71,7 @@ def compressed(number: Term, scale: Term, levels: int, random: Term | None = Non
     if random is None:
         share = quotient(scaled, one + scaled.function("abs"))
         return nearest_integer((share * (2.0 * levels)).function("within", levels), plus).named("code")
-    # Code k is of k / (2 levels - k). With what is behind k, and the next code's, this is linear between the two.
+    # Code k stands for k / (2 levels - k). Random bits choose linearly between the values of k and of the next code.
     whole = (one + scaled.function("abs")).named("whole")
     ones = (one * (2.0 * levels)).named("ones")
     behind = ones.function("rough_ceiling", whole).named("behind")
@@ -82,16 +82,16 @@ def compressed(number: Term, scale: Term, levels: int, random: Term | None = Non
 
 
 def expanded(code: Term, scale: Term, levels: int) -> Term:
-    """The number that `compressed` has made an integer of."""
+    """The inverse of `compressed`."""
     return quotient(code, 2.0 * levels - code.function("abs")) * scale.number()
 
 
 def counted(number: Term, scale: Term, levels: int, random: Term | None = None) -> Term:
-    """The root of a number as an integer from 0, which stands for zero alone, to `levels`, in the lowest bits.
+    """The square root of a number as an integer code from 0 to `levels`, in the lowest bits; only zero has code 0.
 
-    With x the root over its block's scale and q the integer over `levels`, an odd number, x = q (1 + q) / 2: steps are
-    three times as fine at zero as at the scale. q + 1/2 is sqrt(8 x + 1) / 2. In a block with an infinity zero stays 0,
-    which is read as NaN, and all other numbers are read as infinities.
+    With x the root over its block's scale and q the code over `levels`, an odd number, x = q (1 + q) / 2: steps are
+    three times as fine at zero as at the scale. q + 1/2 is sqrt(8 x + 1) / 2. In a block with an infinity zero keeps
+    code 0, which is read as NaN, and all other numbers are read as infinities.
     """
     unit, least = unit_of(divisor(scale), 67), where(number > 0.0, 1.0, 0.0)
     if random is not None:
@@ -100,18 +100,18 @@ def counted(number: Term, scale: Term, levels: int, random: Term | None = None) 
     one = (divisor(scale) * unit).named("one")
     steps = quotient(levels / 2, one.function("root")).named("steps")
     square = number * (unit * 64.0 * unit).named("units")
-    # What is far below the scale has no share in the sum; without it, roots are of numbers far from denormals.
+    # Numbers far below the scale do not change the sum; the bound keeps roots away from denormals.
     eight_roots = maximum(square, 2.0**-96).function("root")
     count = maximum(fused((eight_roots + one).function("root"), steps, -levels / 2), least)
-    # A scale is a 256th below the largest root at most. For few levels that is no half of a step.
+    # A scale is at most a 256th below the largest root: less than half a step if there are few levels.
     return nearest_integer(count if levels < 128 else minimum(count, float(levels))).named("code")
 
 
 def _between_squares(number: Term, scale: Term, unit: Term, levels: int) -> Term:
-    """A number as a code, linear in it between the squares that two codes next to each other stand for.
+    """A number as a fractional code, linear in the number between the squares of neighbouring codes.
 
     In units of the squares, code k stands for a^2 with a = k (k + levels), and with m = k + (levels + 1) / 2 that is
-    m^2 - (levels^2 - 1) / 4 - m; the next code's differs in the sign of the last m. Powers of 2^-half keep all of it
+    m^2 - (levels^2 - 1) / 4 - m; for the next code the sign of the last m differs. Powers of 2^-half keep all terms
     near 1.
     """
     half = 7 if levels > 15 else 3
@@ -126,20 +126,20 @@ def _between_squares(number: Term, scale: Term, unit: Term, levels: int) -> Term
 
 
 def squared(code: Term, scale: Term, levels: int) -> Term:
-    """The square of the root that `counted` has made an integer of."""
-    # code (code + levels), exactly, as all that is squared and subtracted is a multiple of 1/4 below 2^18.
+    """The inverse of `counted`: the square of the root that a code stands for."""
+    # code (code + levels), exactly: all terms are multiples of 1/4 below 2^18.
     centred = code + levels / 2
     root = (centred * centred - levels * levels / 4) * _unit(scale, levels)
     return root * root
 
 
 def _unit(scale: Term, levels: int) -> Term:
-    """What roots are multiples of."""
+    """The unit of roots."""
     return (scale.number() * (0.5 / (levels * levels))).named("unit")
 
 
 def root_scale(number: Term, rounds_up: bool = False) -> Term:
-    """`scale_of` a number's root, without the roots of all numbers; NaN where one of them is negative."""
+    """`scale_of` the root of a number, without taking roots of all numbers; NaN if a number is negative."""
     most = (number + 0.0).bits().function("block_max").of_bits().named("most").function("sqrt")
     most = _raised(most.bits() & 0x7FFFFFFF).of_bits() if rounds_up else most
     return most.element(torch.bfloat16).named("scale")

@@ -12,11 +12,11 @@ from .masters import Widened, master_format
 
 @master_format("int8", key="correction_param", dtypes=(torch.bfloat16,))
 class Corrected(Widened):
-    """A float32 of 24 bits: the bfloat16 nearest to it, and by how many 256ths of its last place it is off that.
+    """A float32 in 24 bits: the nearest bfloat16, and the distance in 256ths of its last place.
 
     The bits of a bfloat16 are the upper half of a float32's. The difference of the bits, -32768 to 32768, is divided by
-    256, rounded to even and kept from -127 to 127, which leaves the bfloat16 the nearest one. So a value comes back as
-    near as 16 bits of precision are; one of at most 16 bits, and not within a 256th of a tie, to the bit.
+    256, rounded to even and clamped to -127 to 127, so that the bfloat16 stays the nearest. A value is restored with
+    16 bits of precision; a value of at most 16 bits that is not within a 256th of a tie is restored exactly.
 
     Source: FlashOptim (arXiv 2602.23349) keeps corrections of eight bits, in 127ths of half a place.
     """
@@ -35,8 +35,8 @@ class Corrected(Widened):
     def store(self, value: Term) -> tuple[Term, ...]:
         high = value.element(torch.bfloat16).named("high")
         rest = value.bits() - high.number().bits()
-        # A float32 of 2^31 ends at 256: the sum, whose bits count them, is the difference rounded to even.
+        # The last place of a float32 of 2^31 is 256: the sum rounds the difference to even, and its bits count 256ths.
         counted = (rest + 0x4B400000).of_bits() + (1.5 * 2.0**31 - 1.5 * 2.0**23)
         low = maximum(minimum(counted, 1.5 * 2.0**31 + 127 * 256), 1.5 * 2.0**31 - 127 * 256)
-        # Beside NaN the correction says nothing: none makes a number of it.
+        # The correction of NaN is irrelevant: no correction makes it a number.
         return high, low.bits().of_bits(torch.int8).named("low")

@@ -1,4 +1,4 @@
-"""Sixteen bits a state as a floating point number, with a scale for each block of 128."""
+"""States as float16, with a scale per block of 128."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _LARGEST = 2.0**15
 
 @blocks_format("scaled_float16")
 class Float16Blocks(Blocks):
-    """Numbers of eleven bits of precision over the largest of their block, which is kept as 2^15.
+    """Numbers of eleven bits of precision relative to the largest of their block, which is stored as 2^15.
 
-    Elements below 2e-12 of the largest are lost; of numbers that are never negative only zero is kept as zero. An
+    Elements below 2e-12 of the largest become zero; if the state is never negative, only zero is stored as zero. An
     infinity is kept; the other numbers of its block then become infinite or, if they are zero, NaN.
 
     Source: `with_scaled_states` of apex's DistributedFusedAdam, which has one scale for a part of a bucket.
@@ -38,7 +38,7 @@ class Float16Blocks(Blocks):
 
     def store(self, value: Term, random: Term | None = None) -> tuple[Term, ...]:
         scale = scale_of(value)
-        # Infinity over itself would be NaN.
+        # Infinity divided by itself would be NaN.
         unit = where(scale.number() > LARGEST_SCALE, 1.0, divisor(scale)).named("unit")
         steps = ((value / unit) * _LARGEST).named("steps")
         kept = steps.element(torch.float16) if random is None else element_at_random(steps, torch.float16, random)

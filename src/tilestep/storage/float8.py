@@ -1,4 +1,4 @@
-"""Eight bits a state as a floating point number, with a scale for each block of 128."""
+"""States as float8, with a scale per block of 128."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _NAN = 0x7F
 
 
 def _number_of(element: Term, signed: bool) -> Term:
-    """A float8's number; NaN of the code that is none."""
+    """The number of a float8, NaN included."""
     bits = element.bits()
     size = bits & 0x7F if signed else bits
-    # The exponent counts from -7, that of a float32 from -127: a product with 2^120, which is right for denormals.
+    # The bias of the exponent is 7, and 127 for float32: a product with 2^120, which is right for denormals too.
     shifted = ((bits & 0x80) << 24) | (size << 20) if signed else size << 20
     return where(size.same(_NAN), math.nan, shifted.of_bits() * 2.0**120).function("float8_number", element)
 
 
 def _element_of(number: Term, signed: bool, random: Term | None) -> Term:
-    """The float8 nearest to a number of up to 448, or one of the two around it by 13 random bits.
+    """The float8 nearest to a number of up to 448, or with `random` one of its two neighbours, by 13 random bits.
 
-    Between neighbours a float32's bits count evenly: random bits are added to those that are cut off. They are at least
-    2^-14 from none and all of a step, so that from a float8 that is roughly computed the same comes.
+    Between neighbours the bits of a float32 count evenly: random bits are added to the bits that are cut off. They are
+    at least 2^-14 away from 0 and from a whole step, so that a float8 off by rounding errors stays the same.
     """
-    # With float8's bias, which makes its denormals those of a float32.
+    # With float8's bias its denormals are denormals of float32.
     bits = (number * 2.0**-120).bits()
     size = bits & 0x7FFFFFFF if signed else bits
     half = 0x7FFFF + ((size >> 20) & 1) if random is None else ((random << 4) & 0xFFF80) | 0x40
@@ -43,12 +43,12 @@ def _element_of(number: Term, signed: bool, random: Term | None) -> Term:
 
 @blocks_format("float8_e4m3")
 class Float8Blocks(Blocks):
-    """Numbers of three bits of precision over the largest of their block, which is kept as 448.
+    """Numbers of three bits of precision relative to the largest of their block, which is stored as 448.
 
-    Of numbers that are never negative only zero is kept as zero, so that what is divided by them stays finite. In a
-    block with an infinity all numbers are kept as 448 or -448, and so are infinite.
+    If the state is never negative, only zero is stored as zero, so that quotients stay finite. In a block with an
+    infinity all numbers are stored as 448 or -448, and are read as infinite.
 
-    Source: COAT (arXiv 2410.19313) keeps blocks of 128 so.
+    Source: COAT (arXiv 2410.19313), with blocks of 128.
     """
 
     titles = ("float8_blocks", "float8_positive_blocks")

@@ -1,4 +1,4 @@
-"""A storage format: how a buffer of a rule is kept in memory, as a graph for each way."""
+"""Storage formats: how a buffer of a rule is stored in memory, as a graph to load and a graph to store."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 _RESULTS = dict.fromkeys(("bits", "whole", "block_max", "nibble"), "int32") | dict.fromkeys(
     ("real", "widen", "eq", "lt", "gt"), ""
 )
-"""The dtypes of results that are not of the first operand's; empty for the type that a kernel computes in."""
+"""Dtypes of results that differ from the first operand's; empty for the dtype that a kernel computes in."""
 
 
 class Term:
     """A value of a format's graph, with the operators that formats are written with.
 
-    It is a number (in the type computed in), a truth value, an integer of 32 bits that wraps around, or an element as
-    it lies in memory, of which only `bits` and `number` can be asked.
+    It is a number (in the compute dtype), a truth value, an integer of 32 bits that wraps around, or a stored element,
+    which supports only `bits` and `number`.
     """
 
     def __init__(self, build: Builder, value: Value) -> None:
@@ -64,7 +64,7 @@ class Term:
         return Term(self.build, self.build.integer(int(other)) if is_integer else self.build.constant(other))
 
     def named(self, name: str) -> Term:
-        """The same under this name in generated code."""
+        """The term itself, with a name in generated code."""
         self.value.name = self.value.name or name
         return self
 
@@ -79,15 +79,15 @@ class Term:
         return self.function("narrow", dtype=dtype_name(dtype))
 
     def bits(self) -> Term:
-        """A number's or element's bits as an integer; narrow ones have their sign extended."""
+        """The bits of a number or element as an integer; bits of narrow dtypes are sign-extended."""
         return self.function("bits")
 
     def of_bits(self, dtype: torch.dtype | None = None) -> Term:
-        """An integer's (lowest) bits as an element of a dtype, or as a float32 number."""
+        """The (lowest) bits of an integer as an element of a dtype, or as a float32 number."""
         return self.function("of_bits", dtype="" if dtype is None else dtype_name(dtype))
 
     def packed(self, dtype: torch.dtype) -> Term:
-        """An integer of four bits with its neighbour's in one element of eight."""
+        """An integer of four bits and its neighbour's in one element of eight bits."""
         return self.function("pack", dtype=dtype_name(dtype))
 
     def __add__(self, other: Term | float) -> Term:
@@ -140,14 +140,14 @@ class Term:
 
 
 def where(condition: Term, if_true: Term | float, if_false: Term | float) -> Term:
-    """One of two terms of a kind."""
+    """Choose between two terms of one kind by a condition."""
     kind = next((choice for choice in (if_true, if_false) if isinstance(choice, Term)), condition)
     chosen = (kind._like(if_true).value, kind._like(if_false).value)
     return Term(kind.build, kind.build.apply("where", condition.value, *chosen, dtype=kind.value.dtype))
 
 
 def quotient(left: Term | float, right: Term) -> Term:
-    """A number over one from 2^-90 to 2^90: also such a number, or so small that the quotient counts as nothing."""
+    """A quotient by a number from 2^-90 to 2^90; the dividend is in that range too, or negligibly small."""
     return right._like(left).function("quotient", right)
 
 
@@ -160,54 +160,54 @@ def _pairwise(comparison: Callable[[Term, Term | float], Term]) -> Callable[[Ter
     return lambda left, right: where(comparison(left, right), left, right)
 
 
-minimum = _pairwise(lambda left, right: left < right)  # the smaller of two terms; the second where one is NaN
+minimum = _pairwise(lambda left, right: left < right)  # the smaller of two terms; the second where either is NaN
 
-maximum = _pairwise(lambda left, right: left > right)  # the larger of two terms; the second where one is NaN
+maximum = _pairwise(lambda left, right: left > right)  # the larger of two terms; the second where either is NaN
 
 
 def if_rounds_to(high: Term, value: Term) -> Term:
-    """A number that is kept as the 16-bit element nearest to it and something more; the element's where it is not."""
-    # Where not, other code has written to the element. By bits: NaN is as good as any number, and a zero has a sign.
+    """A number stored as its nearest 16-bit element and a correction; the element's number if it is not the nearest."""
+    # Otherwise other code has written to the element. Bits are compared, so that NaN equals itself and zeros differ.
     rounded = value.element(getattr(torch, high.value.dtype)).named("rounded")
     return where(high.bits().same(rounded.bits()), value, high.number()).named("followed")
 
 
 def near_bits(high: Term, distance: Term) -> Term:
-    """The float32 whose bits are so far from those of a bfloat16; the bfloat16 itself where there is no such number."""
+    """The float32 whose bits have a distance from the bits of a bfloat16; the bfloat16 if that is no number."""
     number = (high.number().bits() + distance).of_bits().named("number")
-    # A distance that leads across zero or beyond infinity belongs to a bfloat16 that other code has overwritten.
-    # Of 16 bits at most, a distance leads across zero only from zero itself, and then to NaN.
+    # A distance across zero or beyond infinity belongs to a bfloat16 that other code has overwritten.
+    # A distance of at most 16 bits crosses zero only from zero itself, and gives NaN.
     return where(number.function("isnan"), high.number(), number).named("followed")
 
 
 def magnitude(term: Term) -> Term:
-    """An integer without its sign; of a number, the bits without it: the larger the number, and for NaN the largest."""
+    """The absolute value of an integer; the bits of a number without sign, ordered as magnitudes, NaN last."""
     if term.value.dtype == "int32":
         return where(term < 0, -term, term)
     return term.bits() & 0x7FFFFFFF
 
 
 def with_sign_of(size: Term, number: Term) -> Term:
-    """A number that is not negative, with another's sign."""
+    """A non-negative number with the sign of another."""
     return (size.bits() | (number.bits() & -0x80000000)).of_bits()
 
 
 @dataclass(frozen=True)
 class Array:
-    """One array in memory: element for element beside the parameter, or an entry for several neighbours of a row."""
+    """An array in memory: an entry per element of the parameter, or per several neighbours of a row."""
 
     name: str
     dtype: torch.dtype  # of its entries
-    elements: int = 1  # of how many neighbours an entry is: 2 for two elements in a byte, `BLOCK` for a number a block
+    elements: int = 1  # elements per entry: 2 for two elements in a byte, `BLOCK` for a number per block
 
     @property
     def follows_elements(self) -> bool:
-        """Whether it grows with the elements, as what `offload` moves does, and is no number for each block."""
+        """Whether it has an entry per element or two, which `offload` moves, and not per block."""
         return self.elements < BLOCK
 
 
 class Storage(Protocol):
-    """A storage format, hashable; what code and tensors make of it follows from `load` and `store`."""
+    """A storage format, hashable; kernels and tensor code derive from `load` and `store`."""
 
     @property
     def title(self) -> str:
@@ -215,25 +215,25 @@ class Storage(Protocol):
 
     @property
     def precision(self) -> torch.dtype:
-        """The dtype whose precision a kept value has."""
+        """The dtype whose precision a stored value has."""
 
     def arrays(self, name: str) -> tuple[Array, ...]:
         """The arrays that hold a buffer of this name."""
 
     def load(self, elements: Sequence[Term]) -> Term:
-        """The number that the arrays' elements stand for."""
+        """The number that elements of the arrays stand for."""
 
     def store(self, value: Term) -> tuple[Term, ...]:
-        """The elements that keep a number, one for each array."""
+        """The elements that store a number, one per array."""
 
     def is_exact(self, compute: torch.dtype) -> bool:
-        """Whether a value of the compute dtype comes back unchanged."""
+        """Whether a value of the compute dtype is restored exactly."""
 
     def __hash__(self) -> int: ...
 
 
 def is_coarse(storage: Storage) -> bool:
-    """Whether a format rounds so much that two units in float32's last place are nothing beside it."""
+    """Whether a format rounds so coarsely that two units in float32's last place are negligible."""
     return getattr(storage, "is_coarse", storage.precision.itemsize <= 2)
 
 
@@ -241,44 +241,44 @@ def is_coarse(storage: Storage) -> bool:
 class Codec:
     """A format's graphs."""
 
-    arrays: tuple[Array, ...]  # as they are for a buffer called `stored`
+    arrays: tuple[Array, ...]  # the arrays of a buffer called `stored`
     loaded: Value  # the number, from loads of these arrays
     stored: tuple[Value, ...]  # the elements, from a load of `number`
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """Positions of the arrays that are read."""
+        """Positions of the arrays that `loaded` reads."""
         used = {value.attribute for value in ancestors([self.loaded]) if value.operation == "load"}
         return tuple(place for place, array in enumerate(self.arrays) if array.name in used)
 
     @functools.cached_property
     def is_plain(self) -> bool:
-        """Whether an element is the number, rounded to the nearest of its type."""
+        """Whether the format is one element, rounded to the nearest."""
         return self.is_element and self.stored[0].operation == "narrow"
 
     @functools.cached_property
     def is_element(self) -> bool:
-        """Whether what is kept is one element, and its number what is read."""
+        """Whether the format is one element, and its number the value."""
         return self.loaded.operation == "widen" and self.loaded.args[0].operation == "load"
 
     @functools.cached_property
     def is_random(self) -> bool:
-        """Whether what is kept is rounded by random bits."""
+        """Whether random bits round the value."""
         return any(value.attribute == "random" for value in ancestors(self.stored) if value.operation == "load")
 
     @property
     def has_blocks(self) -> bool:
-        """Whether some of what is kept is of a block."""
+        """Whether an array has entries for several elements."""
         return any(array.elements > 1 for array in self.arrays)
 
     @property
     def is_packed(self) -> bool:
-        """Whether two elements are kept in a byte."""
+        """Whether two elements share a byte."""
         return any(array.elements == 2 for array in self.arrays)
 
     @functools.cached_property
     def largest(self) -> Value | None:
-        """What is reduced over a block before it is kept; None without blocks."""
+        """The maximum over a block; None without blocks."""
         return next((value for value in ancestors(self.stored) if value.operation == "block_max"), None)
 
 
@@ -313,7 +313,7 @@ def values_of(
         columns = rows_of(shape)[1]
         if not math.prod(shape):
             return torch.zeros(shape, dtype=compute, device=loads[first.name].device)
-        # Of an offloaded optimizer the codes are on the host, and the scales are not.
+        # An offloaded optimizer has codes on the host, and scales on the device.
         device = loads[first.name].device
         loads = {array.name: cut(loads[array.name].to(device), columns, array.elements) for array in codec.arrays}
         (values,) = evaluated((codec.loaded,), loads, torch.float32)
@@ -354,7 +354,7 @@ def stored_in(
 
 
 def evaluated(roots: tuple[Value, ...], loads: Mapping[Any, torch.Tensor], compute: torch.dtype) -> list[torch.Tensor]:
-    """Values of a graph of terms on tensors."""
+    """Evaluate a graph of terms on tensors."""
     results: dict[int, Any] = {}
     for value in ancestors(roots):
         args = [results[id(arg)] for arg in value.args]
@@ -383,7 +383,7 @@ def _apply(value: Value, args: list[Any], loads: Mapping[Any, torch.Tensor], com
     if operation == "real":
         return args[0].to(torch.float32)
     if operation in ("sqrt", "root") and args[0].dtype is torch.float32:
-        # On a CPU torch's is a unit in the last place off for some numbers; that of float64 is right once rounded.
+        # torch's float32 square root on CPUs is off by a unit in the last place for some numbers.
         return args[0].double().sqrt().float()
     if operation == "block_max":
         return (args[0] ^ _SIGN).amax(1, keepdim=True) ^ _SIGN
@@ -405,7 +405,7 @@ _ON_TENSORS: Mapping[str, Any] = {
     "quotient": torch.div,
     "rough_root": torch.sqrt,
     "rough_ceiling": lambda left, right: (left / right).ceil(),
-    # A product is exact in float64, and of what formats add to it the sum is, but for what counts as nothing.
+    # The product is exact in float64; the sum is too, apart from negligible terms.
     "fused": lambda left, right, plus: (_wide(left) * _wide(right) + _wide(plus)).float(),
     "within": lambda number, bound: torch.where(number < bound, number, bound),
     "float8_number": lambda number, element: number,

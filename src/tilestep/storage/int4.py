@@ -1,4 +1,4 @@
-"""Four bits a state, with a scale for each block of 128."""
+"""States in four bits, with a scale per block of 128."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from .states import Blocks, blocks_format
 
 @blocks_format("int4")
 class Int4Blocks(Blocks):
-    """Companded blocks as those of eight bits, two neighbours in a byte: the first one in its lower half.
+    """Companded blocks as `Int8Blocks`, two neighbours in a byte: the first in its lower half.
 
-    A signed number is kept as -7 to 7 plus 8; the root of one that is never negative as 0 to 15, and 0 is zero alone.
+    A signed number is stored as -7 to 7 plus 8, the root of a number that is never negative as 0 to 15, 0 for zero
+    only.
     """
 
     titles = ("int4_blocks", "uint4_root_blocks")

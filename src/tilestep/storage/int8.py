@@ -1,4 +1,4 @@
-"""Eight bits a state, with a scale for each block of 128."""
+"""States in eight bits, with a scale per block of 128."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .states import Blocks, blocks_format
 
 @blocks_format("int8")
 class Int8Blocks(Blocks):
-    """Companded blocks: of signed numbers themselves, of numbers that are never negative the root.
+    """Companded blocks of signed numbers, or of the roots of numbers that are never negative.
 
-    A block of signed numbers with an infinity is NaN: codes cannot tell the signs of what is infinite.
+    A block of signed numbers with an infinity is NaN: codes do not represent signed infinities.
 
     Source: FlashOptim (arXiv 2602.23349), with blocks of 128 that follow rows, and scales in bfloat16.
     """

@@ -1,4 +1,4 @@
-"""A bfloat16 with what rounding took away, in another bfloat16."""
+"""A bfloat16 with its rounding error in another bfloat16."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .masters import Widened, master_format
 
 @master_format("kahan", key="compensation_param", dtypes=(torch.bfloat16,))
 class Kahan(Widened):
-    """The bfloat16 nearest to a value, and the bfloat16 nearest to their difference: 16 bits of precision or more.
+    """The bfloat16 nearest to a value, and the bfloat16 nearest to the rounding error: 16 or more bits of precision.
 
     Where the sum of the two would round to another bfloat16, as just below half a unit in the last place, the
-    difference is rounded toward zero. Infinity and NaN have none.
+    difference is rounded toward zero. Infinity and NaN have no difference.
 
-    Source: Kahan summation; optimi and torchao keep parameters so.
+    Source: Kahan summation, as in optimi and torchao.
     """
 
     words = "bfloat16 with bfloat16 compensation"

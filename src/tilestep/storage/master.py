@@ -1,4 +1,4 @@
-"""A float32 master beside a parameter of 16 bits."""
+"""A float32 master of a parameter of 16 bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .masters import master_format
 class Master:
     """A float32 master, whose rounded copy in 16 bits is written in the same pass.
 
-    A copy that is not what the master rounds to was written by other code, and is the value then.
+    A copy that differs from the rounded master was written by other code, and then is the value.
     """
 
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""The formats that keep parameters of 16 bits more precisely: what `master_weights` may say."""
+"""Formats that store parameters of 16 bits more precisely: the choices of `master_weights`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .format import Storage, stored_in, values_of
 
 @dataclass(frozen=True)
 class MasterFormat:
-    """One way to keep a parameter of 16 bits more precisely, with a buffer beside it."""
+    """A format that stores a parameter of 16 bits more precisely, with an additional buffer."""
 
-    choice: bool | str  # what `master_weights` says for it
+    choice: bool | str  # the value of `master_weights`
     key: str  # the buffer's key in the state
-    dtypes: tuple[torch.dtype, ...]  # of the parameters that can be kept so
+    dtypes: tuple[torch.dtype, ...]  # supported dtypes of parameters
     storage: Callable[[torch.dtype], Storage]  # of a parameter and its buffer, by the parameter's dtype
     begins_as_parameter: bool
-    """Whether the buffer begins with the parameter's values, and shows writes of other code; else with zeros."""
+    """Whether the buffer is initialized with the parameter, and detects writes of other code; otherwise with zeros."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -28,12 +28,12 @@ class MasterFormat:
         return self.storage(self.dtypes[0]).arrays("param")[1].dtype
 
     def values(self, param: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-        """The parameter in float32, as a new tensor where the buffer is."""
+        """The parameter in float32, a new tensor on the buffer's device."""
         tensors = {"param": param.detach().to(buffer.device), self.key: buffer}
         return values_of(self.storage(param.dtype), tensors, "param")
 
     def buffer_of(self, param: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """A new buffer that keeps float32 values of a parameter."""
+        """A new buffer for float32 values of a parameter."""
         buffer = torch.empty_like(values, dtype=self.dtype)
         stored_in(self.storage(param.dtype), {self.key: buffer}, "param", values)
         return buffer
@@ -41,11 +41,11 @@ class MasterFormat:
 
 @dataclass(frozen=True)
 class Widened:
-    """What formats share that make a float32 of a bfloat16 and something beside it."""
+    """Base of formats that combine a bfloat16 and a second array to a float32."""
 
     dtype: torch.dtype = torch.bfloat16
 
-    words = title = ""  # as people and generated code call it
+    words = title = ""  # for messages, and for generated code
     precision = torch.float32
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Widened:
 
 
 MASTER_FORMATS: dict[bool | str, MasterFormat] = {}
-"""What `master_weights` can say beside False, and the format that it stands for."""
+"""The choices of `master_weights` besides False, with their formats."""
 
 Format = TypeVar("Format", bound=Callable[[torch.dtype], Storage])
 
@@ -64,7 +64,7 @@ Format = TypeVar("Format", bound=Callable[[torch.dtype], Storage])
 def master_format(
     choice: bool | str, *, key: str, dtypes: tuple[torch.dtype, ...], begins_as_parameter: bool = False
 ) -> Callable[[Format], Format]:
-    """Enter a format under what `master_weights` says for it; arguments as for `MasterFormat`."""
+    """Register a format for a choice of `master_weights`; arguments as for `MasterFormat`."""
 
     def enter(storage: Format) -> Format:
         MASTER_FORMATS[choice] = MasterFormat(choice, key, dtypes, storage, begins_as_parameter)

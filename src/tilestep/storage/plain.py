@@ -13,7 +13,7 @@ from .stochastic import element_at_random
 
 @dataclass(frozen=True)
 class Plain:
-    """One array of one dtype, rounded to nearest even where random bits do not say otherwise."""
+    """One array of one dtype, rounded to nearest even unless random bits are given."""
 
     dtype: torch.dtype
 

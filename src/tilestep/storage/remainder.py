@@ -1,4 +1,4 @@
-"""A float32 as a bfloat16 and what that lacks, in 16 bits."""
+"""A float32 as a bfloat16 and its rounding error in 16 bits."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .masters import Widened, master_format
 
 @master_format("remainder", key="remainder_param", dtypes=(torch.bfloat16,))
 class Remainder(Widened):
-    """A float32 as the bfloat16 nearest to it, and by how many units in float32's last place it is off that.
+    """A float32 as its nearest bfloat16, and the distance in units of float32's last place.
 
-    The bits of a bfloat16 are the upper half of a float32's, so the difference of the bits is what rounding has taken
-    away, from -32768 to 32768 units. Of these only 32768 does not fit 16 bits: a tie that was rounded down to even. It
-    is kept as 32767, which leaves the bfloat16 what rounding makes of the value, and the value one unit off. NaN stays
-    NaN, without its payload; everything else comes back as it was, by an addition of integers.
+    The bits of a bfloat16 are the upper half of a float32's, so the difference of the bits is the rounding
+    error, from -32768 to 32768 units. Only 32768 does not fit 16 bits: a tie that was rounded down to even. It is
+    stored as 32767, so that the bfloat16 stays the rounded value, and the value is off by one unit. NaN stays NaN,
+    without its payload; all other values are restored exactly, by an addition of integers.
 
-    Where other code has written to the bfloat16, a remainder that leads across zero or beyond infinity is left out. Any
-    other stays: half a unit in the last place of what was written at most.
+    If other code has written to the bfloat16, a remainder across zero or beyond infinity is ignored. Any other
+    remainder changes the written value by at most half a unit in its last place.
 
     Source: apex's DistributedFusedAdam has the same idea as `store_param_remainders`.
     """

@@ -1,4 +1,4 @@
-"""What a state can be kept in: what `state_dtype` may say."""
+"""Formats of states: the choices of `state_dtype`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .format import Array, Storage, dtype_name
 from .plain import Plain
 
 STATE_FORMATS: dict[str, Callable[[bool], Storage]] = {}
-"""Formats by the names that `state_dtype` can give, for a state that is signed or for one that is never negative; those
-of dtypes stand for the dtypes too."""
+"""Formats by the names that `state_dtype` accepts, for a signed state or for a state that is never negative; names of
+dtypes stand for the dtypes too."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """What formats of blocks share: they have one way for signed states, and one for those that are never negative."""
+    """Base of block formats, which have a variant for signed states and one for states that are never negative."""
 
     signed: bool
 
-    words = titles = ("", "")  # as people and generated code call the two
+    words = titles = ("", "")  # of both variants, for messages and for generated code
     precision = torch.bfloat16
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ Format = TypeVar("Format", bound=Callable[[bool], Storage])
 
 
 def blocks_format(choice: str) -> Callable[[Format], Format]:
-    """Enter a format under what `state_dtype` says for it; made with whether the state is signed."""
+    """Register a format for a choice of `state_dtype`; its constructor takes whether the state is signed."""
 
     def enter(storage: Format) -> Format:
         STATE_FORMATS[choice] = storage
@@ -56,7 +56,7 @@ for _dtype in (torch.float32, torch.bfloat16, torch.float16):
 
 
 def kept_in_blocks(tensors: Mapping[str, Any], name: str) -> Storage | None:
-    """The format of blocks that a state is kept in, by the names and dtypes of its arrays; None for any other."""
+    """The block format of a state, found by names and dtypes of its arrays; None for other formats."""
     for storage, arrays in _blocks(name):
         if arrays[1].name in tensors and all(getattr(tensors.get(a.name), "dtype", None) is a.dtype for a in arrays):
             return storage
@@ -64,7 +64,7 @@ def kept_in_blocks(tensors: Mapping[str, Any], name: str) -> Storage | None:
 
 
 def states_in_blocks(tensors: Mapping[str, Any]) -> dict[str, Storage]:
-    """The states of a parameter that are kept in blocks, with their formats."""
+    """The states of a parameter that are stored in blocks, with their formats."""
     suffixes = {arrays[0].name for _, arrays in _blocks("")}
     names = [name.removesuffix(suffix) for name in tensors for suffix in suffixes if name.endswith(suffix)]
     found = {name: kept_in_blocks(tensors, name) for name in names}
@@ -72,7 +72,7 @@ def states_in_blocks(tensors: Mapping[str, Any]) -> dict[str, Storage]:
 
 
 def with_code_names(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A saved state with the names of today: earlier revisions kept the codes under the name of the state."""
+    """A saved state with current names: earlier revisions stored the codes under the name of the state."""
     renamed = {
         name: f"{name}{codes.name}"
         for name, value in tensors.items()
@@ -85,13 +85,13 @@ def with_code_names(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @functools.cache
 def _blocks(name: str) -> tuple[tuple[Storage, tuple[Array, ...]], ...]:
-    """The formats of blocks with the arrays of a state of this name."""
+    """The block formats with the arrays that a state of this name would have."""
     made = [make(signed) for make in STATE_FORMATS.values() for signed in (True, False)]
     return tuple((storage, storage.arrays(name)) for storage in made if len(storage.arrays(name)) > 1)
 
 
 def entries_of(tensors: Mapping[str, Any], names: Iterable[str]) -> dict[str, int]:
-    """For arrays of states in blocks of how many neighbours one of their entries is."""
+    """For each array of states in blocks the number of elements per entry."""
     entries: dict[str, int] = {}
     for name in names:
         if tensors.keys().isdisjoint(block_names(name)):
@@ -104,12 +104,12 @@ def entries_of(tensors: Mapping[str, Any], names: Iterable[str]) -> dict[str, in
 
 @functools.cache
 def block_names(name: str) -> tuple[str, ...]:
-    """The names that the arrays of a state in blocks can have: of its codes, and of its scales."""
+    """The possible names of the arrays of a state in blocks: of codes, and of scales."""
     return tuple(dict.fromkeys(array.name for _, arrays in _blocks(name) for array in arrays))
 
 
 def state_format(choice: Any, signed: bool = True) -> Storage:
-    """The format that a dtype or a name stands for."""
+    """The format of a dtype or a name."""
     is_dtype = isinstance(choice, torch.dtype)
     name = dtype_name(choice) if is_dtype else choice
     if (is_dtype and not choice.is_floating_point) or not isinstance(name, str) or name not in STATE_FORMATS:

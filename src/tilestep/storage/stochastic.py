@@ -1,7 +1,7 @@
-"""Stochastic rounding: up or down by chance, so that what is kept is the number on average; and its random bits.
+"""Stochastic rounding, up or down by chance so that the stored value is unbiased, and its random bits.
 
 The bits of an element are a function of four numbers: the optimizer's seed, the parameter's place among all, the step
-count, and the element's index in the whole tensor. No mesh, schedule, tile or backend changes any of them.
+count, and the element's index in the whole tensor. They do not depend on mesh, execution, tile or backend.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import torch
 from ..graph import Builder, Value
 from .format import Array, Storage, Term, evaluated, where
 
-RANDOM_BITS = 16  # random bits for each number that is kept
+RANDOM_BITS = 16  # random bits per stored number
 
 
 class Rounding(Storage, Protocol):
-    """A format that can be told to round at random."""
+    """A format that can round at random."""
 
     def store(self, value: Term, random: Term | None = None) -> tuple[Term, ...]:
-        """As `Storage.store`; with 16 random bits as an integer, rounded by them."""
+        """As `Storage.store`; rounded by 16 random bits, an integer, if given."""
 
 
 @dataclass(frozen=True)
 class Stochastic:
-    """Another format, with what is kept rounded up as often as the number is nearer to what is above.
+    """A format with stochastic rounding: the probability to round up is the distance from the lower neighbour.
 
-    What the format has exactly stays, NaN and infinities too. Beyond the largest number, numbers are rounded to the
-    nearest: infinite becomes what rounding to nearest makes infinite.
+    Values that the format represents exactly stay, NaN and infinities included. Beyond the largest finite number values
+    are rounded to nearest, and become infinite as there.
 
     Source: Croci et al., "Stochastic rounding: implementation, error analysis and applications" (2022).
     """
@@ -68,8 +68,8 @@ _LARGEST_BFLOAT16, _LARGEST_FLOAT16 = torch.finfo(torch.bfloat16).max, torch.fin
 def element_at_random(number: Term, dtype: torch.dtype, random: Term) -> Term:
     """A number as an element of 16 bits.
 
-    A bfloat16's bits are the upper half of a float32's: random bits are added to the lower half, and cut off. Those of
-    a float16 are 13; its numbers below 2^-14 are multiples of 2^-24.
+    A bfloat16's bits are the upper half of a float32's: random bits are added to the lower half, which is cut off.
+    For a float16 they are 13; its numbers below 2^-14 are multiples of 2^-24.
     """
     nearest, size = number.element(dtype).named("nearest"), number.function("abs").named("size")
     if dtype is torch.bfloat16:
@@ -83,13 +83,13 @@ def element_at_random(number: Term, dtype: torch.dtype, random: Term) -> Term:
 
 
 _FRACTION = 11
-"""Bits behind the point of numbers that are rounded at random to whole ones."""
+"""Fractional bits of numbers that are rounded at random to integers."""
 
 
 def whole_at_random(number: Term, random: Term, plus: int = 0) -> Term:
-    """One of the two integers around a number between -255 and 255, plus an even one, in the lowest eight bits.
+    """One of the two integers around a number between -255 and 255, plus an even integer, in the lowest eight bits.
 
-    The number is rounded to a 2048th first: one that is whole but for roundings stays, whatever is drawn.
+    The number is rounded to a 2048th first: an integer with rounding errors stays, whatever the random bits.
     """
     at_point = number + (1.5 * 2.0 ** (23 - _FRACTION) + plus)
     return ((at_point.bits() << (RANDOM_BITS - _FRACTION)) + random) >> RANDOM_BITS
@@ -97,24 +97,24 @@ def whole_at_random(number: Term, random: Term, plus: int = 0) -> Term:
 
 _GOLDEN, _SPREAD = 0x9E3779B9, 0x9E3779B1
 _ROUNDS = (((16, 0x21F0AAAD), (15, 0x735A2D97), 15), ((16, 0x2C1B3C6D), (13, 0x297A2D39), 16))
-"""Shifts and factors of two hashes of 32 bits.
+"""Shifts and factors of two 32-bit hashes.
 
 Source: Wellons, "Prospecting for Hash Functions" (2018), and searches that followed it.
 """
 
 
 def _integer(number: int) -> int:
-    """32 bits as a signed number."""
+    """The lowest 32 bits as a signed number."""
     return (number & 0xFFFFFFFF) - ((number & 0x80000000) << 1)
 
 
 def _shifted(bits: Term, places: int) -> Term:
-    """Bits moved right, with zeros behind them."""
+    """A logical shift to the right."""
     return (bits >> places) & ((1 << (32 - places)) - 1)
 
 
 def _hashed(bits: Term, key: Term | None, further: bool = False) -> Term:
-    """32 bits of which each depends on all, and on a key's where there is one."""
+    """A 32-bit hash of the bits, and of a key if given."""
     (first, factor), (second, other), last = _ROUNDS[further]
     bits = (bits ^ _shifted(bits, first)) * _integer(factor)
     middle = _shifted(bits, second) if key is None else _shifted(bits, second) ^ key
@@ -123,25 +123,25 @@ def _hashed(bits: Term, key: Term | None, further: bool = False) -> Term:
 
 
 def stream_keys(low: Term, high: Term, count: Term) -> tuple[Term, Term]:
-    """The keys of a parameter's bits at a step."""
+    """The keys of a parameter's random bits at a step."""
     key = _hashed(low + count * _integer(_GOLDEN), None).named("key")
     return key, _hashed(high ^ count, key, further=True)
 
 
 def random_bits(slot: int, key_0: Term, key_1: Term, low: Term, high: Term) -> Term:
-    """16 random bits of an element: half of a hash whose last factor is one for two slots."""
+    """16 random bits of an element: half of a hash whose last factor two slots share."""
     key = (high * _integer(_GOLDEN) + key_1).named("key")
     (first, factor), (second, _), last = _ROUNDS[0]
     bits = low * _integer(_SPREAD) + key
     bits = (bits ^ _shifted(bits, first)) * _integer(factor)
     mixed = (bits ^ (_shifted(bits, second) ^ (key ^ key_0))).named("mixed")
     draw = (mixed * _integer(_factor(slot // 2))).named("draw")
-    # The upper half is as it comes; in the lower one it is mixed with the other bits.
+    # The upper half is used as it is; the lower half is mixed with the other bits.
     return _shifted(draw, 16) if slot % 2 else (draw ^ _shifted(draw, last)) & 0xFFFF
 
 
 def _factor(pair: int) -> int:
-    """An odd number of 32 bits: of those below, neighbours at no distance up to 2^17 have anything in common."""
+    """An odd 32-bit factor; the constants decorrelate neighbours at all distances up to 2^17."""
     return _FACTORS[pair] if pair < len(_FACTORS) else _mixed(pair) >> 32 | 1
 
 
@@ -173,20 +173,20 @@ def random_tensor(stream: int, count: int, slot: int, index: torch.Tensor) -> to
     key_0, key_1 = evaluated(
         keys_graph(), {"low": word(stream), "high": word(stream >> 32), "count": word(count)}, torch.float32
     )
-    # By way of 64 bits: conversions of what does not fit are another number on some devices.
+    # In 64 bits: conversions that overflow give different numbers on some devices.
     low = ((index & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
     loads = {"key_0": key_0, "key_1": key_1, "low": low.to(torch.int32), "high": (index >> 32).to(torch.int32)}
     return evaluated((bits_graph(slot),), loads, torch.float32)[0]
 
 
 def stream_of(seed: int, ordinal: int) -> int:
-    """The 64 bits, as a signed number, that make the random bits of a parameter its own."""
+    """The 64 bits, as a signed number, that select the random bits of a parameter."""
     bits = _mixed(_mixed(seed) + ordinal)
     return bits - (bits >> 63 << 64)
 
 
 def _mixed(bits: int) -> int:
-    """64 bits of which each depends on all: a step of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    """A 64-bit hash: a step of SplitMix64 (Steele, Lea and Flood, 2014)."""
     bits = (bits + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF

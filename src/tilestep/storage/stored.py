@@ -1,4 +1,4 @@
-"""Stored elements before and after a step, in the terms that formats are written in."""
+"""Stored elements before and after a step, as terms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..errors import RuleError
 from ..graph import Builder, Level, Value
 from .format import Storage, Term
 
-Leaf = tuple[str, str, int]  # what is read: "old", "new", "update", "changed" or "moves"; the buffer; the array
+Leaf = tuple[str, str, int]  # kind ("old", "new", "update", "changed" or "moves"), buffer, array
 
 
 class Stored:
@@ -35,15 +35,15 @@ class Stored:
         return self._leaf("old", buffer)
 
     def new(self, buffer: str) -> Term:
-        """The parameter's or a state's number after the step."""
+        """The number of the parameter or of a state after the step."""
         return self._leaf("new", buffer)
 
     def update(self) -> Term:
-        """What the step adds to the parameter, before the sum is rounded to its format; 0 in a skipped step."""
+        """The change of the parameter, before the sum is rounded to its format; 0 in a skipped step."""
         return self._leaf("update", "param")
 
     def changed(self, array: int = 0) -> Term:
-        """Whether the step changes bits of an array of the parameter; the first is the user's own."""
+        """Whether the step changes bits of an array of the parameter; array 0 is the user's tensor."""
         return self._leaf("changed", "param", array)
 
     def is_other(self) -> Term:
@@ -54,5 +54,5 @@ class Stored:
         return result
 
     def moves(self) -> Term:
-        """Whether the rule adds something to the parameter, which rounding may take away again."""
+        """Whether the rule changes the parameter before rounding, which may undo the change."""
         return self._leaf("moves", "param")
