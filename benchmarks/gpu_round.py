@@ -114,6 +114,8 @@ PARTS = [
     Part("shard-4", 4, 150, "benchmarks/shard_figures.py --ranks 4 --output {out}/shard-4.json"),
     Part("overlap-4", 4, 240, "benchmarks/overlap_figures.py --ranks 4 --limit 230 --output {out}"),
     _tests("shard-4", 4, 90, "tests/gpu/test_shard_gpu.py -m four_gpus"),
+    Part("meshes-8", 8, 100, "benchmarks/shard_figures.py --ranks 8 --parts meshes --output {out}/meshes_8.json"),
+    _tests("shard-8", 8, 150, "tests/gpu/test_shard_gpu.py -m eight_gpus"),
 ]
 
 

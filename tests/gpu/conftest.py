@@ -1,6 +1,6 @@
 """Tests on a GPU run the checks of other folders there; those for several GPUs are marked, so that they can run apart.
 
-    python -m pytest tests/gpu -m "not two_gpus and not four_gpus" -n 6
+    python -m pytest tests/gpu -m "not two_gpus and not four_gpus and not eight_gpus" -n 6
     python -m pytest tests/gpu -m two_gpus -n 2 --dist loadfile
 
 A file's tests over ranks stay together (`--dist loadfile`): the first starts the ranks of all.
@@ -29,7 +29,7 @@ FOLDERS = (
 )
 sys.path.extend(str(TESTS / folder) for folder in FOLDERS)
 
-GPUS = {"gpu": 1, "two_gpus": 2, "four_gpus": 4}
+GPUS = {"gpu": 1, "two_gpus": 2, "four_gpus": 4, "eight_gpus": 8}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -253,19 +253,22 @@ OWN = [
     parameters_are_shared_with_peers_and_are_torch_s_memory,
     memory_that_cannot_be_mapped_is_not_shared_by_itself,
 ]
-TWO = [*EXACT, *NEARLY, *OWN]
+TWO = [*EXACT, *NEARLY, *OWN, meshes.states_have_the_same_bits_on_any_mesh]
 FOUR = [
     *meshes.THREE,
     random_models.trainings,
     Nearly(meshes.split_over_two_and_copied_over_two),
     meshes.a_bad_value_on_one_copy_skips_everywhere,
     meshes.stages_that_share_a_norm,
+    meshes.states_have_the_same_bits_on_any_mesh,
     *captures.CHECKS,
     *OWN,
 ]
-
 
 test_two_gpus = pytest.mark.two_gpus(each_passes(TWO, 2, backend="nccl", default_gpu=True))
 
 
 test_four_gpus = pytest.mark.four_gpus(each_passes(FOUR, 4, backend="nccl", default_gpu=True))
+
+
+test_eight_gpus = pytest.mark.eight_gpus(each_passes(TWO, 8, backend="nccl", default_gpu=True))

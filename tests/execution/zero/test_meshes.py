@@ -193,12 +193,37 @@ def stages_that_share_a_clip(optimizer: Any, mine: torch.nn.Module, whole: torch
     torch.testing.assert_close(optimizer.clip_grad_norm_(7.0), torch.nn.utils.clip_grad_norm_(whole.parameters(), 7.0))
 
 
+def states_have_the_same_bits_on_any_mesh() -> None:
+    """From all shards to all replicas: parameters, masters and states after clipped steps."""
+    world, first, device = dist.get_world_size(), {}, torch.get_default_device().type
+    for shards in (count for count in range(1, world + 1) if world % count == 0):
+        mesh = init_device_mesh(device, (shards, world // shards), mesh_dim_names=("shard", "replicate"))
+        for form in ("int8", "bfloat16", None):
+            torch.manual_seed(5)
+            model = Elementwise(size=333).bfloat16()
+            kind: Any = tilestep.AdamW  # type: ignore[attr-defined]
+            optimizer = kind(model.parameters(), lr=0.01, max_grad_norm=1.0, master_weights=True, state_dtype=form)
+            optimizer = tilestep.shard(optimizer, model, mesh=mesh, bucket_cap_mb=TINY)
+            for _ in range(3):
+                data = inputs(2, 333, dtype=torch.bfloat16).sign()  # sums of up to eight ranks are exact
+                (model(data) * data).sum().backward()
+                optimizer.step()
+            optimizer.wait()
+            saved = optimizer.full_state_dict()
+            values = {"weights": torch.cat([param.detach().flatten().cpu() for param in model.parameters()])}
+            for number, state in saved["state"].items():
+                values |= {f"{number}, {name}": value for name, value in state.items() if torch.is_tensor(value)}
+            for name, value in values.items():
+                assert torch.equal(first.setdefault((form, name), value), value), (shards, form, name)
+
+
 THREE = [sums_of_whole_numbers_are_exact_on_any_number_of_ranks, clips_over_all_ranks]
 FOUR = [
     split_over_two_and_copied_over_two,
     a_bad_value_on_one_copy_skips_everywhere,
     stages_that_share_a_norm,
     means_that_come_with_the_messages,
+    states_have_the_same_bits_on_any_mesh,
 ]
 
 
