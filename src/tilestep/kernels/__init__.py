@@ -1,1 +1,1 @@
-"""Built kernels: the files that they are kept in, and their launches."""
+"""Built kernels: their cache, and launches of Triton."""

@@ -1,4 +1,4 @@
-"""Where built kernels are kept: files that only the user can write, verified each time one is opened.
+"""The cache of built kernels: files that only the user can write, verified at each opening.
 
 Code from a folder that others may write to would run as the user. So owner and mode of the folder and of the file, and
 the checksum of code, are checked at each opening, on descriptors: what was verified is what is read or loaded.
@@ -35,11 +35,11 @@ _SEAL = b"\n# tilestep sha256 "
 _SEAL_LENGTH = len(_SEAL) + 64
 
 _BUILDS = ".build-"
-_STALE = 3600.0  # seconds after which the folder of a build was left by a killed process
+_STALE = 3600.0  # seconds after which the folder of a build belongs to a killed process
 
-_ROOM = 1 << 20  # bytes that a directory must have room for: a kernel, with what its compiler writes beside it
+_ROOM = 1 << 20  # free bytes that a directory needs: a kernel and temporary files of the compiler
 
-_WORD = 10.0  # seconds of waiting for another process after which a warning says so
+_WORD = 10.0  # seconds of waiting for another process before a warning
 
 
 def content_key(*parts: str) -> str:
@@ -53,7 +53,7 @@ def content_key(*parts: str) -> str:
 
 
 class BuildTimeout(BuildError):
-    """A build has taken too long, in this process or in another one."""
+    """A build has taken too long, in this process or in another."""
 
 
 class CachedFile:
@@ -66,11 +66,11 @@ class CachedFile:
         self._handle = handle
 
     def loadable(self) -> str:
-        """A path to the very file that was verified; valid while it is open."""
+        """A path to the verified file; valid while it is open."""
         if not os.path.exists(f"/proc/self/fd/{self._handle}"):
             return str(self.path)
-        # The loader takes a path that it has seen before for the library that it loaded from there, and descriptors are
-        # used again. A number in dots makes every path a new one.
+        # The loader returns the loaded library for a known path, and descriptors are reused: dots that encode a number
+        # make every path unique.
         dots = "".join("/." if bit == "1" else "/" for bit in f"{next(self._count):b}")
         return f"/proc/self/fd{dots}/{self._handle}"
 
@@ -90,7 +90,7 @@ def _chosen_directory() -> Path:
 
 
 def cache_directory() -> Path:
-    """The directory for new files: `TILESTEP_CACHE_DIR`, else the user's cache directory, else one of this process."""
+    """The directory for new files: `TILESTEP_CACHE_DIR`, the user's cache directory, or one of this process."""
     directory = _chosen_directory()
     try:
         with _opened(_present(directory)):
@@ -136,7 +136,7 @@ def forget_directory() -> None:
 
 @contextlib.contextmanager
 def _opened(directory: Path) -> Iterator[int]:
-    """The directory's descriptor; raises PermissionError if others may write to it."""
+    """Open a directory's descriptor; raises PermissionError if other users may write to it."""
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if why := _not_private(os.fstat(handle)):
@@ -148,14 +148,14 @@ def _opened(directory: Path) -> Iterator[int]:
 
 
 def _not_private(status: os.stat_result) -> str:
-    """Why another user may have written to a file or folder; empty if none can."""
+    """Why another user may have written to a file or folder; empty if none may."""
     if status.st_uid not in (0, os.getuid()):
         return f"it belongs to user {status.st_uid}, not to you"
     return "others may write to it" if status.st_mode & 0o022 else ""
 
 
 def _open_verified(directory: Path, name: str) -> CachedFile | None:
-    """The file of this name in a directory, if both are private and the checksum, where the file has one, is right."""
+    """The file of this name, if it and the directory are private and its checksum, if it has one, is right."""
     path = directory / name
     with contextlib.suppress(OSError), _opened(directory) as folder:
         handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
@@ -183,7 +183,7 @@ def _seal(name: str, content: bytes) -> bytes:
 
 
 def _places() -> Iterator[Path]:
-    """The chosen directory, which is read even if it cannot be written to, and the one that replaces it."""
+    """The chosen directory, which may be read-only, and the directory that replaces it then."""
     chosen = _chosen_directory()
     yield chosen
     current = cache_directory()
@@ -254,7 +254,7 @@ def update_cached(name: str, change: Callable[[str | None], str]) -> Path:
 
 
 def publish(name: str, text: str) -> Path:
-    """Write a text for people to read, if it is not there yet; without it nothing is missing that runs."""
+    """Write a text for people to read, unless it exists; errors are only warned of."""
     file = open_cached(name)
     if file is not None:
         with file:
@@ -268,7 +268,7 @@ def publish(name: str, text: str) -> Path:
 
 
 def private_folder(name: str) -> Path:
-    """A folder of the cache for another library, which checks no files: no other user can write into it."""
+    """A folder of the cache for a library that verifies no files: no other user can write to it."""
     directory = _present(cache_directory())
     try:
         return _closed_folder(directory, name)
@@ -304,13 +304,13 @@ def _require_owned(path: Path, number: int) -> None:
 
 
 def _present(directory: Path) -> Path:
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # it may have been removed since it was chosen
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # it may have been removed meanwhile
     return directory
 
 
 @contextlib.contextmanager
 def _locked(path: Path, seconds: float, by: str, says: bool) -> Iterator[None]:
-    """A block that one process at a time is in; a long wait for another is announced, and ends in `BuildTimeout`."""
+    """A context that one process at a time enters; a long wait is warned of, and ends in `BuildTimeout`."""
     lock = FileLock(f"{path}.lock")
     begin = time.monotonic()
     what = f"{path.name} with {by}" if by else path.name
@@ -338,7 +338,7 @@ def _locked(path: Path, seconds: float, by: str, says: bool) -> Iterator[None]:
 
 
 def _write_whole(directory: Path, name: str, build: Callable[[Path], None]) -> None:
-    """Write a file whole or not at all, even if the machine crashes."""
+    """Write a file atomically, even if the machine crashes."""
     _remove_stale(directory)
     folder = Path(tempfile.mkdtemp(prefix=f"{_BUILDS}{name}-", dir=directory))
     try:
@@ -366,7 +366,7 @@ def _remove_stale(directory: Path) -> None:
 
 
 def text_builder(text: Callable[[], str]) -> Callable[[Path], Any]:
-    """A `build` for `cached` that writes a text, made only if it is needed."""
+    """A `build` for `cached` that writes a text, which is made only if needed."""
     return lambda path: path.write_text(text())
 
 
@@ -375,7 +375,7 @@ _built = 0
 
 
 def count_build() -> None:
-    """Note one build; called where a compiler is about to run."""
+    """Count a build, before a compiler runs."""
     global _built
     with _count_lock:  # several threads may build
         _built += 1

@@ -1,4 +1,4 @@
-"""From Triton source to launches at little host cost: modules in the cache, kernels compiled together."""
+"""Launches of Triton kernels at little host cost: modules in the cache, kernels compiled together."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .cache import cached, content_key, count_build, private_folder, publish, te
 
 
 def keep_triton_key() -> None:
-    """Take Triton's hash of itself from the cache: it reads its 200 MB compiler for it in every process (0.3 s)."""
+    """Take Triton's hash of itself from the cache: each process would read the 200 MB compiler for it (0.3 s)."""
     compute_and_root = triton_hash()
     if compute_and_root is None:
-        return  # Triton keeps its hash otherwise
+        return  # another Triton stores its hash differently
     compute, root = compute_and_root
     try:
         files = [*root.glob("_C/libtriton.*"), *root.glob("*/*.py"), *root.glob("language/**/*.py")]
@@ -43,11 +43,11 @@ def available() -> bool:
 
 
 def load_module(title: str, source: str) -> ModuleType:
-    """Make a module of Triton source, and write it to the cache for debuggers, profilers and people to read."""
+    """Make a module of Triton source, and write the source to the cache for debuggers, profilers and people."""
     if not available():
         raise BuildError("CUDA tensors need Triton >= 3.6: pip install triton")
     global _triton_folder
-    if os.environ.get("TRITON_CACHE_DIR") in (None, _triton_folder):  # else the user has named one
+    if os.environ.get("TRITON_CACHE_DIR") in (None, _triton_folder):  # otherwise the user has chosen one
         _triton_folder = os.environ["TRITON_CACHE_DIR"] = str(private_folder("triton"))
     import torch
     import triton
@@ -58,12 +58,12 @@ def load_module(title: str, source: str) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     path = str(publish(f"{title}-{key}.py", source))
-    # Triton reads a kernel's source where Python finds it for tracebacks; without a time it is not read from the file.
+    # Triton reads source through linecache; an entry without a time is not reread from the file.
     linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)
     module = ModuleType(name)
     module.__file__ = path
     exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
-    # Not before: another thread would take what is not whole yet, and later steps what an error has left.
+    # Last: another thread must not see an incomplete module, nor later steps the remains of an error.
     sys.modules[name] = module
     return module
 
@@ -71,8 +71,8 @@ def load_module(title: str, source: str) -> ModuleType:
 _triton_folder: str | None = None
 
 EXACT = {"enable_fp_fusion": False}
-"""Options of kernels whose elements come out the same wherever in a tile they lie: one loop would fuse a product into
-a sum where another, for the tail, does not."""
+"""Options of kernels whose elements must not depend on their place in a tile: otherwise one loop fuses a product into a
+sum where the loop for the tail does not."""
 
 _THREADS = "TILESTEP_BUILD_THREADS"
 
@@ -80,8 +80,8 @@ _THREADS = "TILESTEP_BUILD_THREADS"
 class Launcher:
     """One `triton.jit` kernel with grid, device, constants and options; called with the run-time arguments.
 
-    `kernel[grid](...)` looks at every argument again, for the compiled kernel that fits. A launcher
-    looks once; later calls go to the compiled kernel itself.
+    `kernel[grid](...)` inspects every argument in each call to find the compiled kernel. A launcher does so once;
+    later calls launch the compiled kernel.
     """
 
     def __init__(
@@ -122,13 +122,13 @@ class Launcher:
         return self._run is not None or not self._compiles or self._grid[0] == 0
 
     def build(self, *arguments: torch.Tensor | float) -> None:
-        """Compile and load for arguments like these without launching: before a CUDA graph is captured, say."""
+        """Compile and load for arguments of these types without a launch, as before the capture of a CUDA graph."""
         if not self.is_built:
             with torch.cuda.device(self._device):
                 self._run = self._compiled_runner(arguments)
 
     def compile(self, arguments: Sequence[torch.Tensor | float]) -> Any:
-        """What Triton compiles for arguments like these, or finds in its caches; not loaded, and not counted."""
+        """Compile for arguments of these types, or find it in Triton's caches; not loaded, and not counted."""
         return self._kernel.warmup(*arguments, grid=self._grid, **self._constants, **self._options)
 
     def _launch(self, arguments: tuple[torch.Tensor | float, ...]) -> None:
@@ -146,7 +146,7 @@ class Launcher:
         try:
             self._run(*arguments, *self._constant_values)
         except (AttributeError, TypeError):
-            # A Triton whose compiled kernels are called otherwise: the arguments were refused before anything ran.
+            # Compiled kernels of another Triton have other arguments, and refused these before anything ran.
             self._compiles = False
             self._kernel[self._grid](*arguments, **self._constants, **self._options)
         self._proven = True
@@ -157,7 +157,7 @@ class Launcher:
         try:
             return self._direct(arguments)
         except TypeError:
-            # A launcher that takes other arguments refuses these before anything ran.
+            # A launcher of another Triton has other arguments, and refused these before anything ran.
             self._direct = None
             return False
 
@@ -173,11 +173,11 @@ class Launcher:
         return run
 
 
-Launch = tuple[Launcher, Sequence[torch.Tensor | float]]  # a launcher and what it is going to be called with
+Launch = tuple[Launcher, Sequence[torch.Tensor | float]]  # a launcher and its arguments
 
 
 def build_together(launches: Sequence[Launch], device: torch.device) -> None:
-    """Let Triton compile what these launches need, several kernels at a time; nothing is loaded or launched."""
+    """Compile the kernels of launches in parallel; nothing is loaded or launched."""
     waiting = [(launcher, arguments) for launcher, arguments in launches if not launcher.is_built]
     if len(waiting) < 2 or (threads := min(build_threads(), len(waiting))) < 2:
         return
@@ -186,7 +186,7 @@ def build_together(launches: Sequence[Launch], device: torch.device) -> None:
 
 
 def build_threads() -> int:
-    """Kernels of a first step that are compiled at a time: TILESTEP_BUILD_THREADS, or 8; no more than processors."""
+    """Kernels compiled in parallel in a first step: TILESTEP_BUILD_THREADS, or 8; at most the number of processors."""
     wanted = os.environ.get(_THREADS, "8")
     if not wanted.isdecimal() or int(wanted) < 1:
         raise ValueError(f"Invalid {_THREADS}: {wanted!r}; it is the number of kernels to compile at a time")
@@ -211,7 +211,7 @@ def _require_one_specialization(kernel: Any, constants: Mapping[str, Any]) -> No
 
 @contextlib.contextmanager
 def _builds_counted() -> Iterator[None]:
-    """Count a build where Triton compiles rather than reads its disk cache."""
+    """Count builds of Triton, but not reads of its disk cache."""
     try:
         from triton import knobs
 

@@ -1,4 +1,4 @@
-"""The optional C++ look at an optimizer's tensors, built beside the training and used once it is there."""
+"""The table of tensors, its optional C++ extension, which is built in the background, and page-locked host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Building and loading the look in C++: no step waits for it, the cache keeps it, and Python does without it."""
+"""Builds and loads the C++ extension: no step waits for it, the cache keeps it, and Python code replaces it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..errors import BuildError
 from ..kernels.cache import cached, content_key, find_cached, open_cached
 
 LEAST_TENSORS = 16
-"""Below so many tensors a look in Python takes no noticeable time."""
+"""With fewer tensors the Python code takes no noticeable time."""
 
 _FLAGS = ["-std=c++20", "-O2", "-fopenmp", "-shared", "-fPIC", "-w"]
 _lock = threading.Lock()
@@ -32,13 +32,13 @@ _is_absent = False
 _first_asked: float | None = None
 
 _SECONDS = 600.0
-"""How long the compiler may take; only `wait` waits for it."""
+"""Seconds that the compiler may take; only `wait` waits for it."""
 
 _START_SECONDS = 2.0
-"""A process that has not lived as long after its first step does not start a build that its end would cut short."""
+"""Seconds after the first step before a build starts: a short process would end before the build."""
 
 _END_SECONDS = 2.0
-"""How long the end of a process waits for the thread."""
+"""Seconds that the end of a process waits for the thread."""
 
 _FOLDER = Path(__file__).parent
 
@@ -48,13 +48,13 @@ def _source() -> str:
 
 
 def _sources() -> str:
-    """The text of all files that the module is built from."""
+    """The text of all source files, for the cache key."""
     return "".join((_FOLDER / name).read_text() for name in ("tensors.h", "arrivals.h", "scan.cpp"))
 
 
 @functools.lru_cache(maxsize=1)
 def layout_flags() -> list[str]:
-    """What a tensor's Python object holds, as torch's headers declare it; nothing if they declare it otherwise."""
+    """Compiler flags with the layout of a tensor's Python object as torch's headers declare it; empty if unknown."""
     folder = Path(torch.__file__).parent / "include/torch/csrc/autograd"
     try:
         variable, graph_task = (folder / name for name in ("python_variable.h", "graph_task.h"))
@@ -85,13 +85,13 @@ def _file_name() -> str | None:
 
 
 def module(tensors: int) -> Any:
-    """The module in C++ if it is built; otherwise None, and a thread builds it once that pays."""
+    """The C++ module if it is built; otherwise None, and a thread builds it once that pays off."""
     global _is_absent, _first_asked
     if _loaded.cache_info().currsize:
         return _loaded()
     if _builder is not None:
         return None if _builder.is_alive() else _loaded()
-    if _is_absent:  # looked for once: a step must not read directories
+    if _is_absent:  # checked once: a step must not read directories
         if tensors >= LEAST_TENSORS and _first_asked is not None and time.monotonic() - _first_asked > _START_SECONDS:
             _start()
         return None
@@ -104,7 +104,7 @@ def module(tensors: int) -> Any:
 
 
 def wait() -> bool:
-    """Wait until the module in C++ is built; whether it can be used.
+    """Wait until the C++ module is built; returns whether it can be used.
 
     Benchmarks call this; a training does not need to.
     """
@@ -126,8 +126,8 @@ def _start() -> None:
 
 @atexit.register
 def _end() -> None:
-    """End the build and join its thread: the interpreter's end would stop a daemon thread anywhere."""
-    deadline = time.monotonic() + _END_SECONDS  # a thread may wait for another process that builds the same
+    """End the build and join its thread: the interpreter would stop a daemon thread at any point."""
+    deadline = time.monotonic() + _END_SECONDS  # a thread may wait for another process that builds the module
     while _builder is not None and _builder.is_alive() and time.monotonic() < deadline:
         stop_all()
         _builder.join(0.05)
@@ -180,7 +180,7 @@ def _loaded() -> ModuleType | None:
 
 
 def _after_fork() -> None:
-    """A forked process has no thread that builds, and a lock of its own."""
+    """Reset the thread and the lock in a forked process."""
     global _builder, _lock, _is_absent
     _builder, _lock, _is_absent = None, threading.Lock(), False
 

@@ -1,4 +1,4 @@
-"""Page-locked memory of the host, and how much there is."""
+"""Page-locked host memory, and how much is available."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..devices import has_streams
 from ..errors import HostMemoryError
 from .table import address_of
 
-ALIGNMENT = 256  # bytes at whose multiples buffers begin
+ALIGNMENT = 256  # bytes; buffers begin at multiples of it
 _PAGE = 4096
-_PORTABLE, _MAPPED = 1, 2  # flags of CUDA's page-locking: for all contexts, and accessible from kernels
+_PORTABLE, _MAPPED = 1, 2  # flags of cudaHostRegister: for all contexts, and accessible from kernels
 _MEMINFO = Path("/proc/meminfo")
 _STATM = Path("/proc/self/statm")
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
@@ -32,13 +32,13 @@ def gigabytes(count: float) -> str:
 
 
 def available() -> tuple[int, str]:
-    """Host memory that can still be allocated, in bytes, and what limits it."""
+    """Host memory that can still be allocated, in bytes, and the limit in words."""
     limits: list[tuple[int, str]] = []
     with contextlib.suppress(OSError, ValueError, StopIteration):
         line = next(line for line in _MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
         limits.append((int(line.split()[1]) * 1024, "memory of the system"))
     with contextlib.suppress(OSError, ValueError):
-        # Version 2 of Linux's control groups; pages of files that are not in use can be reclaimed.
+        # Linux control groups v2; inactive file pages can be reclaimed.
         limit = int((_CONTROL_GROUP / "memory.max").read_text())
         used = int((_CONTROL_GROUP / "memory.current").read_text())
         lines = (_CONTROL_GROUP / "memory.stat").read_text().splitlines()
@@ -55,7 +55,7 @@ def available() -> tuple[int, str]:
 class HostMemory:
     """Page-locked pieces of host memory for asynchronous copies; a piece is freed with its last tensor."""
 
-    # torch allocates page-locked memory in powers of two: of 9.5 GB of state 6.5 GB would be lost.
+    # torch allocates page-locked memory in powers of two: 9.5 GB of state would waste 6.5 GB.
 
     def __init__(self, device: torch.device, what: str = "the optimizer's state") -> None:
         self.device = device
@@ -63,29 +63,29 @@ class HostMemory:
         self._pieces: list[tuple[int, int, weakref.ref[np.ndarray]]] = []
 
     def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """One piece of memory for several buffers, each a storage."""
+        """Allocate one piece of memory for several buffers, each with a storage of its own."""
         padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
         if not sum(padded):
             return [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in sizes]
         memory = self._piece(sum(padded))
         starts = np.concatenate([[0], np.cumsum(padded)]).tolist()
-        # Sliced before the conversion: the storage then begins in locked memory, and torch finds it pinned.
+        # Slice before the conversion: the storage then begins in locked memory, and torch reports it as pinned.
         return [torch.from_numpy(memory[start : start + size]) for start, size in zip(starts, sizes)]
 
     def like(self, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
-        """Uninitialized tensors in one piece of memory, with the shapes and memory formats of others."""
+        """Uninitialized tensors in one piece of memory, with the shapes and memory formats of `tensors`."""
         sizes = [-(-tensor.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT for tensor, dtype in zip(tensors, dtypes)]
         ends = dict.fromkeys(dtypes, 0)
         begins = []
         for dtype, size in zip(dtypes, sizes):
             begins.append(ends[dtype] // dtype.itemsize)
             ends[dtype] += size
-        # A storage for each dtype: torch.save refuses one that is shared by tensors of several.
+        # A storage per dtype: torch.save refuses a storage that tensors of several dtypes share.
         storages = {dtype: flat.untyped_storage() for dtype, flat in zip(ends, self.take(list(ends.values())))}
         made = []
         for tensor, dtype, begin in zip(tensors, dtypes, begins):
             like = torch.empty_like(tensor, dtype=dtype, device="meta", memory_format=torch.preserve_format)
-            # Not a view: it has its own version counter, and checks do not see its neighbours as aliases.
+            # `set_`, not a view: the tensor has a version counter of its own, and is no alias of its neighbours.
             empty = torch.empty(0, dtype=dtype, device="cpu")
             made.append(empty.set_(storages[dtype], begin, like.shape, like.stride()))
         return made
@@ -117,7 +117,7 @@ class HostMemory:
             code = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE | _MAPPED))
         if code:
             with contextlib.suppress(RuntimeError):
-                # The launch clears CUDA's last error.
+                # A launch clears CUDA's last error.
                 torch.zeros(1, device=self.device)
             raise self._missing(size, *available(), why=f", which CUDA could not lock (error {code})")
         finalizer = weakref.finalize(array, _unlock, address, self.device)

@@ -1,9 +1,9 @@
-"""The table of tensors that kernels reach by address, and one look before every step: what has changed?
+"""The table of tensors that kernels reach by address; before every step it looks for changes of them.
 
 A tensor is unchanged if its dtype, device, sizes, strides, dispatch keys (lazy negation and conjugation, zero tensors,
-subclasses) and address are the remembered ones. `native/scan.cpp` states the same in `description_of` and `address_of`;
-this module asks torch's guards and `data_ptr`, for tensors that C++ leaves out and where it is not built. Memory is not
-kept alive between steps: if a state is moved to another device, its memory is freed at once.
+subclasses) and address are the remembered ones. `scan.cpp` implements this in `description_of` and `address_of`; this
+module uses torch's guards and `data_ptr`, for tensors that C++ does not support and where it is not built. Memory is
+not kept alive between steps: if a state is moved to another device, its memory is freed at once.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from ..compat import (
 from ..devices import copy_to, is_host
 
 SAME, MOVED, CHANGED = 0, 1, 2
-"""Answers of a look: tensors are what they were; some have other addresses; some have changed otherwise."""
+"""Results of a look: no tensor has changed; addresses have changed; something else has changed."""
 
-_AT_ONCE = 512  # tensors that a look in turn takes
+_AT_ONCE = 512  # tensors per look in turn
 
-_LOW = 1 << 32  # most memory lies above this address: a lower one may be an offset from a null pointer
+_LOW = 1 << 32  # memory mostly lies above; a lower address may be an offset from a null pointer
 
 
 class Written(Protocol):
-    """Memory that kernels write."""
+    """The memory that kernels write."""
 
-    arguments: tuple[int, int, int]  # what C++ copies: see `create` in `native/scan.cpp`
+    arguments: tuple[int, int, int]  # for `create` in `scan.cpp`
 
     def overlapped(self, addresses: np.ndarray, sizes: np.ndarray) -> np.ndarray: ...
 
 
 class _Described:
-    """What some tensors were: metadata and addresses; of DTensors those of their local parts, which are held."""
+    """Remembered metadata and addresses of tensors; of DTensors those of their local parts, which are kept alive."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, fixed: bool = False) -> None:
         self.tensors: list[torch.Tensor] = list(tensors) if fixed else []
@@ -65,7 +65,7 @@ class _Described:
         self._check: Callable[..., bool] = tensor_guards(tensors) if tensors else bool
 
     def look(self, tensors: list[torch.Tensor] | None = None) -> int:
-        """SAME, MOVED or CHANGED, for fixed tensors or for others in their place."""
+        """SAME, MOVED or CHANGED, for the fixed tensors or for `tensors` in their place."""
         if tensors is None:
             tensors = local_parts(self.tensors)
             if not same_list(tensors, self._parts):
@@ -73,7 +73,7 @@ class _Described:
         if len(tensors) != len(self._indices):
             return CHANGED
         if tensors and not self._check(*tensors):
-            # Unlike guards, this ignores `requires_grad` and whether a tensor is a `Parameter`.
+            # Unlike guards, descriptions ignore `requires_grad` and whether a tensor is a `Parameter`.
             pairs = zip(tensors, self._descriptions)
             if not all(isinstance(tensor, torch.Tensor) and description(tensor) == wanted for tensor, wanted in pairs):
                 return CHANGED
@@ -81,20 +81,20 @@ class _Described:
         return SAME if addresses_equal(tensors, self.addresses, self._indices) else MOVED
 
     def follow(self) -> None:
-        """Take the present addresses of fixed tensors."""
+        """Remember the present addresses of the fixed tensors."""
         self.addresses = addresses_of(self._parts).tolist()
 
 
 class Table:
-    """Parameters, gradients and states on one device: where they lie and what they are.
+    """Addresses and metadata of parameters, gradients and states on one device.
 
     Args:
-        addresses: int64[rows] on the device, where gradients begin; 0 for a row without one, 1 for an empty one. None
+        addresses: int64[rows] on the device, addresses of gradients; 0 for no gradient, 1 for an empty gradient. None
             for addresses on the host alone, in `host`.
-        params: for each row the tensor that kernels write, or a DTensor whose local part it is; none where only
-            gradients are looked at.
-        states: further tensors, in which DTensors stand for their local parts too.
-        written: the memory of parameters and states; gradients that move into it are a change.
+        params: for each row the tensor that kernels write, or a DTensor with it as local part; empty for a table of
+            gradients alone.
+        states: further tensors; DTensors stand for their local parts.
+        written: the memory of parameters and states; a gradient that moves into it is a change.
     """
 
     # `state["exp_avg"].data = ...`, `set_`, `share_memory_`, `swap_tensors` and a `resize_` of a storage give a tensor
@@ -110,38 +110,38 @@ class Table:
         self.host, self._target = np.zeros(0 if addresses is None else len(addresses), dtype=np.int64), addresses
         if addresses is not None and is_host(addresses.device):
             self.host, self._target = addresses.numpy(), None
-        """The addresses on the host; of a CPU's table the same memory."""
+        """The addresses on the host; for a CPU the same memory as `addresses`."""
         self._params, self._states = _Described(params, fixed=True), _Described(states, fixed=True)
         self._written = written
-        self.places: list[int] = []  # the rows that have a gradient
-        self.generation = 0  # how often other addresses were written
+        self.places: list[int] = []  # rows with a gradient
+        self.generation = 0  # count of address changes
         self.is_uploaded = False  # whether the device has the addresses of the last look
-        self.finds = False  # whether C++ finds the gradients of the parameters by itself
+        self.finds = False  # whether C++ reads the gradients from the parameters
         self._may_find = False
-        self._is_known = False  # whether the gradients were described, and are not other copies at each step
-        self._native: Any = None  # the look in C++; None if it was not asked for, False if there is none
+        self._is_known = False  # whether gradients are described, and are not new copies in each step
+        self._native: Any = None  # the C++ table; None before the first request, False if unsupported
         self._turns: list[Table] = []
         self.look: Callable[[int], int] = _fixed_look(self)
-        """Looks at parameters and states alone, with so many threads: SAME or CHANGED."""
+        """Looks at parameters and states only, with a number of threads: SAME or CHANGED."""
         self.release: Callable[[], object] = _nothing
-        """Lets go of the gradients' memory, which a look holds where the table finds them; after the last launch."""
+        """Releases the gradients, which a look keeps alive where the table `finds` them; for after the last launch."""
         self.count_writes: Callable[[], object] = _nothing
-        """Counts a version of every parameter with a gradient, as in-place writes do."""
+        """Bumps the version of every parameter with a gradient, as in-place writes do."""
         self.same_list: Callable[[Any, Any], bool] = same_list
-        """Whether two lists hold the same objects."""
+        """As the function of this name, in C++ if it is built."""
 
     def refresh(self, gradients: Sequence[torch.Tensor | None] | None, threads: int = 1) -> int:
-        """Look at everything once, and bring the addresses up to date unless something has changed.
+        """Look at all tensors once, and update the addresses unless something else has changed.
 
         Args:
-            gradients: of the rows; None where the table `finds` them.
-            threads: how many look.
+            gradients: the gradients of the rows; None where the table `finds` them.
+            threads: number of threads.
 
         Returns:
-            SAME, MOVED for gradients with other addresses, or CHANGED: gradients must be described anew, by `remember`,
-            or a parameter or state is not what it was (`look_at_params`, `states_are_same`).
+            SAME, MOVED for gradients with other addresses, or CHANGED: gradients must be described again by `remember`,
+            or a parameter or state has changed (`look_at_params`, `states_are_same`).
         """
-        # Unless this comes to its end, as after Ctrl-C, the device has addresses of a step before.
+        # If this is interrupted, as by Ctrl-C, the device has the addresses of an earlier step.
         was_uploaded, self.is_uploaded = self.is_uploaded, False
         if not self._is_known:
             return CHANGED
@@ -178,7 +178,7 @@ class Table:
             seen = self._gradients.look(present)
             if seen == MOVED and not self._put(present):
                 return CHANGED
-        except RuntimeError:  # of a tensor that has no address: a look at each gradient names it
+        except RuntimeError:  # a tensor has no address: the look at each gradient names it
             return CHANGED
         return seen
 
@@ -187,17 +187,17 @@ class Table:
         addresses, sizes = addresses_of(present), self._gradients.sizes
         if self._written is not None and self._written.overlapped(addresses, sizes).any():
             return False
-        # Only low addresses can tell of elements without memory.
+        # Only low addresses may belong to elements without memory.
         if addresses.min(initial=_LOW) < _LOW and not all(map(has_memory, present)):
             return False
         self.host[:] = 0
         self.host[self.places] = np.where(sizes == 0, 1, addresses)
-        # Last: after Ctrl-C on the way the next look must see that they have moved.
+        # Last: if interrupted before, the next look must see the moves.
         self._gradients.addresses = addresses.tolist()
         return True
 
     def _look_natively(self, gradients: Any) -> None:
-        """Look in C++ from now on, in a fraction of the time, if that is built and supports the tensors."""
+        """Look in C++ from now on, if it is built and supports the tensors."""
         params, states = self._params.tensors, self._states.tensors
         module = native.module(len(params) + len(states) + len(gradients or ()))
         if module is None:
@@ -223,13 +223,13 @@ class Table:
         finds: bool = False,
         again: bool = True,
     ) -> None:
-        """Describe the gradients as they are now.
+        """Describe the present gradients.
 
         Args:
-            gradients: of the rows; they have memory, which kernels do not write.
-            written: the tensors of parameters with gradients whose versions a step counts.
-            finds: whether later looks may find them at their parameters.
-            again: whether later gradients may be like these; not if these are copies.
+            gradients: the gradients of the rows; they have memory that kernels do not write.
+            written: the tensors of parameters with gradients, whose versions a step bumps.
+            finds: whether later looks may read them from their parameters.
+            again: whether later gradients may match these; False if these are copies.
         """
         self.places = [place for place, gradient in enumerate(gradients) if gradient is not None]
         self._gradients = _Described([gradient for gradient in gradients if gradient is not None])
@@ -246,11 +246,11 @@ class Table:
         self._native, self.finds, self.look, self._turns = None, False, _fixed_look(self), []
 
     def invalidate(self) -> None:
-        """Have the next look call the gradients changed."""
+        """Make the next look report changed gradients."""
         self._is_known = self.finds = False
 
     def look_in_turn(self, turn: int) -> int:
-        """As `look`, at a few hundred of the tensors alone: at all of them in as many turns as it takes."""
+        """As `look`, at a few hundred tensors per turn."""
         if not self._turns:
             tensors = [*self._params.tensors, *self._states.tensors]
             self._turns = [Table(states=tensors[at : at + _AT_ONCE]) for at in range(0, len(tensors), _AT_ONCE)]
@@ -258,7 +258,7 @@ class Table:
 
     @property
     def is_native(self) -> bool:
-        """Whether C++ looks."""
+        """Whether C++ looks at the tensors."""
         return bool(self._native) or self.look.func is not Table._look  # type: ignore[attr-defined]
 
     def look_at_params(self) -> int:
@@ -266,23 +266,23 @@ class Table:
         return self._params.look()
 
     def follow_params(self, written: Written) -> None:
-        """Take the parameters' present addresses, and what kernels write there."""
+        """Remember the parameters' present addresses, and the memory that kernels write."""
         self._params.follow()
         self._written = written
         self._forget_native()
 
     def states_are_same(self) -> bool:
-        """Whether the states are what they were."""
+        """Whether no state has changed."""
         return self._states.look() == SAME
 
 
 def _fixed_look(table: Table) -> Callable[[int], int]:
-    # A bound method would be a circle, which keeps the tensors until garbage is collected.
+    # A bound method would be a reference cycle, which keeps the tensors until a garbage collection.
     return partial(Table._look, weakref.proxy(table), False)
 
 
 def _nothing() -> None:
-    """Where the table holds no memory of gradients."""
+    """Release nothing: the table keeps no gradients alive."""
 
 
 def same_list(left: Sequence[Any], right: Sequence[Any]) -> bool:
@@ -291,30 +291,30 @@ def same_list(left: Sequence[Any], right: Sequence[Any]) -> bool:
 
 
 address_of: Callable[[torch.Tensor | torch.UntypedStorage], int] = operator.methodcaller("data_ptr")
-"""Where a tensor begins, or the memory of several."""
+"""The address of a tensor or of a storage."""
 
 
 def addresses_of(tensors: Sequence[torch.Tensor]) -> np.ndarray:
-    """int64[tensors], where tensors begin."""
+    """int64[tensors], addresses of tensors."""
     return np.fromiter(map(address_of, tensors), dtype=np.int64, count=len(tensors))
 
 
 def rows_of(gradients: Sequence[torch.Tensor | None]) -> np.ndarray:
-    """int64[gradients], where they begin; 0 for none, 1 for an empty one, which may have no address."""
+    """int64[gradients], their addresses; 0 for None, 1 for an empty gradient, which may have no address."""
     rows = [0 if one is None else address_of(one) if one.numel() else 1 for one in gradients]
     return np.asarray(rows, dtype=np.int64)
 
 
 class Survey(NamedTuple):
-    """The result of one look at some parameters."""
+    """The result of `survey`."""
 
-    versions: int  # the sum of their versions
-    any_gradient: bool  # whether one of them has a gradient
-    trains: bytes  # a 1 for each parameter that requires a gradient, a 0 for each other one
+    versions: int  # sum of versions
+    any_gradient: bool  # whether any parameter has a gradient
+    trains: bytes  # per parameter 1 if it requires a gradient, else 0
 
 
 def survey(params: list[torch.Tensor]) -> Survey:
-    """Look at parameters once, in C++ if it is built."""
+    """Sum versions and read flags of parameters, in C++ if it is built."""
     module = native.module(len(params))
     if module is not None:
         return Survey(*module.survey(params))
@@ -323,7 +323,7 @@ def survey(params: list[torch.Tensor]) -> Survey:
 
 
 def count_writes(tensors: list[torch.Tensor]) -> None:
-    """Count a version of each of some tensors, as in-place writes do."""
+    """Bump the version of each tensor, as in-place writes do."""
     module = native.module(len(tensors))
     if module is None:
         torch.autograd.graph.increment_version(tensors)
@@ -332,8 +332,8 @@ def count_writes(tensors: list[torch.Tensor]) -> None:
 
 
 def taken_gradients(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients of parameters, which are taken away from them."""
-    # A param group's `params` are a list, unless a user has replaced it.
+    """Remove the gradients from parameters and return them."""
+    # `params` of a param group is a list, unless a user has replaced it.
     module = native.module(len(params)) if type(params) is list else None
     taken = None if module is None else module.take(params, (*_PLAIN, distributed_tensor_type()))
     if taken is not None:
@@ -345,38 +345,38 @@ def taken_gradients(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def memory_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors that hold all memory of some tensors on this rank, most of it once."""
+    """Tensors that keep alive all memory of some tensors on this rank."""
     module = native.module(len(tensors))
     parts = local_parts(tensors) if module is None else module.memory_of(tensors, DTENSOR_PARTS)
     return list(map(ready, parts))
 
 
 def sum_of_versions(tensors: list[torch.Tensor]) -> int:
-    """The sum of the versions of tensors: versions only grow, so if it has not changed, no tensor was written to."""
+    """The sum of versions of tensors; versions only grow: if the sum is the same, no tensor was written to."""
     return survey(tensors).versions
 
 
 class Writes:
-    """Tells which of some parameters other code has written to in place, by versions; of DTensors also their parts'.
+    """Detects in-place writes of other code to parameters by versions; of DTensors also by those of their parts.
 
     Args:
         params: the parameters.
-        known: for each whether its present version is known to be no write of other code; by default all are.
+        known: for each whether its present version is not due to other code; by default all are.
     """
 
-    # A write that counts no version, through `param.data`, is not seen.
+    # A write through `param.data` bumps no version, and is not detected.
 
     def __init__(self, params: Sequence[torch.Tensor], known: Sequence[bool] | None = None) -> None:
         self.params = list(params)
         self._have_parts = not same_list(local_parts(self.params), self.params)
         self._places = {id(param): place for place, param in enumerate(self.params)}
-        self._bump: Callable[[list[torch.Tensor]], object] | None = None  # counts versions in C++, once that is built
+        self._bump: Callable[[list[torch.Tensor]], object] | None = None  # bumps versions in C++, once it is built
         self.note()
         if known is not None and not all(known):
-            self.known, self.total = np.asarray(known), -1  # no sum of versions
+            self.known, self.total = np.asarray(known), -1  # -1: no sum of versions
 
     def note(self) -> None:
-        """Take the present versions."""
+        """Remember the present versions."""
         self.versions, self._counted = self._versions_of(self.params), 0
         self.known = np.ones(len(self.params), dtype=bool)
         self.total = int(self.versions.sum())
@@ -390,8 +390,8 @@ class Writes:
         return versions
 
     def are_none(self, total: int | None = None) -> bool:
-        """Whether there were no such writes; `total` is the sum of the parameters' versions, if known."""
-        # Versions only grow: if their sum has not changed, none has.
+        """Whether there were no writes; `total` is the sum of the parameters' versions, if known."""
+        # Versions only grow: if the sum is the same, all are.
         if total is None and self.params:
             total = sum_of_versions(self.params)
             if self._have_parts:
@@ -400,14 +400,14 @@ class Writes:
         return not self.params or total == self.total
 
     def take(self) -> list[int]:
-        """The places of parameters that were written to, whose present versions are known from now on."""
+        """The places of parameters that were written to; remembers their present versions."""
         now = self._versions_of(self.params) - self._counted
         written = np.nonzero(self.known & (now != self.versions))[0]
         self.versions[written] = now[written]
         return written.tolist()
 
     def count(self, params: list[torch.Tensor] | None = None) -> None:
-        """Count a version of parameters, of all by default, for a write that is not other code's."""
+        """Bump the versions of parameters, by default of all, for a write of tilestep."""
         chosen = self.params if params is None else params
         if self._bump is None and (module := native.module(len(chosen))) is not None:
             self._bump = module.bump
@@ -420,7 +420,7 @@ class Writes:
 
     @contextmanager
     def own(self, params: Sequence[torch.Tensor] | None = None) -> Iterator[None]:
-        """A block whose writes to some parameters, or all, are not other code's."""
+        """A context whose writes to some parameters, or to all, are not attributed to other code."""
         chosen = self.params if params is None else [param for param in params if id(param) in self._places]
         before = self._versions_of(chosen)
         try:

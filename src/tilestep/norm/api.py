@@ -1,4 +1,4 @@
-"""Total norm and clipping of any list of tensors, as torch's functions of the same names."""
+"""Total norm and clipping of any list of tensors, like torch's functions of the same names."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: one tensor or any iterable of tensors; those whose `grad` is None are ignored.
-        max_norm: the largest norm allowed. A one-element tensor on the gradients' device is read there.
+        max_norm: the largest norm allowed. A one-element tensor on the gradients' device is not copied to the host.
         norm_type: p, as for `total_norm`.
         error_if_nonfinite: raise if the norm is infinite or NaN, with gradients unchanged; this waits for the device.
         foreach: as for `total_norm`.
@@ -115,7 +115,7 @@ def clip_grad_norm_(
     else:
         listed = _listed(parameters)
         if not listed and isinstance(parameters, types.GeneratorType):
-            # The caller is behind two frames of `opaque`.
+            # `opaque` adds two frames.
             warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=4)
     gradients = [gradient for parameter in listed if (gradient := parameter.grad) is not None]
     refuse_taken(listed)
@@ -147,11 +147,11 @@ def clip_grad_norm_(
 def _readable(
     tensors: list[torch.Tensor], norm_type: float, positions: Callable[[], Sequence[int]] | None = None
 ) -> tuple[Recipe | None, list[torch.Tensor]]:
-    """The recipe for tensors, and the tensors it reads: complex ones as pairs of reals where the norm is the same."""
+    """The recipe for tensors, and the tensors it reads: complex tensors as pairs of reals if the norm is the same."""
     try:
         return find_recipe(tensors, positions), tensors
     except GradientError:
-        # Asked only after a failure: other lists need not pay for the question.
+        # Checked after a failure only: other lists need not pay for the check.
         if not any(tensor.is_complex() for tensor in tensors):
             raise
     tensors = list(map(resolved, tensors))
@@ -162,7 +162,7 @@ def _readable(
 
 
 def _listed(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """A list of the tensors; a list itself, since copying thousands of references touches every tensor."""
+    """A list of the tensors; a list is not copied, since that touches every tensor."""
     return tensors if type(tensors) is list else list(tensors)
 
 

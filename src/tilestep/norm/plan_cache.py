@@ -1,4 +1,4 @@
-"""Tables on the devices, kept from call to call for lists of tensors with the same metadata."""
+"""Tables on devices, cached across calls for lists of tensors with the same metadata."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..native.table import CHANGED, Table, addresses_of, count_writes
 from .table import NormTable
 from .tiles import DTYPES, combine, upload
 
-Positions = Callable[[], Sequence[int]]  # the places that messages call a list's tensors by
+Positions = Callable[[], Sequence[int]]  # the places of tensors in messages
 
-KEPT = 8  # recipes kept, the last used first; each holds 20 bytes of device memory per tile
+KEPT = 8  # cached recipes, most recently used first; 20 bytes of device memory per tile
 
 
 class Recipe:
-    """The tables for one list of tensors on one stream per device; holds no tensor of the caller."""
+    """Tables for a list of tensors on one stream per device; keeps no tensor of the caller alive."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.lock = threading.Lock()
@@ -33,7 +33,7 @@ class Recipe:
         self._uploaded = -1  # the generation of the table whose addresses the devices have
         self._addresses = self._table.host
         self._fitted: tuple[int, int] | None = None
-        self._overlap: bool | None = None  # None if not looked at since the addresses changed
+        self._overlap: bool | None = None  # None if unknown since the addresses changed
         self._first_device = tensors[0].device
         wide = any(tensor.dtype == torch.float64 for tensor in tensors)
         self._dtype = torch.float64 if wide else torch.float32
@@ -70,7 +70,7 @@ class Recipe:
         return totals if len(self._parts) == 1 else combine(totals, norm_type, root=False).reshape(1)
 
     def _totals(self, norm_type: float) -> torch.Tensor:
-        """What each device gives before the root, float64[devices] on the first tensor's."""
+        """The results of all devices before the root, float64[devices] on the first tensor's device."""
         totals = []
         for part in self._parts:
             total = torch.empty(1, dtype=torch.float64, device=part.device)
@@ -103,8 +103,8 @@ class Recipe:
         return [tensor.contiguous() if index in loose else tensor for index, tensor in enumerate(tensors)]
 
     def _follow(self, dense: list[torch.Tensor]) -> None:
-        """Bring the addresses on the devices up to date, if any tensor moved."""
-        # The answer of `fits` holds once: another thread may have brought other addresses since.
+        """Update the addresses on the devices, if any tensor has moved."""
+        # The result of `fits` holds once: another thread may have written other addresses since.
         fitted, self._fitted, table = self._fitted, None, self._table
         if self._loose or (fitted != (id(dense), table.generation) and table.refresh(dense) == CHANGED):
             self._uploaded, self._addresses = -1, addresses_of(dense)
@@ -132,12 +132,12 @@ class _Part:
 
 
 def _streams(devices: Iterable[torch.device]) -> list[int]:
-    """Work on another stream must not share partial results with this one's."""
+    """The current streams: work on another stream must not share partial results."""
     return [torch.cuda.current_stream(device).cuda_stream for device in devices if has_streams(device)]
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, each once, in whatever order."""
+    """Whether the elements fill a range of memory, each once, in any order."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -161,11 +161,11 @@ _lock = threading.Lock()
 
 
 def find_recipe(tensors: list[torch.Tensor], positions: Positions | None = None) -> Recipe | None:
-    """The recipe for a list of tensors, made if there is none; None if their memory cannot be read."""
+    """The recipe for a list of tensors, made on a miss; None if kernels cannot read their memory."""
     first, last = tensors[0], tensors[-1]
     key = (len(tensors), first.shape, last.shape, first.device)
-    # Tables uploaded in a capture exist once its graph is replayed: no other call can use them. Nor can the capture use
-    # tables of other calls, which may change. They are memory of the graph, as any tensor made inside.
+    # Tables uploaded in a capture exist once its graph is replayed: no other call can use them. The capture cannot use
+    # tables of other calls either, which may change. Its tables are memory of the graph.
     captures = first.is_cuda and torch.cuda.is_current_stream_capturing()
     with _lock:
         for place, (own_key, recipe) in enumerate(() if captures else _recipes):
@@ -184,7 +184,7 @@ def find_recipe(tensors: list[torch.Tensor], positions: Positions | None = None)
 
 
 def forget_recipes() -> None:
-    """Let go of all tables."""
+    """Drop all tables."""
     with _lock:
         _recipes.clear()
 
@@ -196,7 +196,7 @@ def _plain(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def name_of(place: int, positions: Positions | None) -> str:
-    """What messages call a tensor of a list."""
+    """The name of a tensor in messages."""
     return f"tensor {place}" if positions is None else f"the gradient of parameter {positions()[place]}"
 
 
@@ -211,7 +211,7 @@ def _require_supported(tensors: Sequence[torch.Tensor], positions: Positions | N
 
 
 def _after_fork() -> None:
-    """Drop the lock and the tables: another thread of the parent may have been using them."""
+    """Drop the lock and the tables, which another thread of the parent may have used."""
     global _lock
     _lock = threading.Lock()
     _recipes.clear()

@@ -1,4 +1,4 @@
-"""Norms of tensors that several ranks hold: the local parts as any tensors, then one all-reduce over all ranks."""
+"""Norms of tensors on several ranks: the norm of local parts, then one all-reduce over all ranks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ..placement.local import as_real, local_part
 from .plan_cache import Positions, Recipe, find_recipe, name_of
 from .tiles import Order, combine, order_of
 
-KEPT = 4  # lists of tensors whose meshes and placements are remembered
+KEPT = 4  # cached lists of meshes and placements
 
 
 class Shares:
-    """Which tensors of a list count alike in sums over all ranks."""
+    """Groups of the tensors of a list that have the same weight in sums over all ranks."""
 
     def __init__(self, tensors: Sequence[Any], positions: Positions | None) -> None:
         distributed = [place for place, tensor in enumerate(tensors) if is_distributed(tensor)]
@@ -41,9 +41,9 @@ class Shares:
 
 
 class ShardedNorm:
-    """The norm of one list of tensors, some of which are DTensors; used as a `Recipe` is."""
+    """The norm of a list of tensors with DTensors; has the interface of `Recipe`."""
 
-    lock = nullcontext()  # the recipes of its parts have their own
+    lock = nullcontext()  # recipes of the parts have locks
 
     def __init__(self, tensors: Sequence[torch.Tensor], shares: Shares, positions: Positions | None) -> None:
         self._ranks = shares.ranks
@@ -65,7 +65,7 @@ class ShardedNorm:
         order = order_of(norm_type)
         if order not in (Order.SQUARES, Order.NONZERO) and any(tensor.is_complex() for tensor in tensors):
             raise GradientError(f"a norm of order {norm_type} of complex DTensors is not supported; order 2 is")
-        if order is Order.NONZERO:  # a tensor that is sharded has a nonzero if any of its parts has
+        if order is Order.NONZERO:  # a sharded tensor has a nonzero if any of its parts has
             device = self._local[0].device
             counts = [part.count_nonzero().to(device) for _, own, _ in self._parts for part in own]
             nonzero = (torch.stack(counts) != 0).to(torch.float64)
@@ -86,17 +86,17 @@ class ShardedNorm:
         return _as_from_torch(total.reshape(()).to(torch.float64 if wide else torch.float32))
 
     def _total(self, share: float, own: list[torch.Tensor], recipe: Recipe, norm_type: float) -> torch.Tensor:
-        """The norm of tensors that count alike before its root, a sum times their share; float64[1]."""
+        """The norm of a group before its root, a sum times the weight; float64[1]."""
         with recipe.lock:
             total = recipe.total(own, norm_type).to(self._local[0].device)
         order = order_of(norm_type)
         if order in (Order.LARGEST, Order.SMALLEST):
             return total
-        # A sum at the limit stands for a larger one, of which no share can be taken.
+        # A sum at the limit stands for a larger sum, of which no share can be taken.
         return (torch.where(total >= LARGEST_SUM, math.inf, total) if order is Order.SQUARES else total) * share
 
     def scale(self, tensors: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: torch.Tensor | float) -> None:
-        """Multiply the tensors by min(1, max_norm / (norm + 1e-6)); of a partial sum its terms."""
+        """Multiply the tensors by min(1, max_norm / (norm + 1e-6)); for a partial sum its terms."""
         with self._recipe.lock:
             self._recipe.scale(self._local, norm, max_norm)
         torch.autograd.graph.increment_version([tensor for tensor in tensors if is_distributed(tensor)])
@@ -104,7 +104,7 @@ class ShardedNorm:
 
 def _as_from_torch(norm: torch.Tensor) -> torch.Tensor:
     """A norm with the methods of torch's norm of DTensors, which is a DTensor: `full_tensor` and `to_local`."""
-    # Methods of another tensor with the same memory: its own would keep it alive in a circle.
+    # Methods of another tensor with the same memory: its own methods would be a reference cycle.
     norm.full_tensor = norm.to_local = norm.detach().detach  # type: ignore[attr-defined]
     return norm
 
@@ -114,7 +114,7 @@ def _is_partial(tensor: Any) -> bool:
 
 
 def _summed(tensor: Any) -> Any:
-    """A partial sum added up: the same DTensor, replicated where it was partial."""
+    """Reduce a partial DTensor: it is replicated along the partial dimensions."""
     from torch.distributed.tensor import Replicate
 
     placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
@@ -137,7 +137,7 @@ _lock = threading.Lock()
 
 
 def _after_fork() -> None:
-    """Drop the lock: another thread of the parent may have held it."""
+    """Drop the lock, which another thread of the parent may have held."""
     global _lock
     _lock = threading.Lock()
 
@@ -147,7 +147,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def sharded_norm(tensors: Sequence[torch.Tensor], positions: Positions | None = None) -> ShardedNorm | None:
-    """The norm of a list of tensors on several ranks, which all must ask for; None if no tensor is a DTensor."""
+    """The norm of a list of tensors on several ranks, which all ranks must call; None if no tensor is a DTensor."""
     described = layouts(tensors)
     if not any(layout is not None for layout in described):
         return None

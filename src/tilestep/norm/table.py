@@ -1,4 +1,4 @@
-"""The table of a list of tensors: built once, launched with the addresses of the moment."""
+"""The norm kernels of a list of tensors: built once, launched with current addresses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .triton_backend import TritonNorm
 
 
 class NormTable:
-    """Tiles of a fixed list of tensors' memory on one device; addresses come at each launch."""
+    """Norm kernels over a fixed list of tensor sizes on one device; each launch takes addresses."""
 
     def __init__(self, device: torch.device, numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
         self._backend: TritonNorm | CpuNorm | EagerNorm
@@ -39,11 +39,11 @@ class NormTable:
         return self._backend.tiles(addresses) if isinstance(self._backend, TritonNorm) else None
 
     def tiles_launch(self, addresses: torch.Tensor) -> Launch | None:
-        """What `launch_tiles` launches, where it does."""
+        """The launch of `launch_tiles`; None on a CPU."""
         return self._backend.tiles_launch(addresses) if isinstance(self._backend, TritonNorm) else None
 
     def tiles_put(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What `launch_tiles` gives, without the launch."""
+        """The result of `launch_tiles`, without the launch."""
         return self._backend.tiles_put() if isinstance(self._backend, TritonNorm) else None
 
     def scale(self, addresses: torch.Tensor, norm: torch.Tensor, max_norm: torch.Tensor | float) -> None:

@@ -1,4 +1,4 @@
-"""How tensors are cut into tiles, and the kinds of norm: what each element gives, how tiles combine."""
+"""Tiles of tensors, and kinds of norms: the term of an element, and how tiles combine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Order(enum.IntEnum):
-    """What is computed before the root; the values are known to the C++ source."""
+    """The reduction before the root; the C++ source uses these values."""
 
     SQUARES = 0
     ABSOLUTE = 1
@@ -44,7 +44,7 @@ def order_of(norm_type: float) -> Order:
 
 
 def combine(parts: torch.Tensor, norm_type: float, *, root: bool = True) -> torch.Tensor:
-    """The norm of all, from the results of its parts before the root."""
+    """The total norm from partial results before the root."""
     order = order_of(norm_type)
     if order is Order.SMALLEST:
         return torch.cat((parts, parts.new_full((1,), math.inf))).amin()
@@ -63,7 +63,7 @@ class NormTiles:
 
     rows: np.ndarray  # int64[N, 3], each tensor's length in elements, its first tile, its dtype's place in `DTYPES`
     tensor_of: np.ndarray  # int32[number of tiles]
-    dtypes: tuple[torch.dtype, ...]  # those that occur, in the order of `DTYPES`
+    dtypes: tuple[torch.dtype, ...]  # occurring dtypes, in the order of `DTYPES`
 
     @property
     def count(self) -> int:
@@ -87,8 +87,8 @@ def cut(numels: Sequence[int], dtypes: Sequence[torch.dtype], tile: int) -> Norm
 
 
 _sources: dict[bytes, torch.Tensor] = {}
-"""Pinned memory that captured CUDA graphs copy from at each replay, by the digest of its contents. Never freed, as
-nothing tells when a graph is gone, and never written to: captures with the same contents share it."""
+"""Pinned memory that captured CUDA graphs copy from at each replay, by the digest of its contents. Never freed, as the
+end of a graph is unknown, and never written to: captures with the same contents share it."""
 
 
 def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -96,13 +96,13 @@ def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
     host = torch.from_numpy(np.ascontiguousarray(values))
     if not has_streams(device):
         return host.to(device)
-    # Torch's allocator hands pinned memory out again only once the copy has run.
+    # torch's allocator reuses pinned memory only after the copy has run.
     pinned = source_of_graphs(host) if torch.cuda.is_current_stream_capturing() else host.pin_memory()
     return pinned.to(device, non_blocking=True)
 
 
 def source_of_graphs(host: torch.Tensor) -> torch.Tensor:
-    """Pinned memory with these contents, which do not change."""
+    """Pinned memory with constant contents, for captured graphs."""
     digest = hashlib.blake2b(host.numpy().tobytes() + str(host.dtype).encode(), digest_size=32).digest()
     if digest not in _sources:
         _sources[digest] = host.pin_memory()

@@ -16,7 +16,7 @@ FINISH_WARPS = 32
 
 
 class TritonNorm:
-    """The tiles' tables on the device, the partial results, and the launchers, each made when first needed."""
+    """Tables of tiles on the device, partial results, and launchers, which are made on first use."""
 
     def __init__(self, device: torch.device, numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
         self._device = device
@@ -42,7 +42,7 @@ class TritonNorm:
         order = order_of(norm_type)
         launchers = self._norm_launchers(order, root, out.dtype)
         if order is Order.NONZERO:
-            if self._flags is None:  # one number per tensor, zero between launches: the finish clears what tiles set
+            if self._flags is None:  # a number per tensor, zero between launches: the finish clears it
                 self._flags = torch.zeros(max(1, len(self._tiles.rows)), dtype=torch.float64, device=self._device)
             partials, size = self._flags, self._tensor_size
         else:
@@ -51,7 +51,7 @@ class TritonNorm:
         launchers[1](partials, size, out, norm_type)
 
     def tiles(self, addresses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launch the tiles of the 2-norm alone; their sums of squares, and how many."""
+        """Launch the tiles of the 2-norm only; returns their sums of squares, and their number."""
         launcher, arguments = self.tiles_launch(addresses)
         launcher(*arguments)
         return self.tiles_put()
@@ -62,7 +62,7 @@ class TritonNorm:
         return launchers[0], (addresses, self._table, self._tensor_of, self.partials, 2.0)
 
     def tiles_put(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sums of squares of tiles, and how many."""
+        """The sums of squares of tiles, and their number."""
         return self.partials, self._tile_size
 
     def scale(self, addresses: torch.Tensor, norm: torch.Tensor, limit: torch.Tensor | float) -> None:

@@ -278,7 +278,7 @@ def norm_source(dtypes: Sequence[torch.dtype], order: Order) -> str:
         "rescue_total": _RESCUE_TOTAL if order is Order.SQUARES and torch.float64 in dtypes else "",
     }
     if order is Order.NONZERO:
-        # As torch counts: tensors that hold a nonzero. A tensor's tiles all write the same 1, and the finish clears it.
+        # As in torch, tensors with a nonzero are counted. All tiles of a tensor write the same 1, the finish clears it.
         values["store"] = "tl.store(partials + tensor, result, mask=result > 0)"
         values["reset"] = "    tl.store(partials + offset, tl.zeros((BLOCK,), tl.float64), mask=kept)\n"
     title = _header(f"Norm of many tensors, order {order.name.lower()}", dtypes)
@@ -303,7 +303,7 @@ def _header(title: str, dtypes: Sequence[torch.dtype]) -> str:
 
 
 def _branches(dtypes: Sequence[torch.dtype], call: str, indent: int) -> str:
-    """The call for each dtype, chosen by the tensor's dtype code; without a choice where there is one dtype."""
+    """The call for each dtype, chosen by the tensor's dtype code; no choice for a single dtype."""
     space = " " * indent
     if len(dtypes) == 1:
         return space + call.format(element=_ELEMENT[dtypes[0]])
