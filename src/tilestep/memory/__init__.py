@@ -1,1 +1,1 @@
-"""State in host memory, updated there or streamed to the device; one file a memory."""
+"""State in host memory, updated there or streamed to the device; a file per kind of memory."""

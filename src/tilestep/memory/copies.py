@@ -17,7 +17,7 @@ from ..runtime.segment import Segment, TileRange
 
 
 def check_device(label: str, param: torch.Tensor, device: torch.device) -> None:
-    """Raise for a complex parameter, or one on another device than the others."""
+    """Raise for a complex parameter, or for a parameter on another device."""
     if param.is_complex():
         raise OffloadError(f"{label} is complex, and offload() moves real arrays: {REAL_INSTEAD}")
     actual = local_part(param).device
@@ -29,12 +29,12 @@ def check_device(label: str, param: torch.Tensor, device: torch.device) -> None:
 
 @dataclass
 class Run:
-    """Bytes of one storage that are contiguous on the host and in a buffer."""
+    """A range of bytes of a storage that is contiguous on the host and in a buffer."""
 
-    storage: torch.UntypedStorage  # their storage
-    start: int  # their first byte in it
-    stop: int  # one past the last
-    place: int  # their first byte in the buffer
+    storage: torch.UntypedStorage  # on the host
+    start: int  # first byte in the storage
+    stop: int  # last byte plus 1
+    place: int  # first byte in the buffer
 
     @functools.cached_property
     def host(self) -> torch.Tensor:
@@ -43,7 +43,7 @@ class Run:
         return empty.set_(self.storage, self.start, (self.stop - self.start,), (1,))
 
     def extend(self, storage: torch.UntypedStorage, start: int, length: int) -> bool:
-        """Extend the run over bytes that follow closely in memory; returns whether they do."""
+        """Extend the run over bytes that follow closely in memory; returns whether it could."""
         if address_of(storage) != address_of(self.storage) or not 0 <= start - self.stop < ALIGNMENT:
             return False
         self.stop = start + length
@@ -52,16 +52,16 @@ class Run:
 
 @dataclass
 class Chunk:
-    """Consecutive tiles whose arrays are in a buffer together."""
+    """Consecutive tiles that share a buffer."""
 
-    tiles: range  # their indices in the segment
-    tensors: range  # the indices of their tensors
-    runs: dict[str, list[Run]] = field(default_factory=dict)  # by array, the bytes that belong to the chunk
+    tiles: range  # indices in the segment
+    tensors: range  # indices of their tensors
+    runs: dict[str, list[Run]] = field(default_factory=dict)  # by array, the bytes of the chunk
     begins: dict[str, np.ndarray] = field(default_factory=dict)  # by array, offsets of tensors in the buffer
-    size: int = 0  # bytes of the buffer that it needs
+    size: int = 0  # bytes in the buffer
 
     def tile_range(self, memory: torch.Tensor) -> TileRange:
-        """The chunk's tiles, with their addresses in this buffer."""
+        """The chunk's tiles, with addresses in this buffer."""
         address = address_of(memory)
         return TileRange(self.tiles, self.tensors, {name: begins + address for name, begins in self.begins.items()})
 
@@ -99,13 +99,13 @@ def cut_tiles(segment: Segment, room: int) -> list[tuple[range, range]]:
 
 
 def walked_part(segment: Segment, tiles: range, place: int) -> tuple[int, int]:
-    """The elements of a tensor in some tiles: first, and one past the last, which is not above it if there are none."""
+    """The range of elements of a tensor in some tiles: first, and last plus 1, which is not larger if it is empty."""
     start, size = int(segment.tiles.first_tile[place]), segment.tiles.size
     return max(tiles.start - start, 0) * size, min((tiles.stop - start) * size, int(segment.tiles.numel[place]))
 
 
 def cut_chunks(segment: Segment, names: Sequence[str], room: int) -> list[Chunk]:
-    """Cut a segment into chunks whose parts of some arrays take about `room` bytes."""
+    """Cut a segment into chunks of about `room` bytes of the named arrays."""
     width = sum(segment.entries[0].arrays[name].element_size() for name in names)
     per_chunk = max(room // max(width * segment.tiles.size, 1), 1)
     chunks = [Chunk(*bounds) for bounds in cut_tiles(segment, per_chunk)]
@@ -124,7 +124,7 @@ def lay_out(chunk: Chunk, segment: Segment, names: Sequence[str]) -> None:
             first, stop = walked_part(segment, chunk.tiles, place)
             if stop <= first:
                 continue
-            # Rows of packed neighbours have even lengths, and tiles cut them at even places.
+            # Rows of packed neighbours have even lengths, and tiles begin at even places.
             packed = segment.entries[place].param.numel() // array.numel()
             first, stop = segment.element_at(place, first) // packed, segment.element_at(place, stop) // packed
             width = array.element_size()

@@ -1,4 +1,4 @@
-"""State and updates on the host: gradients are copied down, the CPU updates, parameters are copied up, by chunks."""
+"""State and updates on the host, by chunks: gradients are copied to it, updated parameters are copied back."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class HostState(StateOnHost):
     looks_at_gradients = True
 
     def __init__(self, device: torch.device, chunk_bytes: int, keeps_gradients: bool = False) -> None:
-        # The state is never copied: it is in ordinary memory.
+        # The state is not copied: it is in ordinary memory.
         mirrors = Mirrors(HostMemory(device, "copies of parameters and gradients"))
         super().__init__(device, chunk_bytes, keeps_gradients, HostMemory(torch.device("cpu")), mirrors)
         self.mirror_of: dict[int, Mirror] = {}
         self._writes: Writes | None = None
         self._sums: torch.Tensor | None = None
         self._entries: list[Entry] = []
-        self._norm: SharedNorm | None = None  # of gradients on the device, where nothing is updated
+        self._norm: SharedNorm | None = None  # norm of gradients on the device
 
     def begin(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Make copies of these parameters."""
+        """Mirror these parameters."""
         for label, param in params:
             self.check(label, param)
             check_parameter(local_part(param), label)
@@ -54,12 +54,12 @@ class HostState(StateOnHost):
         return mirror.host if mirror is not None and mirror.fits(part) else part
 
     def on_entry(self, spec: KernelSpec, entry: Entry) -> None:
-        """Gradients arrive in the order of their parameters."""
+        """Set the order of gradients, which arrive in the memory order of parameters."""
         entry.ordered = True
         self._entries.append(entry)
 
     def on_passes(self, passes: Passes) -> None:
-        """Let passes wait for gradients, and copy parameters up."""
+        """Make passes wait for gradients, and copy parameters to the device."""
         if not passes.has_kernels:
             raise OffloadError("updates on the host need a C++ compiler: install one, or take where='gpu'")
         passes.segment.streamer = HostUpdate(self, passes)
@@ -67,7 +67,7 @@ class HostState(StateOnHost):
     def gradients(
         self, params: Sequence[Sequence[torch.Tensor]], gradients: list[list[torch.Tensor | None]]
     ) -> list[list[torch.Tensor | None]]:
-        """Begin to copy gradients to the host; returns the tensors they will be in."""
+        """Start copies of gradients to the host; returns the tensors on the host."""
         check_unchanged(list(self.mirrors.values()))
         self.inward.follow(self.compute.mark())
         self.copies.begin()
@@ -87,7 +87,7 @@ class HostState(StateOnHost):
         return mirror.gradient
 
     def power_sums(self, sources: Sequence[DeviceEngine | JointNorm]) -> list[torch.Tensor]:
-        """The sum of squares, computed on the device while gradients are copied, or on the host where they are kept."""
+        """The sum of squares, computed on the device while gradients are copied, or on the host if kept there."""
         if self.kept is not None:
             self.copies.wait(list(self.mirrors.values()))
             return [source.norm() for source in sources]
@@ -102,8 +102,8 @@ class HostState(StateOnHost):
         return [self._total]
 
     def sync_masters(self) -> None:
-        """Copy parameters that other code has written to: versions tell, and checksums of writes by `param.data`."""
-        # Comparing checksums waits for backward.
+        """Copy parameters that other code has written to, found by versions, and by checksums for `param.data`."""
+        # The comparison of checksums waits for backward.
         is_unwritten = self._writes is not None and self._writes.are_none()
         if is_unwritten and (self._sums is None or torch.equal(self._sums, self._checksums())):
             return
@@ -111,7 +111,7 @@ class HostState(StateOnHost):
             mirror.host.copy_(mirror.part.detach())
 
     def note_parameters(self) -> None:
-        """Remember that parameters and copies agree; the checksums are launched, not waited for."""
+        """Note that parameters and copies agree; launches checksums without a wait."""
         if self._writes is None:
             self._writes = Writes(list(self.mirrors))
         self._writes.note()
@@ -121,13 +121,13 @@ class HostState(StateOnHost):
         return checksums([mirror.part for mirror in self.mirrors.values()])
 
     def finish(self, engine: DeviceEngine) -> None:
-        """Let the device wait for its parameters, and unscale its gradients."""
+        """Make the device wait for its parameters, and unscale its gradients."""
         self.compute.follow(self.inward.mark())
         control = engine.control.tolist()
         if control[UNSCALE] and not control[SKIP]:
             for entry in engine.entries:
                 gradient = self.mirror_of[id(entry.param)].sent
-                # An expanded gradient, whose elements share memory, stays as it is.
+                # An expanded gradient, whose elements share memory, is not written.
                 if gradient is not None and not any(n > 1 and not s for n, s in zip(gradient.shape, gradient.stride())):
                     gradient.mul_(control[INVERSE_SCALE])
         self.drop_gradients()
@@ -168,7 +168,7 @@ class HostUpdate(ChunkedPasses):
             if stop > first and mirror.present:
                 first, stop = segment.element_at(place, first), segment.element_at(place, stop)
                 target, source = mirror.part.detach(), mirror.host
-                # The whole parameter if the orders in memory differ.
+                # The whole parameter if memory orders differ.
                 if target.stride() == source.stride() and is_dense(target):
                     target, source = (
                         tensor.as_strided((stop - first,), (1,), tensor.storage_offset() + first)

@@ -99,7 +99,7 @@ def offload(
 
 
 def _refuse_wrappers(optimizer: Optimizer) -> None:
-    """Raise for what reduces gradients over ranks only after they have gone to the host."""
+    """Raise for wrappers that reduce gradients after they have moved to the host."""
     own = {id(param) for _, _, _, param in iter_params(optimizer)}
     for wrapper in wrappers_around(lambda param: id(param) in own):
         refuse("offload of gradients", [kind_of(wrapper)], "the model's wrapper", OffloadError)
@@ -121,7 +121,7 @@ def _device_of(optimizer: Optimizer) -> torch.device:
 
 def choose(optimizer: Optimizer, device: torch.device, where: str | None) -> tuple[str, str]:
     """Where updates run, and why."""
-    # Nothing is measured: ranks of one job would decide differently.
+    # No measurement: ranks of a job would decide differently.
     if is_host(device):
         if where == "gpu":
             raise OffloadError("where='gpu', but the parameters are on the CPU: move the model to a GPU first")
@@ -143,7 +143,7 @@ def choose(optimizer: Optimizer, device: torch.device, where: str | None) -> tup
 
 @torch.no_grad()
 def move_state(optimizer: Optimizer, memory: OffloadedState, where: str, reason: str) -> OffloadedOptimizer:
-    """Give an optimizer's state another memory."""
+    """Move an optimizer's state to another memory."""
     with unchanged_on_error(optimizer):
         optimizer.take_memory(memory)
         memory.attach_to(optimizer, where, reason)

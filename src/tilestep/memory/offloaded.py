@@ -35,12 +35,12 @@ from .copies import check_device
 class Plan:
     """Bytes of one update of all parameters."""
 
-    state: int  # that live on the host
-    inward: int  # of state that goes to the device if it updates
-    outward: int  # of state that comes back
-    gradients: int  # that go to the host if it updates
-    parameters: int  # that come back
-    kernels: int  # that the host's kernels read and write
+    state: int  # on the host
+    inward: int  # of state, copied to the device for updates there
+    outward: int  # of state, copied back
+    gradients: int  # copied to the host for updates there
+    parameters: int  # copied back
+    kernels: int  # read and written by kernels of the host
 
 
 def plan_for(optimizer: Optimizer) -> Plan:
@@ -78,10 +78,10 @@ def _widths(spec: KernelSpec) -> tuple[float, float, float]:
 class OffloadReport:
     """Where the state of an optimizer is, where its updates run, and why."""
 
-    where: str  # "gpu", "cpu", or "here" for parameters that are on the CPU already
-    reason: str  # why
+    where: str  # "gpu", "cpu", or "here" for parameters on the CPU
+    reason: str  # of `where`
     plan: Plan  # the bytes of an update
-    host_bytes: int = 0  # taken of host memory
+    host_bytes: int = 0  # of host memory
     device_bytes: int = 0  # of buffers on the device
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ class OffloadReport:
 
 
 def moved_arrays(spec: KernelSpec) -> tuple[str, ...]:
-    """The arrays of a kernel that live on the host: element states and the master, without scales of blocks."""
+    """The arrays of a kernel on the host: element states and masters, without scales of blocks."""
     graph = spec.program.graph
     buffers = [name for name in graph.states if name in spec.storages and name not in graph.slice_states]
     states = [array.name for name in buffers for array in spec.storages[name].arrays(name) if array.follows_elements]
@@ -109,8 +109,8 @@ def moved_arrays(spec: KernelSpec) -> tuple[str, ...]:
 
 
 def traffic_of(spec: KernelSpec, index: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The arrays on the host that are copied in for a tile pass, and those copied out after it."""
-    # Written arrays are copied in too: tensors without a gradient, and all in a skipped step, keep their values.
+    """The arrays on the host that are copied in before a tile pass, and the arrays copied out after it."""
+    # Written arrays are copied in too: tensors without a gradient keep their values, all tensors in a skipped step.
     moved = moved_arrays(spec)
     traffic = pass_traffic(spec, index)
     written = {array.name for array in traffic.writes}
@@ -119,13 +119,13 @@ def traffic_of(spec: KernelSpec, index: int) -> tuple[tuple[str, ...], tuple[str
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ROW, _TOGETHER = 1024, 2**25  # elements of a row, and of a batch that is concatenated and summed
+_ROW, _TOGETHER = 1024, 2**25  # elements of a row, and of a concatenated batch
 
 
 @torch.no_grad()
 def checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Sums of the bits of all elements, concatenated, by rows and by columns: int64 on their device."""
-    # A change of one element changes them, and so does an exchange of two.
+    # They detect a change of an element, and an exchange of two.
     sums: list[torch.Tensor] = []
     for flat in _batches(map(_bits, tensors)):
         whole = flat.numel() // _ROW * _ROW
@@ -140,7 +140,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _batches(flats: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Neighbours of one dtype, concatenated up to the size of a batch; larger tensors as they are."""
+    """Neighbours of one dtype, concatenated up to the size of a batch; larger tensors unchanged."""
     kept: list[torch.Tensor] = []
     elements = 0
     for flat in flats:
@@ -163,14 +163,14 @@ _BEHIND = 4  # chunks by which the copies of gradients may lag behind backward
 class Mirror:
     """A parameter and its gradient on the host."""
 
-    param: torch.Tensor  # the parameter
+    param: torch.Tensor
     part: torch.Tensor  # its local part, on the device
-    host: torch.Tensor  # the same, on the host: what the CPU's kernels update; without memory where the device updates
-    gradient: torch.Tensor  # memory for its gradient, in the same order
-    present: bool = False  # whether this step has a gradient, copied or being copied
-    sent: torch.Tensor | None = None  # that gradient on the device; None where it is kept on the host alone
-    arrival: int = -1  # the index of the step's copy that it arrives with
-    is_taken: bool = False  # whether its gradients are freed on the device in the stream that made them
+    host: torch.Tensor  # the copy that kernels of the CPU update; without memory if the device updates
+    gradient: torch.Tensor  # memory of its gradient, in the same order
+    present: bool = False  # whether this step has a gradient
+    sent: torch.Tensor | None = None  # the gradient on the device; None if it is on the host only
+    arrival: int = -1  # index of the copy of the step that contains it
+    is_taken: bool = False  # whether gradients are freed in the stream that made them
 
     def fits(self, part: torch.Tensor) -> bool:
         """Whether the local part is the same tensor, with the same shape, dtype and dtype of gradients."""
@@ -178,12 +178,12 @@ class Mirror:
         return part is self.part and alike and grad_dtype(self.param) is self.gradient.dtype
 
     def takes(self, gradient: torch.Tensor) -> bool:
-        """Whether a gradient can be copied here; the tables report the error of one that cannot."""
+        """Whether a gradient can be copied; otherwise the tables raise its error."""
         alike = gradient.shape == self.host.shape and gradient.dtype is self.gradient.dtype
         return alike and gradient.layout is torch.strided and gradient.device == self.part.device
 
     def in_order(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient, or a copy in the memory order of the host's."""
+        """The gradient, or a copy in the host's memory order."""
         if is_dense(gradient) and same_walk(gradient, self.gradient):
             return gradient
         strides = self.gradient.stride()
@@ -201,7 +201,7 @@ class Mirrors(dict[torch.Tensor, Mirror]):
 
     @torch.no_grad()
     def follow(self, params: Sequence[torch.Tensor]) -> bool:
-        """Keep mirrors of exactly these parameters; new ones are uninitialized. Returns whether there are new ones."""
+        """Keep mirrors of exactly these parameters; new mirrors are uninitialized. Returns whether any is new."""
         parts = {param: local_part(param) for param in params}
         for param in [param for param in self if param not in parts or not self[param].fits(parts[param])]:
             del self[param]
@@ -218,7 +218,7 @@ class Mirrors(dict[torch.Tensor, Mirror]):
         return bool(missing)
 
     def drop(self) -> None:
-        """Forget every gradient."""
+        """Drop all gradients."""
         for mirror in self.values():
             mirror.present, mirror.sent = False, None
 
@@ -233,18 +233,18 @@ class HostCopies:
         self._held = Held(lane)
 
     def begin(self) -> None:
-        """Let the copies of a step wait for the computation so far."""
+        """Make the copies of a step wait for the computation so far."""
         self._lane.follow(self._compute.mark())
 
     def forget(self) -> None:
-        """Forget the copies after a step."""
+        """Reset the copies after a step."""
         self._marks, self._open = [], 0
         if self._held.pending:
             self._lane.join()
             self._held.give_back()
 
     def send(self, mirror: Mirror, gradient: torch.Tensor) -> None:
-        """Begin to copy a gradient to the host; its memory is kept until it is copied."""
+        """Start the copy of a gradient to the host; keeps it alive until it is copied."""
         ordered = mirror.in_order(gradient)
         if ordered is not gradient:
             self._lane.follow(self._compute.mark())
@@ -252,11 +252,11 @@ class HostCopies:
         self._sent(mirror, ordered)
 
     def add(self, mirror: Mirror, gradient: torch.Tensor) -> None:
-        """Begin to add a gradient to the one on the host."""
+        """Start to add a gradient to the gradient on the host."""
         ordered = mirror.in_order(gradient)
         self._lane.follow(self._compute.mark())
         with self._lane.working():
-            # On the device, as backward adds: the sum has the same bits.
+            # The sum is computed on the device, with the bits of backward's sum.
             total = mirror.gradient.to(ordered.device, non_blocking=True).add_(ordered)
             mirror.gradient.copy_(total, non_blocking=True)
         self._sent(mirror, ordered)
@@ -276,16 +276,16 @@ class HostCopies:
             self.close()
 
     def close(self) -> None:
-        """Mark the copies so far, for `wait`."""
+        """Record an event after the copies so far, for `wait`."""
         self._marks.append(self._lane.mark())
         self._open = 0
 
     def order(self, lane: SideStream) -> None:
-        """Let a stream wait for the copies so far."""
+        """Make a stream wait for the copies so far."""
         lane.follow(self._lane.mark())
 
     def wait(self, mirrors: Sequence[Mirror]) -> None:
-        """Let the host wait until these gradients have arrived."""
+        """Make the host wait for these gradients."""
         last = max((mirror.arrival for mirror in mirrors if mirror.present), default=-1)
         mark = self._marks[last] if last >= 0 else None
         if mark is not None:
@@ -299,10 +299,10 @@ def check_unchanged(mirrors: Sequence[Mirror]) -> None:
 
 
 class HostGradients(Row):
-    """Copies gradients to the host when backward has completed them, without waiting; each is a bucket of its own."""
+    """Copies gradients to the host when backward has completed them, without a wait; each is a bucket."""
 
-    # Of a DTensor it takes the local part after the reduction: FSDP2 then runs hooks, in the stream of the reduction. A
-    # gradient with other placements than its parameter (a partial sum) is left for the step, which all ranks take.
+    # For a DTensor the local part is copied after the reduction: FSDP2 then runs hooks, in the stream of the reduction.
+    # A gradient with other placements than its parameter (a partial sum) is left for the step, which all ranks take.
 
     choice, refused_as = "offload of gradients", OffloadError
     taken_by = (
@@ -316,7 +316,7 @@ class HostGradients(Row):
         self.timeline.announce()
 
     def give_back(self, params: Iterable[torch.Tensor]) -> None:
-        """Give gradients on the host back to parameters that leave, or no longer fit: all but these keep theirs."""
+        """Give gradients on the host back to parameters that leave or no longer fit; those of `params` stay."""
         staying = set(params)
         leaving = [
             param for param, own in self._mirrors.items() if param not in staying or not own.fits(local_part(param))
@@ -327,19 +327,19 @@ class HostGradients(Row):
             param.grad = own if param.grad is None else param.grad + own
 
     def follow(self, params: Sequence[torch.Tensor]) -> None:
-        """Take the gradients of exactly these parameters, which have mirrors."""
+        """Copy the gradients of exactly these parameters from now on; they have mirrors."""
         self.timeline.count([param] for param in params)
         for param in params:
             # HSDP computes a gradient in one stream and completes it in another.
             self._mirrors[param].is_taken = getattr(getattr(param, "device_mesh", None), "ndim", 1) == 1
 
     def ready(self, bucket: int) -> None:
-        """Begin to move a gradient to the host."""
+        """Start to move a gradient to the host."""
         self.take_gradient(self.timeline.params[bucket])
 
     @torch.no_grad()
     def take_gradient(self, param: torch.Tensor) -> None:
-        """Begin to move a parameter's gradient to the host, and to add it to one there."""
+        """Start to move a gradient to the host, and add it to a gradient there."""
         mirror = self._mirrors.get(param)
         gradient = None if mirror is None else _part(param)
         if mirror is None or gradient is None or not mirror.takes(gradient):
@@ -353,14 +353,14 @@ class HostGradients(Row):
         param.grad = None
 
     def taken(self, mirror: Mirror, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """The gradient that a step reads, on the host; one still on the parameter is added to it."""
+        """The gradient on the host that a step reads; a gradient still on the parameter is added."""
         if gradient is not None and not mirror.takes(gradient):
             return gradient
         self.take_gradient(mirror.param)
         return mirror.gradient if mirror.present else None
 
     def arrived(self, params: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Parameters with their gradients on the host, for which the host waits."""
+        """Parameters with their gradients on the host; the host waits for them."""
         mirrors = [self._mirrors[param] for param in params if param in self._mirrors and self._mirrors[param].present]
         if mirrors:
             self._copies.close()
@@ -369,7 +369,7 @@ class HostGradients(Row):
 
     @contextmanager
     def as_parameters(self) -> Iterator[list[torch.Tensor]]:
-        """A block with tensors whose `grad`s are the gradients on the host, for which the host waits."""
+        """A context with tensors whose `grad`s are the gradients on the host; the host waits for them."""
         leaves = []
         for _, gradient in self.arrived(list(self._mirrors)):
             leaves.append(gradient.detach())
@@ -394,42 +394,42 @@ def _part(param: Any) -> torch.Tensor | None:
 
 
 class OffloadedState(StateMemory):
-    """The memory of an offloaded optimizer, which gets its public methods; of parameters on the CPU as it is."""
+    """The memory of an offloaded optimizer, with its public methods; used as it is for parameters on the CPU."""
 
     not_copied = "an offloaded optimizer cannot be copied or pickled: save its state_dict()"
     where = ""  # where updates run, for reports
-    reason = ""  # why there
+    reason = ""  # of `where`
     _owner: Callable[[], Optimizer | None]
     device: torch.device
-    kept: HostGradients | None = None  # takes gradients in backward, if it was asked to
-    host_bytes = 0  # host memory of state, and of copies of parameters and gradients
-    device_bytes = 0  # device memory of buffers, which the first step allocates
+    kept: HostGradients | None = None  # takes gradients in backward, if requested
+    host_bytes = 0  # of state, and of copies of parameters and gradients
+    device_bytes = 0  # of buffers, which the first step allocates
 
     def attach_to(self, optimizer: Optimizer, where: str, reason: str) -> None:
         """Become the memory of a complete optimizer."""
         self._owner, self.where, self.reason = weakref.ref(optimizer), where, reason
 
     def note_gradients(self, params: Sequence[torch.Tensor]) -> None:
-        """Note whether the step has gradients, which it consumes."""
+        """Note whether the step, which consumes gradients, has any."""
         kept = self.kept
         self.had_gradients = kept is not None and (
             any(kept.timeline.taken) or any(param.grad is not None for param in params)
         )
 
     def present_gradients(self, shares: Sequence[Share]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """As for any memory, and the gradients on the host."""
+        """As in the base class, with the gradients on the host."""
         kept = () if self.kept is None else self.kept.arrived([share.param for share in shares])
         return [*super().present_gradients(shares), *kept]
 
     def unscale(self, optimizer: Any, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a scaler's function with the gradients on the host, and with those still on parameters."""
+        """Call a scaler's function with the gradients on the host, and with gradients still on parameters."""
         if self.kept is None:
             return unscale(optimizer, *args, **kwargs)
         with self.kept.as_parameters() as there:
             params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
             on_host = [*there, *(param for param in params if is_host(param.device))]
             elsewhere = [param for param in params if not is_host(param.device)]
-            # torch would read its own copies to the host before they have arrived.
+            # torch would read its copies on the host before they have arrived.
             arrived = [arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in args] if on_host else []
             flags = unscale(_grouped(on_host), *arrived, **kwargs) if on_host else {}
             if elsewhere or not on_host:
@@ -437,7 +437,7 @@ class OffloadedState(StateMemory):
             return flags
 
     def offload_report(self) -> OffloadReport:
-        """Where state and updates are and why, and the bytes that an update moves in either place.
+        """Where state and updates are, why, and the bytes that an update moves for either place.
 
         Example:
             >>> import torch, tilestep
@@ -471,7 +471,7 @@ class StateOnHost(OffloadedState):
         self.timeline = None if self.kept is None else self.kept.timeline
 
     def follow(self, params: Sequence[torch.Tensor]) -> bool:
-        """Keep copies of exactly these parameters and of their gradients; whether there are new ones."""
+        """Keep copies of exactly these parameters and of their gradients; returns whether any is new."""
         if self.kept is not None:
             self.kept.give_back(params)
         has_new = self.mirrors.follow(params)
@@ -521,10 +521,10 @@ class ChunkedPasses:
     """Runs the tile passes of a segment whose state or update is on the host, chunk by chunk."""
 
     def __init__(self, passes: Passes) -> None:
-        # Their segment refers to this: a cycle would keep the state in host memory until it is collected.
+        # The segment refers to this: a reference cycle would keep the state until a garbage collection.
         self._passes_ref = weakref.ref(passes)
         self._in_slices = bool(passes.segment.spec.program.slices.views)
-        self.chunks: Sequence[Any] = ()  # brought and sent by derived classes
+        self.chunks: Sequence[Any] = ()  # for `bring` and `send` of derived classes
         self.tile_ranges: Sequence[TileRange | None] = ()  # of each chunk; None for all tiles
 
     @property
@@ -543,7 +543,7 @@ class ChunkedPasses:
         """Called after tile pass `index` over a chunk."""
 
     def run(self, index: int) -> None:
-        """Bring in, update and send out one chunk after the other."""
+        """Bring, update and send chunk after chunk."""
         passes, program = self._passes, self._passes.segment.spec.program
         if program.tiles[index] is None and not program.slices_before(index):
             return
@@ -556,15 +556,15 @@ class ChunkedPasses:
 
 
 def _grouped(params: list[torch.Tensor]) -> SimpleNamespace:
-    """The part of an optimizer that a scaler uses."""
+    """An object with the attributes of an optimizer that a scaler uses."""
     return SimpleNamespace(param_groups=[{"params": params}])
 
 
 class OffloadedOptimizer(Attached, metaclass=AttachedType):
     """The type of an optimizer after `tilestep.offload`, for `isinstance`; it also stays an instance of its class.
 
-    It adds `wait()` and `offload_report()`. Call `wait()` before you read, after a step, a tensor that you took out of
-    `state` before it: the host does not wait for the copies of a step.
+    It adds `wait()` and `offload_report()`. Call `wait()` after a step before you read a tensor that you took out of
+    `state` before the step: the host does not wait for the copies of a step.
 
     Example:
         >>> import torch, tilestep

@@ -18,11 +18,11 @@ from .offloaded import ChunkedPasses, Mirror, Mirrors, StateOnHost, check_unchan
 
 
 class Buffer:
-    """Device memory for one chunk at a time."""
+    """Device memory for a chunk at a time."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self.free: Event = None  # when the last chunk was copied out
+        self.free: Event = None  # after the last chunk was copied out
 
 
 class StreamedState(StateOnHost):
@@ -33,15 +33,15 @@ class StreamedState(StateOnHost):
         super().__init__(device, chunk_bytes, keeps_gradients, HostMemory(device), mirrors)
         self.looks_at_gradients = keeps_gradients
         self.buffers = [Buffer() for _ in range(buffers)]
-        self.buffer_size = 0  # bytes that the largest chunk takes
+        self.buffer_size = 0  # bytes of the largest chunk
         self._chunks = 0
-        self._returning: set[int] = set()  # parts whose gradients come back: matrix operations take the device's
+        self._returning: set[int] = set()  # parts whose gradients are copied back, for matrix operations
 
     def keeps(self, buffer: torch.Tensor, param: torch.Tensor) -> bool:
         return is_host(buffer.device) and self.memory.holds(buffer)
 
     def begin(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Forget the chunks of earlier tables."""
+        """Drop the chunks of earlier tables."""
         for label, param in params:
             self.check(label, param)
         self.wait()
@@ -51,7 +51,7 @@ class StreamedState(StateOnHost):
             self._returning.clear()
 
     def on_entry(self, spec: KernelSpec, entry: Entry) -> None:
-        """Order gradients as the arrays, of which a chunk is a run of bytes, and read them where they are."""
+        """Set the order of gradients to that of arrays, whose chunks are runs of bytes, and the device of gradients."""
         entry.ordered = bool(moved_arrays(spec)) and not spec.program.slices.views
         if self.kept is None:
             return
@@ -104,7 +104,7 @@ class StreamedState(StateOnHost):
         return cut
 
     def on_passes(self, passes: Passes) -> None:
-        """Let a segment with state on the host be streamed."""
+        """Stream a segment with state on the host."""
         segment = passes.segment
         names = moved_arrays(segment.spec)
         if not names or not segment.tiles.count:
@@ -117,12 +117,12 @@ class StreamedState(StateOnHost):
         update = StreamedUpdate(self, passes, names, self._chunks)
         self._chunks += len(update.chunks)
         self.buffer_size = max(self.buffer_size, *(chunk.size for chunk in update.chunks))
-        # Only there: a circle would keep the state until garbage is collected.
+        # The only reference: a cycle would keep the state until a garbage collection.
         segment.streamer = update
 
     @property
     def device_bytes(self) -> int:  # type: ignore[override]
-        """Device memory of the buffers, which the first step allocates."""
+        """Bytes of the buffers, which the first step allocates."""
         return self.buffer_size * len(self.buffers)
 
     def settle(self) -> None:
@@ -133,7 +133,7 @@ class StreamedState(StateOnHost):
 
 
 class StreamedUpdate(ChunkedPasses):
-    """Runs the tile passes of a segment whose state lives on the host."""
+    """Runs the tile passes of a segment with state on the host."""
 
     def __init__(self, home: StreamedState, passes: Passes, names: Sequence[str], number: int) -> None:
         super().__init__(passes)
@@ -145,7 +145,7 @@ class StreamedUpdate(ChunkedPasses):
         self._ready = False
 
     def settle(self) -> None:
-        """Let the host wait for the updates so far, and for gradients it keeps."""
+        """Make the host wait for the updates so far, and for gradients on it."""
         self._home.settle()
 
     def _buffer(self, position: int) -> Buffer:
@@ -194,7 +194,7 @@ class StreamedUpdate(ChunkedPasses):
             buffer.free = home.outward.mark()
 
     def _copied(self, names: Sequence[str], position: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of memory of a chunk's arrays, in its buffer and on the host."""
+        """Pairs of memory of a chunk, in its buffer and on the host."""
         memory, runs = self._buffer(position).memory, self.chunks[position].runs
         return [
             (memory[run.place : run.place + run.stop - run.start], run.host) for name in names for run in runs[name]

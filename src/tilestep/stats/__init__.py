@@ -1,4 +1,4 @@
-"""What optimizers report besides updates: statistics of every parameter, and which weights have changed."""
+"""Reports of optimizers: statistics of every parameter, and lists of changed weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .measures import Measurer, Stats, StatsPlot, StepStats, measured_by, taken_
 
 _NO_STATS = "{}: make the optimizer with stats=tilestep.Stats(every=...)"
 
-# Options of the optimizer alone, not of param groups.
+# Options of the optimizer, not of param groups.
 _OPTIONS = ("stats", "track_changes", "skip_nonfinite", "skip_above", "track_grad_norm")
 
 
@@ -34,7 +34,7 @@ def require_no_options(group: Mapping[str, Any]) -> None:
 
 
 def names_of(groups: Sequence[Mapping[str, Any]]) -> Names:
-    """Names of the parameters, and their places by `id`: those of named parameters, else "group.index"."""
+    """Names of parameters, and their places by `id`: the given names, otherwise "group.index"."""
     names = Names([], {})
     for number, group in enumerate(groups):
         own = group.get("param_names")
@@ -50,12 +50,12 @@ def _passes(engines: Iterable[DeviceEngine]) -> list[Passes]:
 
 
 def _counts_versions(param: torch.Tensor) -> bool:
-    """Whether a parameter has memory, and autograd counts the writes to it."""
+    """Whether a parameter has memory and a version counter."""
     return not (is_lazy(param) or param.is_meta or is_fake(param) or param.is_inference())
 
 
 class Reports:
-    """What an optimizer reports besides its updates."""
+    """The reports of an optimizer."""
 
     def __init__(self, stats: Stats | None, track_changes: bool) -> None:
         if stats is not None and not isinstance(stats, Stats):
@@ -63,21 +63,21 @@ class Reports:
         if not isinstance(track_changes, bool):
             raise TypeError(f"Invalid track_changes: {track_changes!r}; it is True or False")
         self.asked, self.tracks = stats, track_changes
-        self.calls = 0  # of `step()`
+        self.calls = 0  # calls of `step()`
         self.measured: StepStats | None = None
         self.changes = Changes() if track_changes else None
-        self.measures = False  # whether the step that is being taken measures
+        self.measures = False  # whether the running step measures
         self._measurer: Measurer | None = None
         self._first: tuple[list[str], torch.Tensor] | None = None
-        self._room: dict[int, tuple[OutputTables, int]] = {}  # where a parameter is measured, by its `id`
+        self._room: dict[int, tuple[OutputTables, int]] = {}  # tables and row of each parameter, by `id`
 
     @property
     def attached(self) -> tuple[str, ...]:
-        """The options that are on, as `combinations.REFUSED` calls them."""
+        """The active options, as `combinations.REFUSED` calls them."""
         return (*(("stats",) if self.asked is not None else ()), *(("track_changes",) if self.tracks else ()))
 
     def watch(self, params: Iterable[torch.Tensor]) -> None:
-        """From now on, see writes of other code to these parameters."""
+        """Start to detect writes of other code to these parameters."""
         if self.changes is not None:
             self.changes.watch(filter(_counts_versions, params))
 
@@ -93,7 +93,7 @@ class Reports:
         return (CHANGED,) if self.tracks else ()
 
     def attach(self, tables: Any, optimizer: Any, spec_of: Callable[..., KernelSpec]) -> None:
-        """Make room in new tables."""
+        """Allocate outputs in new tables."""
         engines: Sequence[DeviceEngine] = tables.engines
         names, covers_all = names_of(optimizer.param_groups), optimizer.placement.tables_cover_all
         handles = {id(param): param for group in optimizer.param_groups for param in group["params"]}
@@ -131,16 +131,16 @@ class Reports:
                 self._measurer.first.copy_(self._first[1])
             self._first = names.names, self._measurer.first
         if self.changes is not None:
-            # Parameters that a sharded optimizer does not update on this rank are another's.
+            # Parameters that a sharded optimizer does not update on this rank are updated on another.
             others = () if covers_all else tables.dormant
             self.changes.attach(tables, rows, list(handles.values()), names, list(filter(_counts_versions, others)))
 
     def detach(self) -> None:
-        """Let go of tables, and of the state that they hold; what was measured stays."""
+        """Drop tables, and the state that they keep alive; results stay."""
         self._room, self._measurer = {}, None
 
     def begin(self, engines: Sequence[DeviceEngine], *, captured: bool = False) -> bool:
-        """Before a step's passes: decide whether they measure. Returns whether they need more than kernels."""
+        """Before the passes of a step: decide whether they measure. Returns whether they need more than kernels."""
         is_due = self.asked is not None and (self.calls + 1) % self.asked.every == 0
         self.measures = is_due or (captured and self.asked is not None)
         looks = self.measures
@@ -151,7 +151,7 @@ class Reports:
         return looks
 
     def finish(self) -> None:
-        """After a step's passes: make the table of a step that measures."""
+        """After the passes of a step: make the table if it measures."""
         self.calls += 1
         measures, self.measures = self.measures, False
         measurer = self._measurer
@@ -160,7 +160,7 @@ class Reports:
 
     @property
     def stats(self) -> StepStats:
-        """The last finished statistics; without names and columns before the first."""
+        """The last finished statistics; empty before the first."""
         if self.asked is None:
             raise RuntimeError(_NO_STATS.format("stats"))
         if self.measured is None:
@@ -174,12 +174,12 @@ class Reports:
         present: Callable[[], Iterable[tuple[Any, torch.Tensor]]],
         sharers: Any,
     ) -> str | None:
-        """Name of the first parameter with a gradient that was not finite, in a measured step or else at present."""
+        """Name of the first parameter with a non-finite gradient, in the measured step or else at present."""
         if self.asked is None:
             raise RuntimeError(_NO_STATS.format("first_nonfinite"))
         names, places = names_of(groups)
         if self.measured is not None:
-            # A stream of updates writes `first` after them, and before this.
+            # The stream of updates writes `first` after them.
             self.measured.follow()
         seen = -1 if self._first is None else int(self._first[1])
         if seen < 0:

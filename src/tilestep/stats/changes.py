@@ -1,4 +1,4 @@
-"""Which stored weights have changed: a bit for each, set by the update kernels, and the list that is made of them."""
+"""Changed weights: a bit per stored weight, set by the update kernels, and lists made of the bits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHANGED = Output("changed", Stored.changed, "or")
 
 
 class Names(NamedTuple):
-    """A name for each parameter, and the place of each by `id`."""
+    """Names of parameters, and their places by `id`."""
 
     names: list[str]
     places: dict[int, int]
@@ -41,25 +41,25 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass
 class _Tracked:
-    """A parameter's bits."""
+    """The bits of a parameter, or of its part on this rank."""
 
-    place: int  # of the parameter among all
-    handle: torch.Tensor  # the parameter as users have it
-    param: torch.Tensor  # the part of it on this rank
-    bits: torch.Tensor  # int32[words] along its memory
-    watched: list[torch.Tensor]  # the tensors whose versions tell of writes
-    leads: bool  # whether this rank is the first of those that hold the same part
+    place: int  # index among all parameters
+    handle: torch.Tensor  # the user's parameter
+    param: torch.Tensor  # its part on this rank
+    bits: torch.Tensor  # int32[words], in memory order
+    watched: list[torch.Tensor]  # tensors whose versions reveal writes
+    leads: bool  # whether this rank is the first that holds this part
     logical: Callable[[torch.Tensor], torch.Tensor] | None  # flat indices into the part to indices into the parameter
-    wholly: bool = False  # whether other code has written to it since the list was last made
+    wholly: bool = False  # whether other code has written to it since the last list
 
     def change(self, index: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Flat indices into the parameter, of flat indices into the part, with values."""
+        """Map flat indices into the part to indices into the parameter."""
         whole = index if self.logical is None else self.logical(index)
         return whole.to(index_dtype(self.handle)), values
 
 
 def _state_of(handle: torch.Tensor) -> tuple[int, int]:
-    """Where a parameter is, and how often it was written to."""
+    """The address of a parameter, and the count of its writes."""
     versions = sum_of_versions([handle, local_part(handle)] if is_distributed(handle) else [handle])
     return (-1 if handle.is_meta else address_of(local_part(handle))), versions
 
@@ -71,33 +71,33 @@ def index_dtype(param: torch.Tensor) -> torch.dtype:
 
 @dataclass
 class _Steps:
-    """Steps that have written the same tensors."""
+    """Consecutive steps that wrote the same tensors."""
 
     tensors: list[torch.Tensor]
-    places: np.ndarray  # int64[...] of these that are watched
+    places: np.ndarray  # int64, places of the watched tensors
     count: int = 0
 
 
 class Changes:
-    """The bits of all parameters of an optimizer."""
+    """The changed bits of all parameters of an optimizer."""
 
     def __init__(self) -> None:
         self._tracked: dict[int, _Tracked] = {}
         self._order: list[int] = []
         self._sharers: Any = None
         self._names: Sequence[str] = ()
-        self._made: dict[int, tuple[weakref.ref[torch.Tensor], tuple[int, int]]] = {}  # before there are tables
+        self._made: dict[int, tuple[weakref.ref[torch.Tensor], tuple[int, int]]] = {}  # before tables exist
         self._handles: list[torch.Tensor] = []
         self._writes = Writes([])
-        self._places: dict[int, int] = {}  # of watched tensors, by their `id`
-        self._by_torch: list[tuple[np.ndarray, list[int]]] = []  # versions that steps' torch operations count, places
+        self._places: dict[int, int] = {}  # of watched tensors, by `id`
+        self._by_torch: list[tuple[np.ndarray, list[int]]] = []  # version bumps by torch in steps, places
         self._words: list[torch.Tensor] = []
         self._steps: dict[int, _Steps] = {}
         self._lying: list[int] = []
         self._cut: dict[torch.device, _Blocks] = {}
 
     def watch(self, params: Iterable[torch.Tensor]) -> None:
-        """Note where parameters are and how often they have been written to, before steps have tables of them."""
+        """Note addresses and versions of parameters, before steps have tables."""
         for param in params:
             self._made[id(param)] = weakref.ref(param), _state_of(param)
 
@@ -109,7 +109,7 @@ class Changes:
         names: Names,
         dormant: Sequence[torch.Tensor],
     ) -> None:
-        """Use the bits of new tables, to which those of earlier tables are copied."""
+        """Use the bits of new tables, with the bits of earlier tables copied to them."""
         self._see_writes()
         tracked: dict[int, _Tracked] = {}
         every = [passes for engine in tables.engines for passes in engine.passes]
@@ -118,38 +118,38 @@ class Changes:
         self._sharers, self._handles = tables.sharers, list(handles)
         for passes in every:
             outputs = passes.outputs
-            for position, entry in enumerate(passes.segment.entries):
-                share = rows[id(entry)]
-                one = self._track(names, share.param, share.holder, entry.param, outputs.bits(position))
+            for position, updated in enumerate(passes.segment.entries):
+                share = rows[id(updated)]
+                entry = self._track(names, share.param, share.holder, updated.param, outputs.bits(position))
                 if share.start is not None:
-                    one.logical = share.logical
-                outputs.watched[position] = one.watched
-                tracked[id(share.param)] = one
+                    entry.logical = share.logical
+                outputs.watched[position] = entry.watched
+                tracked[id(share.param)] = entry
         for param in dormant:
-            # Steps do not write to it; other code may.
+            # Only other code writes to it.
             part = local_part(param)
             bits = torch.zeros(0, dtype=torch.int32, device=part.device)
             tracked[id(param)] = self._track(names, param, param, part, bits)
         replaced = {before[earlier.place]: earlier.handle for earlier in self._tracked.values()}
-        for key, one in tracked.items():
+        for key, entry in tracked.items():
             earlier = self._tracked.get(key)
             made, before_steps = self._made.pop(key, (None, (0, 0)))
-            if made is not None and made() is one.handle:
-                # Pieces of parameters lie in memory that was made for them.
-                address, versions = _state_of(one.handle)
-                is_piece = one.watched[-1] is not one.handle
-                one.wholly = (before_steps[0] if is_piece else address, versions) != before_steps
-            # Receivers, which know weights by their names, have those of another parameter.
-            one.wholly |= replaced.get(names.names[one.place], one.handle) is not one.handle
-            if earlier is not None and earlier.handle is one.handle:
-                one.wholly |= earlier.wholly
-                if earlier.bits.shape == one.bits.shape and earlier.param.stride() == one.param.stride():
-                    one.bits.copy_(earlier.bits)
+            if made is not None and made() is entry.handle:
+                # Pieces of parameters have memory of their own.
+                address, versions = _state_of(entry.handle)
+                is_piece = entry.watched[-1] is not entry.handle
+                entry.wholly = (before_steps[0] if is_piece else address, versions) != before_steps
+            # Receivers identify weights by name, and have the weights of another parameter.
+            entry.wholly |= replaced.get(names.names[entry.place], entry.handle) is not entry.handle
+            if earlier is not None and earlier.handle is entry.handle:
+                entry.wholly |= earlier.wholly
+                if earlier.bits.shape == entry.bits.shape and earlier.param.stride() == entry.param.stride():
+                    entry.bits.copy_(earlier.bits)
                 else:
-                    one.wholly |= bool(earlier.bits.any())
+                    entry.wholly |= bool(earlier.bits.any())
         self._tracked = tracked
-        self._writes = Writes([one.watched[-1] for one in tracked.values()])
-        self._places = {id(tensor): place for place, one in enumerate(tracked.values()) for tensor in one.watched}
+        self._writes = Writes([entry.watched[-1] for entry in tracked.values()])
+        self._places = {id(tensor): place for place, entry in enumerate(tracked.values()) for tensor in entry.watched}
         self._by_torch = [
             (passes.outputs.writes, [self._places[id(watched[-1])] for watched in passes.outputs.watched])
             for passes in every
@@ -170,7 +170,7 @@ class Changes:
         return _Tracked(names.places[id(handle)], handle, part, bits, watched, leads, logical)
 
     def _note(self, written: list[torch.Tensor]) -> None:
-        """Count a step that has written these tensors, whose versions it counted."""
+        """Note a step that wrote these tensors and bumped their versions."""
         record = self._steps.get(id(written))
         if record is None:
             if len(self._steps) > 64:
@@ -181,7 +181,7 @@ class Changes:
         record.count += 1
 
     def _count_steps(self) -> None:
-        """Count the versions of steps, which are no writes of other code."""
+        """Account for the version bumps of steps, which are not writes of other code."""
         for record in self._steps.values():
             np.add.at(self._writes.versions, record.places, record.count)
             record.count = 0
@@ -190,12 +190,12 @@ class Changes:
             counted[:] = 0
 
     def _addresses(self) -> list[int]:
-        return [address_of(local_part(one.watched[-1])) for one in self._tracked.values()]
+        return [address_of(local_part(entry.watched[-1])) for entry in self._tracked.values()]
 
     def _see_writes(self) -> None:
-        """Note parameters that other code than steps has written to, or given other memory."""
+        """Note parameters that other code has written to, or given other memory."""
         self._count_steps()
-        # Assigning to `param.data` counts no version.
+        # An assignment to `param.data` bumps no version.
         before, self._lying = self._lying, self._addresses()
         moved = [place for place, pair in enumerate(zip(before, self._lying)) if pair[0] != pair[1]]
         tracked = list(self._tracked.values())
@@ -209,9 +209,9 @@ class Changes:
         tracked = [self._tracked[key] for key in self._order]
         gathers = gather and self._sharers is not None and self._sharers.size > 1
         by_device: dict[torch.device, list[_Tracked]] = {}
-        for one in tracked:
-            if one.leads or not gathers:
-                by_device.setdefault(one.param.device, []).append(one)
+        for entry in tracked:
+            if entry.leads or not gathers:
+                by_device.setdefault(entry.param.device, []).append(entry)
         lists = [
             _OnCpu(own) if is_host(device) and not _by_kernels(device) else _OnDevice(own, device, self._cut)
             for device, own in by_device.items()
@@ -221,30 +221,32 @@ class Changes:
         else:
             made = {}
             for listing in lists:
-                for one, (index, values) in zip(listing.tracked, listing.made(listing.counts().tolist())):
-                    made[one.place] = _moved(index, one.handle), _moved(values, one.handle)
+                for entry, (index, values) in zip(listing.tracked, listing.made(listing.counts().tolist())):
+                    made[entry.place] = _moved(index, entry.handle), _moved(values, entry.handle)
         if clear:
-            for one in tracked:
-                one.wholly = False
+            for entry in tracked:
+                entry.wholly = False
             if self._words:
                 torch._foreach_zero_(self._words)
         return [(self._names[place], *made[place]) for place in sorted(made) if made[place][0].numel()]
 
     def _gathered(self, lists: Sequence[_OnCpu | _OnDevice]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """The changes of all ranks on each of them, in two messages: how many there are, then all of them."""
+        """The changes of all ranks, on each rank, in two messages: counts, then changes."""
         sharers = self._sharers
         own_device = local_part(self._handles[0]).device if self._handles else torch.device("cpu")
         device = next((listing.device for listing in lists if not is_host(listing.device)), own_device)
         mine = torch.zeros(len(self._handles), dtype=torch.int64, device=device)
         for listing in lists:
-            mine.index_copy_(0, sent([one.place for one in listing.tracked], device), _moved(listing.counts(), mine))
-        # The one time that the host waits.
+            mine.index_copy_(
+                0, sent([entry.place for entry in listing.tracked], device), _moved(listing.counts(), mine)
+            )
+        # The only wait of the host.
         counts = torch.stack(sharers.gather(mine)).tolist()
         own: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for listing in lists:
-            places = [one.place for one in listing.tracked]
+            places = [entry.place for entry in listing.tracked]
             own.update(zip(places, listing.made([counts[sharers.rank][place] for place in places])))
-        # Wide elements first: then all of them are aligned.
+        # Wide elements first, so that all are aligned.
         kinds = [(index_dtype(handle), handle.dtype) for handle in self._handles]
         changed = [place for place in range(len(kinds)) if any(rank[place] for rank in counts)]
         runs = [(place, which) for place in changed for which in (0, 1)]
@@ -271,8 +273,12 @@ class Changes:
             handle, index, values = self._handles[place], joined[place, 0], joined[place, 1]
             cut = getattr(handle, "placements", None)
             cut = None if cut is None else [placement for placement in cut if not placement.is_replicate()]
-            # Whether the lists of ranks, one after the other, have ascending indices.
-            in_order = handle.is_contiguous() if cut is None else len(cut) <= 1 and all(one.is_shard(0) for one in cut)
+            # Whether the concatenated lists of ranks have ascending indices.
+            in_order = (
+                handle.is_contiguous()
+                if cut is None
+                else len(cut) <= 1 and all(placement.is_shard(0) for placement in cut)
+            )
             if not in_order:
                 index, order = torch.sort(index)
                 values = values[order]
@@ -281,20 +287,20 @@ class Changes:
 
 
 def _moved(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A tensor on the device of another; the host does not wait for copies to a GPU."""
+    """Copy a tensor to the device of another; the host does not wait for copies to a GPU."""
     if tensor.device == like.device:
         return tensor
     return sent(tensor, like.device) if is_host(tensor.device) else tensor.to(like.device)
 
 
 def sent(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Numbers of the host on a device, without a wait."""
+    """Copy numbers of the host to a device without a wait."""
     table = numbers if isinstance(numbers, torch.Tensor) else torch.tensor(numbers, dtype=torch.int64, device="cpu")
     return table.to(device) if is_host(device) else table.pin_memory().to(device, non_blocking=True)
 
 
 def _into_whole(handle: Any, sizes: torch.Size) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function from flat indices into a DTensor's local part to those into the DTensor."""
+    """A function that maps flat indices into a DTensor's local part to indices into the DTensor."""
     coordinates: list[torch.Tensor] = []
 
     def logical(indices: torch.Tensor) -> torch.Tensor:
@@ -317,7 +323,7 @@ def _by_kernels(device: torch.device) -> bool:
 
 
 class _OnCpu:
-    """The lists of parameters on the host."""
+    """Lists of parameters on the host."""
 
     device = torch.device("cpu")
 
@@ -326,46 +332,46 @@ class _OnCpu:
         self._indices = list(map(self._changed, tracked))
 
     @staticmethod
-    def _changed(one: _Tracked) -> torch.Tensor:
-        """Flat indices into the part on this rank."""
-        if one.wholly:
-            return torch.arange(one.param.numel(), dtype=torch.int64, device="cpu")
-        if one.bits.numel() and not one.param.is_contiguous():
-            return _flags(one).reshape(-1).nonzero().reshape(-1)
-        words = one.bits.numpy()
+    def _changed(entry: _Tracked) -> torch.Tensor:
+        """Flat indices of changed weights of the local part."""
+        if entry.wholly:
+            return torch.arange(entry.param.numel(), dtype=torch.int64, device="cpu")
+        if entry.bits.numel() and not entry.param.is_contiguous():
+            return _flags(entry).reshape(-1).nonzero().reshape(-1)
+        words = entry.bits.numpy()
         nonzero = np.flatnonzero(words)
         flags = np.unpackbits(words[nonzero].view(np.uint8), bitorder="little").reshape(-1, WORD)
         row, lane = np.nonzero(flags)
         return torch.from_numpy(nonzero[row] * WORD + lane)
 
     def counts(self) -> torch.Tensor:
-        """int64[parameters], the numbers of changed weights."""
+        """int64[parameters], counts of changed weights."""
         return torch.tensor([indices.numel() for indices in self._indices], dtype=torch.int64, device="cpu")
 
     def made(self, counts: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Flat indices into the parameters, and values."""
         pairs = zip(self.tracked, self._indices)
-        return [one.change(index, one.param.detach().reshape(-1)[index]) for one, index in pairs]
+        return [entry.change(index, entry.param.detach().reshape(-1)[index]) for entry, index in pairs]
 
 
-def _flags(one: _Tracked) -> torch.Tensor:
-    """bool of the parameter's shape, from bits along its memory."""
-    lanes = torch.arange(WORD, dtype=torch.int32, device=one.bits.device)
-    laid = ((one.bits[:, None] >> lanes) & 1).to(torch.bool).reshape(-1)
-    return laid[: extent_of(one.param)].as_strided(one.param.shape, one.param.stride())
+def _flags(entry: _Tracked) -> torch.Tensor:
+    """A bool tensor of the parameter's shape, from bits in memory order."""
+    lanes = torch.arange(WORD, dtype=torch.int32, device=entry.bits.device)
+    laid = ((entry.bits[:, None] >> lanes) & 1).to(torch.bool).reshape(-1)
+    return laid[: extent_of(entry.param)].as_strided(entry.param.shape, entry.param.stride())
 
 
 class _OnDevice:
-    """The lists of parameters on a device, made without a wait of the host for each parameter."""
+    """Lists of parameters on a device, made without a wait of the host per parameter."""
 
     def __init__(self, tracked: Sequence[_Tracked], device: torch.device, cut: dict[torch.device, _Blocks]) -> None:
         self.tracked, self.device = list(tracked), device
         by_kernels = _by_kernels(device)
-        marked = [one for one in tracked if not one.wholly and one.bits.numel()]
-        plain = [one for one in marked if by_kernels and one.param.is_contiguous()]
+        marked = [entry for entry in tracked if not entry.wholly and entry.bits.numel()]
+        plain = [entry for entry in marked if by_kernels and entry.param.is_contiguous()]
         chosen = set(map(id, plain))
-        self._others = [one for one in marked if id(one) not in chosen]
-        self._flags = {id(one): _flags(one).reshape(-1) for one in self._others}
+        self._others = [entry for entry in marked if id(entry) not in chosen]
+        self._flags = {id(entry): _flags(entry).reshape(-1) for entry in self._others}
         blocks = cut.get(device)
         self._blocks = cut[device] = blocks if blocks is not None and blocks.fits(plain) else _Blocks(plain, device)
         self._plain = self._blocks.tracked
@@ -375,35 +381,35 @@ class _OnDevice:
         """int64[parameters] on the device."""
         if self._all_plain:
             return torch.cat(self._blocks.counted())
-        counts = sent([one.param.numel() if one.wholly else 0 for one in self.tracked], self.device)
-        places = {id(one): place for place, one in enumerate(self.tracked)}
+        counts = sent([entry.param.numel() if entry.wholly else 0 for entry in self.tracked], self.device)
+        places = {id(entry): place for place, entry in enumerate(self.tracked)}
         members = [*self._plain, *self._others]
         if members:
-            totals = [*self._blocks.counted(), *(self._flags[id(one)].sum().reshape(1) for one in self._others)]
-            counts.index_copy_(0, sent([places[id(one)] for one in members], self.device), torch.cat(totals))
+            totals = [*self._blocks.counted(), *(self._flags[id(entry)].sum().reshape(1) for entry in self._others)]
+            counts.index_copy_(0, sent([places[id(entry)] for entry in members], self.device), torch.cat(totals))
         return counts
 
     def made(self, counts: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Flat indices into the parameters, and values."""
         if self._all_plain:
-            return [one.change(*pair) for one, pair in zip(self.tracked, self._blocks.pairs(counts))]
-        count_of = {id(one): count for one, count in zip(self.tracked, counts)}
-        listed = self._blocks.listed([count_of[id(one)] for one in self._plain])
+            return [entry.change(*pair) for entry, pair in zip(self.tracked, self._blocks.pairs(counts))]
+        count_of = {id(entry): count for entry, count in zip(self.tracked, counts)}
+        listed = self._blocks.listed([count_of[id(entry)] for entry in self._plain])
         lists = []
-        for one in self.tracked:
-            pair = listed.get(id(one))
+        for entry in self.tracked:
+            pair = listed.get(id(entry))
             if pair is None:
-                if id(one) in self._flags:
-                    index = torch.nonzero_static(self._flags[id(one)], size=count_of[id(one)]).reshape(-1)
+                if id(entry) in self._flags:
+                    index = torch.nonzero_static(self._flags[id(entry)], size=count_of[id(entry)]).reshape(-1)
                 else:
-                    index = torch.arange(count_of[id(one)], dtype=torch.int64, device=self.device)
-                pair = index, one.param.detach().reshape(-1)[index]
-            lists.append(one.change(*pair))
+                    index = torch.arange(count_of[id(entry)], dtype=torch.int64, device=self.device)
+                pair = index, entry.param.detach().reshape(-1)[index]
+            lists.append(entry.change(*pair))
         return lists
 
 
 class _Run:
-    """Parameters whose bits are in one table, cut into blocks of words, and the kernels that read the blocks."""
+    """Parameters whose bits are in one table, cut into blocks of words, and kernels that read the blocks."""
 
     def __init__(self, members: Sequence[_Tracked], device: torch.device) -> None:
         from ..backends.triton.changes import WORDS, count_changes, list_changes
@@ -411,12 +417,12 @@ class _Run:
 
         self.members, self._device = list(members), device
         bits = members[0].bits
-        # The table that the bits are views of.
+        # The bits are views of this table.
         table = bits.as_strided((bits.untyped_storage().nbytes() // bits.itemsize,), (1,), 0)
         self._dtype, self._bits = members[0].param.dtype, table
-        words = np.asarray([one.bits.numel() for one in members])
-        first = np.asarray([one.bits.storage_offset() for one in members])
-        addresses = addresses_of([one.param for one in members])
+        words = np.asarray([entry.bits.numel() for entry in members])
+        first = np.asarray([entry.bits.storage_offset() for entry in members])
+        addresses = addresses_of([entry.param for entry in members])
         counts = -(-words // WORDS)
         ends = np.cumsum(counts)
         owner = np.repeat(np.arange(len(members)), counts)
@@ -429,7 +435,7 @@ class _Run:
         self._list = Launcher(list_changes, len(owner), device, {"WORDS": WORDS, "BYTES": self._dtype.itemsize})
 
     def counted(self) -> torch.Tensor:
-        """int64[parameters], the numbers of changed weights, on the device."""
+        """int64[parameters], counts of changed weights, on the device."""
         self._count(self._bits, self._blocks, self._counts)
         self._cumulated = self._counts.cumsum(0)
         ends = self._cumulated[self._ends]
@@ -447,24 +453,24 @@ class _Run:
 
 
 class _Blocks:
-    """Contiguous parameters, in runs that kernels read together."""
+    """Contiguous parameters, in runs that a kernel reads."""
 
     def __init__(self, tracked: Sequence[_Tracked], device: torch.device) -> None:
         kinds: dict[tuple[Any, ...], list[_Tracked]] = {}
-        for one in tracked:
-            key = (address_of(one.bits.untyped_storage()), one.param.dtype, index_dtype(one.handle))
-            kinds.setdefault(key, []).append(one)
-        self._order, self._addresses = list(tracked), addresses_of([one.param for one in tracked])
+        for entry in tracked:
+            key = (address_of(entry.bits.untyped_storage()), entry.param.dtype, index_dtype(entry.handle))
+            kinds.setdefault(key, []).append(entry)
+        self._order, self._addresses = list(tracked), addresses_of([entry.param for entry in tracked])
         self._runs = [_Run(members, device) for members in kinds.values()]
-        self.tracked = [one for run in self._runs for one in run.members]  # in the order of counts and lists
+        self.tracked = [entry for run in self._runs for entry in run.members]  # in order of counts and lists
 
     def fits(self, tracked: Sequence[_Tracked]) -> bool:
         """Whether these are the same parameters at the same addresses."""
         same = len(tracked) == len(self._order) and all(map(operator.is_, tracked, self._order))
-        return same and np.array_equal(addresses_of([one.param for one in tracked]), self._addresses)
+        return same and np.array_equal(addresses_of([entry.param for entry in tracked]), self._addresses)
 
     def counted(self) -> list[torch.Tensor]:
-        """int64, the numbers of changed weights in parts, on the device."""
+        """int64, partial counts of changed weights, on the device."""
         return [run.counted() for run in self._runs]
 
     def pairs(self, counts: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Statistics of every parameter, outputs of the update kernels while the numbers are in registers."""
+"""Statistics of every parameter, computed by the update kernels from numbers in registers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _COLUMNS = (
 )
 
 _NEAR, _FAR = 2.0**40, 2.0**-11
-"""What states are multiplied by before they are squared. float32 holds the sums of squares of second moments too: the
-first from 1e-31 to 1e+6, and where it overflows the second, up to 1e+22."""
+"""Factors of states before they are squared, so that float32 holds the sums of squares of second moments too: the first
+from 1e-31 to 1e+6, the second, used where the first overflows, up to 1e+22."""
 
 
 def _squared(number: Term) -> Term:
@@ -66,7 +66,7 @@ def _of_state(name: str) -> tuple[Output, ...]:
 
 
 def measured_by(spec: KernelSpec, stats: Stats | None = None) -> tuple[Output, ...]:
-    """The outputs of a step that measures; only states of the parameter's shape have some."""
+    """The outputs of a measured step; of states only those of the parameter's shape."""
     graph = spec.program.graph
     apart = {*graph.scalar_states, *graph.slice_states, *graph.matrix_states}
     states = [name for name in graph.states if name not in apart and name in spec.storages]
@@ -75,13 +75,13 @@ def measured_by(spec: KernelSpec, stats: Stats | None = None) -> tuple[Output, .
 
 
 def taken_names(states: Iterable[str], stats: Stats) -> str:
-    """The name of an output of `stats` that a column has; empty for none."""
+    """The first output of `stats` whose name a column has; empty if there is none."""
     kinds = ("near", "far", "squares", "norm", "max", "number_max")
     taken = {*_COLUMNS, *(base.name for base in _BASE), *(f"{name}_{what}" for name in states for what in kinds)}
     return next((output.name for output in stats.outputs if output.name in taken), "")
 
 
-_ONE_MESSAGE = 64  # ranks up to which extremes travel with the sums, in places of their own; else apart
+_ONE_MESSAGE = 64  # ranks up to which extremes are sent in the message of the sums
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,9 @@ class Stats:
         outputs: further columns, sums or maxima over the elements of each parameter.
 
     Raises:
-        ValueError: unless `every` is an integer of 1 or more; for outputs that are no numbers of parameters, or two of
-            one name.
+        ValueError: unless `every` is an integer of 1 or more; for outputs that are not a sum or maximum per parameter,
+        or
+            outputs of the same name.
 
     Example:
         >>> import torch, tilestep
@@ -130,7 +131,7 @@ class StepStats(Mapping[str, Mapping[str, torch.Tensor]]):
     parameter's; `zero_fraction`, the fraction of gradient elements that are 0; `lost_fraction`, the fraction of updates
     lost to rounding; and `<state>_norm` and `<state>_max` of each state after the step. Norms are 2-norms, maxima are
     of magnitudes. A skipped step has an update of 0 and the unchanged parameter and states. Columns that do not apply
-    are NaN: all of them, without a gradient. Last come those of `Stats.outputs`.
+    are NaN: all columns, without a gradient. The columns of `Stats.outputs` are last.
 
     Attributes:
         names: the names of named parameters, otherwise `"group.index"`.
@@ -182,7 +183,7 @@ class StepStats(Mapping[str, Mapping[str, torch.Tensor]]):
     def read(self) -> dict[str, dict[str, float]]:
         """The statistics on the host, by name and column; waits for the copy that the step has started.
 
-        After the replay of a CUDA graph it returns those of the last replay.
+        After replays of a CUDA graph the statistics are those of the last replay.
 
         Example:
             >>> import torch, tilestep
@@ -239,7 +240,7 @@ class _Part:
         self._factors = {}
         for name in (*graph.slice_states, *graph.matrix_states):
             over = graph.slice_states.get(name)
-            # What a rank's sums over a state of rows, columns or a matrix count; matrices are the same on all ranks.
+            # Weights of a rank's sums over row, column or matrix states; matrices are equal on all ranks.
             shares = [
                 entry.weight
                 if sharers is None or not is_distributed(entry.handle)
@@ -252,7 +253,7 @@ class _Part:
             self._factors[name] = torch.tensor(factors, dtype=torch.float64, device=segment.device)
 
     def put_into(self, table: torch.Tensor) -> None:
-        """Write its columns into the table of all parameters."""
+        """Write the columns into the table of all parameters."""
         if not self._outputs.has_run or not self._entries:
             return
         totals = self._outputs.totals[self._picks]
@@ -266,7 +267,7 @@ class _Part:
             others.append((f"{name}_squares", torch.stack(torch._foreach_norm(exact)).square() * factors))
             largest = [tensor.abs().amax() if tensor.numel() else tensor.new_zeros(()) for tensor in exact]
             others.append((f"{name}_max", torch.stack(largest)))
-        # Tensors without a gradient have nothing.
+        # Tensors without a gradient have no statistics.
         missing = table[self.rows, self._raw.index("grad_zeros")].isnan()
         for column, numbers in others:
             there = moved(numbers, self._device).masked_fill(missing, math.nan)
@@ -318,14 +319,14 @@ class Measurer:
         self._extremes = torch.tensor([place for place, adds in enumerate(is_sum) if not adds], device=self.device)
         self._nothing = torch.full((), math.nan, dtype=torch.float64, device=self.device)
         self.first = torch.full((), -1, dtype=torch.int64, device=self.device)
-        """Place of the parameter whose gradient was the first that was not finite; -1 for none."""
+        """Place of the first parameter with a non-finite gradient; -1 for none."""
 
     def table(self) -> torch.Tensor:
-        """float64[parameters, columns] of the step that has just been launched, on the device."""
+        """float64[parameters, columns] of the last launched step, on the device."""
         raw = self._nothing.expand(len(self.names), len(self._raw)).clone()
         for part in self._parts:
             part.put_into(raw)
-        # The largest element of an empty parameter is 0.
+        # The maximum of an empty parameter is 0.
         raw = self._together(raw)
         raw = raw.masked_fill_((self._numel == 0)[:, None] & (raw == -math.inf), 0.0)
         column = dict(zip(self._raw, raw.unbind(1)))
@@ -350,7 +351,7 @@ class Measurer:
         return torch.stack([*made, *(column[name] for name in self._further)], 1)
 
     def _together(self, raw: torch.Tensor) -> torch.Tensor:
-        """The sums and extremes of all ranks' parts."""
+        """Reduce sums and extremes over all ranks."""
         if self._sharers is None:
             return raw
         missing = raw.isnan() & raw[:, 2:3].isnan()
@@ -375,7 +376,7 @@ class Measurer:
         return torch.where(parts[1].view_as(present) > 0, reduced, self._nothing)
 
     def _of_state(self, state: str, column: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Norm and largest magnitude of a state for each parameter, whatever its rule keeps it as."""
+        """Norm and largest magnitude of a state for each parameter, of any format."""
         norms, extremes = [], []
         if f"{state}_near" in column:
             near, far = column[f"{state}_near"], column[f"{state}_far"]
@@ -391,7 +392,7 @@ class Measurer:
 
 
 def _either(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """The one that is not NaN."""
+    """The first argument, or the second where the first is NaN."""
     return torch.where(first.isnan(), second, first)
 
 
