@@ -1,4 +1,4 @@
-"""Checking a rule: everything tilestep's own rules are tested for, on a rule of the user's."""
+"""Checks of a user's rule: all tests that tilestep's rules pass."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _translate(rule: Rule, overrides: Mapping[str, Any], graphs: dict[int, Graph
     check_group(rule, values)
     refusals = trace_all(rule, values, graphs)
     if not graphs.keys() - {0}:
-        raise refusals[2]  # no optimizer has parameters that are all numbers
+        raise refusals[2]  # optimizers have parameters with dimensions
     dimensions = sorted(graphs)
     description = describe(rule, overrides, backend="cpp", dims=2 if 2 in graphs else dimensions[0])
     tiles = sum(entry.traffic is not None for entry in description.passes)
@@ -131,8 +131,8 @@ def _require_importable(rule: Any) -> None:
 
 
 def answer() -> None:
-    """Check the rule that comes in, and write verdicts."""
-    warnings.simplefilter("ignore")  # numpy's, about numbers that are masked out
+    """Read a rule from stdin, check it, and write verdicts."""
+    warnings.simplefilter("ignore")  # numpy warns about masked numbers
     target, overrides = pickle.load(sys.stdin.buffer)
     subject_rule = target if isinstance(target, Rule) else rule(target)
     interpret_on_cpu()

@@ -1,4 +1,4 @@
-"""Where a rule depends on the step count: the counts at which it takes another branch, and branches never taken."""
+"""Dependence of a rule on the step count: counts at which a branch changes, and branches never taken."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from torch.overrides import TorchFunctionMode
 from ..graph import OPERATIONS, Graph, Level, Value, ancestors, evaluate, known_numbers, rule_place
 
 LATE = 1000
-"""The step count that is checked for every rule."""
+"""A step count that is checked for every rule."""
 
 _LAST = 2**23
-"""The largest count that is checked: float32 holds each up to twice as many."""
+"""The largest checked count: float32 represents all integers up to twice as many."""
 
 _MOST = 4
-"""Of a comparison that changes often, the first changes are checked."""
+"""The number of checked changes per comparison."""
 
 
 def late_counts(graphs: Iterable[Graph], hyperparameters: Mapping[str, Any]) -> list[int]:
-    """The step counts, from 2 on, before and at which a comparison of numbers changes its result, and `LATE`.
+    """The step counts, from 2 on, before and at a change of a comparison of numbers, and `LATE`.
 
     Args:
         graphs: of the rule.
@@ -57,7 +57,7 @@ def _depends_on_step(value: Value) -> bool:
 
 
 def _near(value: Value, numbers: Mapping[str, float]) -> list[int]:
-    """Counts around a number that the step is compared with or divided by."""
+    """Step counts around a number that the step is compared with or divided by."""
     try:
         number = float(evaluate(value, numbers))
     except KeyError:
@@ -68,7 +68,7 @@ def _near(value: Value, numbers: Mapping[str, float]) -> list[int]:
 
 
 def _compared(value: Value, numbers: Mapping[str, float], count: int) -> bool | None:
-    """The result of a comparison at a step, or whether an extremum is its first argument; None if it is not known."""
+    """The result of a comparison at a step, or whether an extremum is its first operand; None if unknown."""
     operation = value.operation if value.is_bool else "le"
     function = OPERATIONS[operation].evaluate
     assert function is not None
@@ -79,7 +79,7 @@ def _compared(value: Value, numbers: Mapping[str, float], count: int) -> bool | 
 
 
 def _changes(result: Callable[[int], bool | None], probes: Iterable[int]) -> Iterator[int]:
-    """The counts on both sides of each change of a result; between two probes one is found."""
+    """The counts on both sides of each change of a result; at most one change per pair of probes is found."""
     found = 0
     for before, after in pairwise(probes):
         if result(before) == result(after):
@@ -94,7 +94,7 @@ def _changes(result: Callable[[int], bool | None], probes: Iterable[int]) -> Ite
 
 
 class Branches(TorchFunctionMode):
-    """Notes what conditions of `torch.where` have been, by line; enter it around calls of the rule."""
+    """Records the values of conditions of `torch.where`, by line; a context around calls of the rule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Branches(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def never(self, graphs: Iterable[Graph]) -> list[str]:
-        """The conditions of the rule that were always the same, as `file:line was always true`."""
+        """The conditions of the rule that never changed, as `file:line was always true`."""
         lines = dict.fromkeys(value.line for graph in graphs for value in graph.values() if value.operation == "where")
         outcomes = [(line, self.taken.get(line, ())) for line in lines]
         return [f"{Path(line).name} was always {str(*taken).lower()}" for line, taken in outcomes if len(taken) == 1]

@@ -1,4 +1,4 @@
-"""The checks, a function each: a rule trains random parameters, and is compared with its formula in float64."""
+"""The checks, a function per item: a rule trains random parameters, and is compared with its formula in float64."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from ..storage import (
 from .branches import Branches, late_counts
 
 _STRAY = 2000
-"""One element in so many may be further off: where a rule has a jump, rounding decides on which side it falls."""
+"""One element in this many may have a larger error: at a jump of the rule, rounding decides the side."""
 
 
 class CheckFailure(Exception):
-    """A check has failed; the text says how, in plain words."""
+    """A check has failed; the message says how."""
 
     def __init__(self, text: str, buffer: str = "") -> None:
         super().__init__(text)
@@ -53,10 +53,10 @@ class CheckFailure(Exception):
 class Snapshot:
     """A parameter, its gradient and its state before a step, as copies."""
 
-    param: torch.Tensor  # what the step starts from: the master where there is one
-    grad: torch.Tensor  # its gradient
-    states: dict[str, torch.Tensor]  # its state buffers by name
-    step: float  # the count that the step will have
+    param: torch.Tensor  # input of the step: the master if there is one
+    grad: torch.Tensor
+    states: dict[str, torch.Tensor]  # state buffers by name
+    step: float  # the count of the step
 
     @classmethod
     def of(cls, param: torch.Tensor, state: Mapping[str, Any]) -> Snapshot:
@@ -75,7 +75,7 @@ class Snapshot:
 
     @classmethod
     def first(cls, param: torch.Tensor, rule: Rule, group: Mapping[str, Any]) -> Snapshot:
-        """A snapshot before the first step, with state as the rule declares its beginning."""
+        """A snapshot before the first step, with initial states as declared by the rule."""
         assert param.grad is not None
         wide = torch.float64 if param.dtype is torch.float64 else torch.float32
         buffers = {}
@@ -93,7 +93,7 @@ class Snapshot:
         return cls(exact, param.grad.detach().clone(), buffers, 1.0)
 
     def kept_as(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
-        """Round states to their formats, in which they begin."""
+        """Round initial states to their formats."""
         for name, value in self.states.items():
             blocks = kept_in_blocks(state, name)
             if blocks is not None:
@@ -107,7 +107,7 @@ class Snapshot:
 def expected(
     rule: Rule, before: Snapshot, hyperparameters: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """The new parameter and states by the rule's own code, in float64."""
+    """The new parameter and states, computed by the rule in float64."""
     buffers: list[torch.Tensor | None] = [before.param.to(dtype), before.grad.to(dtype)]
     for name in rule.state_names:
         state = before.states.get(name)
@@ -124,7 +124,7 @@ def expected(
 
 
 def _numbers(param: torch.Tensor, state: Mapping[str, Any], name: str) -> torch.Tensor:
-    """A state's values, whatever its format."""
+    """The values of a state of any format."""
     blocks = kept_in_blocks(state, name)
     return state[name] if blocks is None else values_of(blocks, state, name, shape=param.shape)
 
@@ -138,15 +138,15 @@ def compare(
     hyperparameters: Mapping[str, Any],
     coarse: bool = False,
 ) -> None:
-    """Raise if a parameter or its state after a step is not what the formula gives."""
+    """Raise if a parameter or its state after a step differs from the formula."""
     if not param.numel():
-        return  # formulas with extrema are not defined there
+        return  # formulas with extrema are undefined there
     compute = torch.float64 if param.dtype is torch.float64 else torch.float32
     wanted = expected(rule, before, hyperparameters, torch.float64)
     if not wanted["param"].isfinite().all() and before.param.isfinite().all():
         text = f"the rule's own code, in float64, makes {label} infinite or NaN at step {before.step:g}"
         raise CheckFailure(text, "param")
-    # The effect of a last place of the gradient on a decomposition: computing in float64 twice does not show it.
+    # The effect of the last place of the gradient on a decomposition, which a second float64 run does not show.
     nudged = replace(before, grad=torch.nextafter(before.grad, before.grad * 2)) if coarse else before
     rough = expected(rule, nudged if compute is torch.float64 else before, hyperparameters, compute)
     exact = exact_values(param, state)
@@ -177,7 +177,7 @@ def compare(
 def _close_in_blocks(
     name: str, label: str, blocks: Storage, actual: torch.Tensor, wanted: torch.Tensor, step: float
 ) -> None:
-    """Raise if a state in blocks is much further from the formula than the format is from it."""
+    """Raise if the error of a state in blocks is much larger than the rounding error of the format."""
     shapes = {array.name: shape_of_entries(actual.shape, array.elements) for array in blocks.arrays(name)}
     kept = {
         array.name: torch.empty(shapes[array.name], dtype=array.dtype, device=actual.device)
@@ -225,7 +225,7 @@ def _close(
 DEVICE_NAMES = {"cpu": "C++", "cuda": "Triton"}
 
 SHAPES = ((5, 7), (1300,), (), (3, 4, 5), (2, 3, 4, 5), (33, 2))
-"""Shapes that most trials use, as far as the rule takes them."""
+"""Shapes of most trials, if the rule supports them."""
 
 
 @dataclass(frozen=True)
@@ -233,8 +233,8 @@ class Subject:
     """A rule under check."""
 
     rule: Rule
-    overrides: Mapping[str, Any]  # hyperparameters other than the defaults
-    device: torch.device  # on which it runs
+    overrides: Mapping[str, Any]  # of hyperparameters
+    device: torch.device  # of the trial
     graphs: Mapping[int, Graph]  # its graph for each number of dimensions it takes
 
     @property
@@ -244,7 +244,7 @@ class Subject:
 
     @property
     def spans_tensors(self) -> bool:
-        """Whether a step of one tensor depends on the others, so that the formula holds for one alone."""
+        """Whether a step depends on several tensors, so that the formula is valid for a single tensor only."""
         return any(value.operation in GLOBAL_REDUCTIONS for graph in self.graphs.values() for value in graph.values())
 
     @property
@@ -255,19 +255,19 @@ class Subject:
         return any(is_matrix_work(value) for graph in self.graphs.values() for value in graph.values())
 
     def shapes(self, wanted: Sequence[tuple[int, ...]] = SHAPES) -> list[tuple[int, ...]]:
-        """The wanted shapes that the rule takes; if it takes none, small ones of dimensions that it takes."""
+        """The wanted shapes that the rule supports; if none, small shapes with supported numbers of dimensions."""
         fitting = [shape for shape in wanted if len(shape) in self.graphs]
         return fitting or [(3,) * dims for dims in self.graphs]
 
     def line_of(self, buffer: str) -> str:
-        """File and line at which the rule computes a buffer, or else those of the rule."""
+        """File and line at which the rule computes a buffer, otherwise of the rule."""
         for graph in self.graphs.values():
             if buffer in graph.outputs and graph.outputs[buffer].line:
                 return graph.outputs[buffer].line
         return self.rule.where
 
     def keeps_graph(self, changes: Mapping[str, Any]) -> bool:
-        """Whether the rule allows these hyperparameters, and has the same graphs with them."""
+        """Whether the rule accepts these hyperparameters with the same graphs."""
         changed = {**self.hyperparameters, **changes}
         try:
             self.rule.check(changes)
@@ -277,13 +277,13 @@ class Subject:
 
 
 def draw(shape: Sequence[int], dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
-    """Normally distributed numbers, the same on every device."""
+    """Normally distributed numbers, equal on every device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(tuple(shape), generator=generator).to(dtype).to(device)
 
 
 class Training:
-    """Parameters with one optimizer, or an optimizer each if the rule spans tensors."""
+    """Parameters with one optimizer, or with an optimizer each if the rule spans tensors."""
 
     def __init__(
         self,
@@ -310,7 +310,7 @@ class Training:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Each optimizer once."""
+        """The distinct optimizers."""
         return list(dict.fromkeys(self.owner))
 
     def state(self, index: int) -> dict[str, Any]:
@@ -341,7 +341,7 @@ class Training:
         self.steps += 1
 
     def compared_step(self, limit: float | None = None) -> None:
-        """Step, and compare every parameter that has a gradient with the formula; the others must not change."""
+        """Step, and compare parameters that have gradients with the formula; other parameters must not change."""
         before: list[Snapshot | torch.Tensor] = []
         for index, param in enumerate(self.params):
             if param.grad is None:
@@ -366,7 +366,7 @@ class Training:
                 raise CheckFailure(f"{label} has no gradient and was changed", "param")
 
     def _clip(self, before: Sequence[Snapshot | torch.Tensor], limit: float) -> None:
-        """Clip the gradients that snapshots hold, as `torch.nn.utils.clip_grad_norm_` does, in float64."""
+        """Clip the gradients of snapshots in float64, as `torch.nn.utils.clip_grad_norm_` does."""
         for optimizer in self.optimizers:
             own = [
                 snapshot
@@ -378,26 +378,26 @@ class Training:
                 snapshot.grad = snapshot.grad.double() * min(1.0, limit / (norm + 1e-6))
 
     def jump(self, count: int) -> None:
-        """Set the step counts, so that the next step is the one with this count."""
+        """Set the step counts, so that the next step has this count."""
         for index in range(len(self.params)):
             self.state(index)["step"].fill_(count - 1)
 
     def run(self, steps: int = 5) -> Training:
-        """Compared steps with new gradients each."""
+        """Compared steps, each with new gradients."""
         for _ in range(steps):
             self.set_gradients()
             self.compared_step()
         return self
 
     def trained(self, steps: int) -> Training:
-        """Steps with new gradients each, without comparisons."""
+        """Steps without comparisons, each with new gradients."""
         for _ in range(steps):
             self.set_gradients()
             self.step()
         return self
 
     def contents(self) -> list[torch.Tensor]:
-        """Every parameter and state buffer, as copies."""
+        """Copies of all parameters and state buffers."""
         copies = [param.detach().clone() for param in self.params]
         for index in range(len(self.params)):
             copies += [value.clone() for value in self.state(index).values() if isinstance(value, torch.Tensor)]
@@ -408,14 +408,14 @@ class Training:
 class Verdict:
     """The outcome of one check."""
 
-    item: str  # what was checked
+    item: str  # name of the check
     passed: bool | None  # None if it could not be checked on this machine
-    text: str  # the outcome in plain words; a failure names the rule's file and line
-    seconds: float = 0.0  # how long it took
+    text: str  # the outcome; a failure names the rule's file and line
+    seconds: float = 0.0  # duration
 
 
 def run_item(subject: Subject, name: str, item: Callable[[Subject], str], backend: str = "") -> Verdict:
-    """The verdict of one item."""
+    """The verdict on an item."""
     label = f"{backend or DEVICE_NAMES.get(subject.device.type, subject.device.type)}, {name}"
     return timed(label, subject, item, subject)
 
@@ -428,7 +428,7 @@ def timed(label: str, where: Subject | str, check: Callable[..., str], *args: An
     except CheckFailure as failure:
         place = where if isinstance(where, str) else where.line_of(failure.buffer)
         passed, text = False, f"{failure}; see {place}"
-    except Exception as error:  # any failure of a user's rule is the verdict
+    except Exception as error:  # any error of a user's rule is the verdict
         place = _failing_line(error, where if isinstance(where, str) else where.rule.where)
         reason = " ".join(str(error).split()) or type(error).__name__
         named = reason if place.rpartition(":")[0] in reason else f"{reason}; see {place}"
@@ -437,7 +437,7 @@ def timed(label: str, where: Subject | str, check: Callable[..., str], *args: An
 
 
 def _failing_line(error: Exception, place: str) -> str:
-    """The line of the rule's file that an error came from; the rule's own, if the error does not tell."""
+    """The line of the rule's file that raised an error; the rule's line if unknown."""
     file = place.rpartition(":")[0]
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f"{file}:{lines[-1]}" if lines else place
@@ -459,7 +459,7 @@ Item = Callable[[Subject], str]
 _TILES = ((0,), (1,), (1023,), (1024,), (1025,), (16_383,), (16_385,), (40_001,), (0, 3), (1, 1), (1, 4099), (4099, 1))
 _MATRICES = ((0, 3), (1, 1), (1, 67), (67, 1), (130, 9), (31, 33))
 _LARGE = ((37, 130), (5000,), (6, 8, 96), (48, 12, 3, 3))
-"""Shapes whose states are kept as `state_dtype` says: with short last blocks, and rows of several dimensions."""
+"""Shapes large enough for `state_dtype`: with short last blocks, and rows of several dimensions."""
 _SMALL_TILES = ((0,), (1,), (511,), (513,), (1025,), (0, 3), (1, 1), (1, 519), (519, 1))
 
 
@@ -469,13 +469,13 @@ def _parameters(subject: Subject, dtype: torch.dtype = torch.float32, shapes: An
 
 
 def formula(subject: Subject, dtype: torch.dtype, **options: Any) -> str:
-    """Steps of parameters of a dtype are those of the formula."""
+    """Steps of parameters of a dtype agree with the formula."""
     trial = Training(subject, _parameters(subject, dtype), options).run()
     return f"{trial.steps} steps of {len(trial.params)} tensors agree with the rule's own code in float64"
 
 
 def late_steps(subject: Subject) -> str:
-    """Steps with later counts: where the rule takes another branch by the count, and at step 1,000."""
+    """Steps with later counts: where a branch on the count changes, and at step 1,000."""
     counts = late_counts(subject.graphs.values(), subject.hyperparameters)
     trial, branches = Training(subject, _parameters(subject)), Branches()
     with branches:
@@ -489,7 +489,7 @@ def late_steps(subject: Subject) -> str:
 
 
 def formats(subject: Subject, state_dtype: str) -> str:
-    """States kept in a format: steps agree from what it has kept, and it keeps what the formula gives."""
+    """States in a format: steps from stored states agree with the formula, and its results are stored correctly."""
     shapes = subject.shapes(_LARGE)
     try:
         trial = Training(subject, _parameters(subject, shapes=shapes), {"state_dtype": state_dtype}).run(3)
@@ -506,7 +506,7 @@ def formats(subject: Subject, state_dtype: str) -> str:
 
 
 def sizes(subject: Subject) -> str:
-    """Empty, single, odd and long tensors, and those around the size of a tile."""
+    """Empty, single, odd and long tensors, and sizes around a tile."""
     from ..backends import registry
 
     interpreted = is_host(subject.device) and registry.interpreting
@@ -517,7 +517,7 @@ def sizes(subject: Subject) -> str:
 
 
 def layouts(subject: Subject) -> str:
-    """Tensors with other strides than a new one's, and gradients with other strides than their parameters."""
+    """Tensors with unusual strides, and gradients with other strides than their parameters."""
     device = subject.device
     cases: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -551,7 +551,7 @@ def layouts(subject: Subject) -> str:
 
 
 def groups(subject: Subject) -> str:
-    """Two param groups with other numbers, and parameters that have no gradient for a while."""
+    """Two param groups with different numbers, and parameters that have no gradient for some steps."""
     moved = _moved(subject, 0.5)
     trial = Training(subject, _parameters(subject), groups=[moved])
     for turn in range(4):
@@ -564,7 +564,7 @@ def groups(subject: Subject) -> str:
 
 
 def _moved(subject: Subject, factor: float) -> dict[str, Any]:
-    """Every number times a factor, as far as the rule allows it and takes no other branch."""
+    """Every number times a factor, if the rule accepts it without another branch."""
     moved: dict[str, Any] = {}
     for key, value in subject.hyperparameters.items():
         if isinstance(value, (tuple, list)):
@@ -581,7 +581,7 @@ def _moved(subject: Subject, factor: float) -> dict[str, Any]:
 
 
 def moving_numbers(subject: Subject) -> str:
-    """Every number changes at every step, and nothing is built again."""
+    """Every number changes at every step, without a rebuild."""
     if not _moved(subject, 0.9):
         return "there is no number to change"
     trial = Training(subject, _parameters(subject)).run(1)
@@ -626,7 +626,7 @@ def threads(subject: Subject) -> str:
 
 
 def checkpoint(subject: Subject) -> str:
-    """Training goes on from a checkpoint to the same bits."""
+    """Training continues from a checkpoint with the same bits."""
     first = Training(subject, _parameters(subject)).run(3)
     second = Training(subject, [torch.nn.Parameter(param.detach().clone()) for param in first.params])
     second.steps = first.steps
@@ -640,7 +640,7 @@ def checkpoint(subject: Subject) -> str:
 
 
 def skipping(subject: Subject) -> str:
-    """A step with gradients that are not finite is skipped as a whole."""
+    """A step with non-finite gradients is skipped as a whole."""
     trial = Training(subject, _parameters(subject), {"skip_nonfinite": True}).run(2)
     before = trial.contents()
     trial.set_gradients()
@@ -653,7 +653,7 @@ def skipping(subject: Subject) -> str:
 
 
 def clipping(subject: Subject) -> str:
-    """Clipping inside the step is clipping before it."""
+    """Clipping inside the step equals clipping before it."""
     limit = 0.5
     trial = Training(subject, _parameters(subject), {"max_grad_norm": limit})
     try:
@@ -667,7 +667,7 @@ def clipping(subject: Subject) -> str:
 
 
 def outputs(subject: Subject) -> str:
-    """Steps that measure and mark changed weights give the same bits, and report what they did."""
+    """Steps that measure and mark changed weights give the same bits, and report correctly."""
     runs = []
     for options in ({}, {"stats": Stats(), "track_changes": True}):
         trial = Training(
@@ -724,7 +724,7 @@ ITEMS: dict[str, Item] = {
     "clipping": clipping,
     "outputs": outputs,
 }
-"""Every item by its name, in the order they are checked."""
+"""All items by name, in the order of checks."""
 
 INTERPRETED = ("float32", "late steps", "sizes", "layouts", "param groups")
-"""Items that also run in Triton's interpreter, which is slow, and rounds as a GPU only in float32."""
+"""Items that also run in Triton's interpreter, which is slow, and rounds like a GPU only in float32."""

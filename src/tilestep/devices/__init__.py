@@ -1,4 +1,4 @@
-"""Properties of kinds of devices, and the host's threads, for all modules outside of the backends."""
+"""Properties of device types, copies between devices, and the host's threads, for modules outside the backends."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import torch
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether work on a device is launched on streams and runs asynchronously, as on CUDA's GPUs."""
+    """Whether work on a device runs asynchronously on streams, as on CUDA."""
     return device.type == "cuda"
 
 
 def is_host(device: torch.device) -> bool:
-    """Whether a device is the host, whose work is done when a call returns."""
+    """Whether a device is the host, where work is complete when a call returns."""
     return device.type == "cpu"
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A number on another device; the host waits only if it is the host's."""
-    # A copy to the CPU that is not waited for may be read before it has arrived.
+    """Copy a number to another device; the host waits only for copies to the host."""
+    # A non-blocking copy to the CPU may be read before it has arrived.
     return tensor.to(device, non_blocking=not is_host(device))
 
 
 def combined(
     numbers: Sequence[torch.Tensor], operation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.add
 ) -> torch.Tensor:
-    """The sum of numbers on several devices, or what another operation makes of them, on a GPU if one of them is."""
+    """Reduce numbers on several devices, by default to their sum, on a GPU if any number is on a GPU."""
     if len(numbers) == 1:
         return numbers[0]
     device = next((number.device for number in numbers if not is_host(number.device)), numbers[0].device)
@@ -38,7 +38,7 @@ def combined(
 
 _TAKEN_AT_ONCE = 1 << 15
 """Bytes that CUDA copies from pageable memory without waiting for the device (up to 64 KiB): cheaper than pinned
-memory, which has to be allocated, and watched until the device has read it."""
+memory, which must be allocated, and kept until the device has read it."""
 
 
 def copy_to(target: torch.Tensor, host: np.ndarray) -> None:
@@ -55,13 +55,13 @@ def copy_to(target: torch.Tensor, host: np.ndarray) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a device; on a CPU nothing is outstanding."""
+    """Wait for a device; returns at once for a CPU."""
     if has_streams(device):
         torch.cuda.synchronize(device)
 
 
 is_forked = False
-"""Whether this process was forked from one that may have had OpenMP's threads."""
+"""Whether this process was forked, possibly from a process with OpenMP threads."""
 
 
 def _note_fork() -> None:
@@ -74,9 +74,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def thread_count() -> int:
-    """Threads that C++ may use: torch's number, or one after a fork, which has no threads of OpenMP.
+    """Number of threads for C++: torch's, or 1 after a fork, which has no OpenMP threads.
 
-    A forked child that uses them would wait forever.
+    A forked child would wait for them forever.
 
     Example:
         >>> thread_count() >= 1

@@ -1,4 +1,4 @@
-"""Python's garbage collector: a pause of it, and the objects that it tracks."""
+"""Python's garbage collector: pauses, and tracked objects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """A block, or by decoration a function, in which no garbage is collected."""
+    """A context, or decorator, without garbage collections."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -22,10 +22,10 @@ def without_collections() -> Iterator[None]:
 
 
 def living(kinds: type | tuple[type, ...]) -> list[Any]:
-    """Every object of some classes that the garbage collector tracks."""
+    """All instances of some classes that the garbage collector tracks."""
     objects = gc.get_objects()
-    # By their own class: some objects import what they stand for when they are asked for another one. A class is asked
-    # once, not for each of its objects, of which there are hundreds of thousands.
+    # By `type`: `isinstance` makes lazy modules import. A class is checked once, not for each of hundreds of thousands
+    # of objects.
     classes = list(map(type, objects))
     identities = list(map(id, classes))
     chosen = {identity for identity, kind in dict(zip(identities, classes)).items() if issubclass(kind, kinds)}

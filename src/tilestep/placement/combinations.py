@@ -1,7 +1,7 @@
-"""What goes together with what: one table, which everything that is attached to an optimizer reads.
+"""The table of refused combinations, which everything that attaches to an optimizer reads.
 
-A combination is right, or it is refused by name when it is made, in whichever order: by `shard`, `overlap`, `offload`
-and `capture` when they find what is there already, and by the constructor of a wrapper that comes around a model later.
+A combination is correct, or it is refused by name when it is made, in either order: by `shard`, `overlap`, `offload`
+and `capture`, and by the constructor of a module wrapper that is created later.
 """
 
 from __future__ import annotations
@@ -93,22 +93,22 @@ REFUSED: dict[tuple[str, str], str] = {
         "parameter or works on matrices: shard the model with fully_shard, where reductions go over all ranks"
     ),
 }
-"""What is added, what is there, and why they do not go together, with what to do instead. All else is right."""
+"""What is added, what is present, and why they are refused, with the remedy. All other combinations are correct."""
 
 
 def refusal(added: str, there: Iterable[str]) -> str:
-    """Why something cannot be added to what is there; empty if it can."""
+    """Why something cannot be added to what is present; empty if it can."""
     return next((REFUSED[added, present] for present in there if (added, present) in REFUSED), "")
 
 
 def refuse(added: str, there: Iterable[str], label: str = "", error: type[Exception] = ValueError) -> None:
-    """Raise if something cannot be added to what is there."""
+    """Raise if something cannot be added to what is present."""
     if reason := refusal(added, there):
         raise error(f"{label} {reason}".lstrip())
 
 
 def kind_of(module: nn.Module) -> str:
-    """What wraps a module, as `REFUSED` calls it; empty for a plain one."""
+    """The kind of a wrapper, as `REFUSED` calls it; empty for a plain module."""
     if isinstance(module, DistributedDataParallel):
         return DDP
     if isinstance(module, DataParallel):
@@ -121,7 +121,7 @@ def kind_of(module: nn.Module) -> str:
 
 
 def split_kind(param: torch.Tensor) -> str:
-    """What has made a parameter a piece that does not say of what; empty for any other."""
+    """The wrapper that made a parameter a piece of a flat one; empty for other parameters."""
     return FSDP1 if is_flat_part(param) else ""
 
 
@@ -130,12 +130,12 @@ def _fsdp1() -> Any | None:
 
 
 def count_sharded(model: nn.Module) -> int:
-    """How many modules FSDP2 shards."""
+    """The number of modules that FSDP2 shards."""
     return sum(kind_of(module) == FSDP2 for module in model.modules())
 
 
 def refuse_replaced(model: nn.Module, params: Iterable[torch.Tensor], sharded: int = 0) -> None:
-    """Raise if a model has none of some parameters any more, or not all as FSDP2 shards more modules than before."""
+    """Raise if a model has lost all of the parameters, or some because FSDP2 shards more modules than before."""
     own = set(map(id, params))
     present = own.intersection(map(id, model.parameters()))
     if own and (not present or (len(present) < len(own) and count_sharded(model) > sharded)):
@@ -147,16 +147,16 @@ def refuse_replaced(model: nn.Module, params: Iterable[torch.Tensor], sharded: i
 
 
 _following: weakref.WeakKeyDictionary[Any, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
-"""Those to be told, with the modules of their model: FSDP1 has taken the parameters away when it says what it wraps."""
+"""Followers, with the modules of their models: when FSDP1 announces a module it has already removed its parameters."""
 
 _watching: list[Any] = []
 
 
 def wrappers_around(holds: Callable[[Any], bool]) -> list[nn.Module]:
-    """Every wrapper that reduces gradients over ranks and has such a parameter, wherever it is held."""
+    """All live wrappers that reduce gradients over ranks and contain such a parameter."""
     wrappers = _wrappers(holds)
     if wrappers:
-        # One that is in a circle of references and that nothing else holds any more reduces nothing.
+        # A wrapper in an unreachable reference cycle reduces nothing.
         del wrappers
         gc.collect()
         wrappers = _wrappers(holds)
@@ -169,8 +169,8 @@ def _wrappers(holds: Callable[[Any], bool]) -> list[nn.Module]:
 
 
 def follow_wrappers(follower: Any, model: nn.Module | None = None) -> None:
-    """Have something told of every wrapper that comes around its parameters from now on, as long as it lives."""
-    # Its `holds(param)` says which these are; `wrapped(wrapper, kind)` adapts, or raises in the wrapper's constructor.
+    """Notify a follower of every new wrapper of its parameters, as long as it lives."""
+    # `holds(param)` selects parameters; `wrapped(wrapper, kind)` adapts, or raises in the wrapper's constructor.
     _following[follower] = weakref.WeakSet(() if model is None else model.modules())
     if not _watching:
         _watching.append(watch_all_submodules(_look_at))
@@ -190,7 +190,7 @@ def _look_at(parent: nn.Module, child: nn.Module) -> None:
         ]
 
     if concerned():
-        # An optimizer that nothing else holds any more has no say.
+        # An unreachable optimizer must not refuse the wrapper.
         gc.collect()
         for follower in concerned():
             follower.wrapped(parent, kind)

@@ -1,4 +1,4 @@
-"""What a sharded training will need before it is run: memory and time of a rank, from measured constants."""
+"""Estimates memory and time of a rank of a sharded training, from measured constants."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from ..rules import Rule
 from ..runtime.batches import work_of
 from .describe import spec_for
 
-ASSUMED = "assumed"  # how the source of a constant begins that was not measured
+ASSUMED = "assumed"  # prefix of the source of a constant that is not measured
 _DEFAULTS = Path(__file__).with_name("constants.json")
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What the times of a plan are computed from."""
+    """Constants of a machine, from which the times of a plan are computed."""
 
-    reduce_scatter_bandwidth: float  # bytes a second that a rank receives in a large reduce-scatter inside a node
-    all_gather_bandwidth: float  # the same for an all-gather
+    reduce_scatter_bandwidth: float  # bytes per second that a rank receives in a large reduce-scatter inside a node
+    all_gather_bandwidth: float  # bytes per second that a rank receives in a large all-gather inside a node
     network_bandwidth: float  # bytes a second between nodes, for each GPU
-    launch_latency: float  # seconds of the smallest collective, but for its hops
-    hop_latency: float  # seconds that each further rank of a node adds
-    network_hop_latency: float  # seconds that each further node adds
+    launch_latency: float  # seconds of the smallest collective, without its hops
+    hop_latency: float  # seconds per further rank of a node
+    network_hop_latency: float  # seconds per further node
     memory_bandwidth: float  # bytes a second of a copy on one GPU, read and written
-    step_latency: float  # seconds of a step without parameters: launches, one after the other
-    compute: float  # floating-point operations a second in forward and backward of an eager model, for further tokens
+    step_latency: float  # seconds of a step without parameters: consecutive launches
+    compute: float  # floating-point operations per second in forward and backward of an eager model
     compiled_compute: float  # the same with blocks that are compiled
-    matrix_compute: float  # floating-point operations a second in Newton-Schulz iterations, as `work_of` counts them
-    model_bytes: float  # bytes an element that forward and backward move whatever the tokens: weights and gradients
+    matrix_compute: float  # floating-point operations per second in Newton-Schulz iterations, as in `work_of`
+    model_bytes: float  # bytes per element that forward and backward move for any number of tokens
     compiled_model_bytes: float  # the same with blocks that are compiled
     model_host: float  # seconds of the host for each tensor in forward and backward of an eager model
     compiled_model_host: float  # the same with blocks that are compiled
@@ -53,7 +53,7 @@ class Constants:
     beside_sums: float  # seconds that backward takes longer for each second of sums beside it
     beside_gathers: float  # seconds that forward takes longer for each second of gathers beside it
     gpu_memory: float  # bytes
-    gpus_per_node: int  # GPUs that reach each other without the network
+    gpus_per_node: int  # GPUs per node
     sources: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -82,14 +82,14 @@ class Constants:
         )
 
     def save(self, path: Path) -> None:
-        """Write them as JSON: name, value, source."""
+        """Write the constants as JSON: name, value, source."""
         names = [constant.name for constant in dataclasses.fields(self) if constant.name != "sources"]
         entries = {name: {"value": getattr(self, name), "source": self.sources.get(name, ASSUMED)} for name in names}
         path.write_text(json.dumps(entries, indent=1) + "\n")
 
     @property
     def assumed(self) -> list[str]:
-        """Names of those that are not measured."""
+        """Names of constants that are not measured."""
         return [name for name, source in self.sources.items() if source.startswith(ASSUMED)]
 
 
@@ -97,11 +97,11 @@ class Constants:
 class Footprint:
     """Bytes for each element of the parameters."""
 
-    parameter: float  # of the parameter, as it travels to other ranks
-    gradient: float  # of its gradient, as it is summed over the ranks
-    state: float  # of everything else the optimizer keeps, masters too
+    parameter: float  # of the parameter, as it is sent to other ranks
+    gradient: float  # of its gradient, as it is summed over ranks
+    state: float  # of states and masters
     moved: float  # read and written by the update, in all passes
-    notes: tuple[str, ...] = ()  # what is not in these numbers
+    notes: tuple[str, ...] = ()  # what the numbers leave out
     matrix_work: Callable[[int, int], float] | None = None  # of a matrix with so many rows and columns, operations
 
 
@@ -115,7 +115,7 @@ def footprint(
     rounding: str = "nearest",
     grad_sync_dtype: torch.dtype | None = None,
 ) -> Footprint:
-    """What a rule keeps and moves for the elements of a matrix."""
+    """Bytes that a rule stores and moves for the elements of a matrix."""
     spec = spec_for(
         rule, hyperparameters, dtype=dtype, master_weights=master_weights, state_dtype=state_dtype, rounding=rounding
     )
@@ -147,7 +147,7 @@ def footprint(
 
 BUCKETS = (1, 2, 4, 8, 16, 25, 50, 100, 200, 400)  # MiB of gradients in a bucket, those that `best_bucket` looks at
 _IN_BACKWARD = 25 * 2**20  # bytes of a bucket of `overlap(during="backward")`
-_CLOSE = 1.005  # iterations that differ by less are taken for equal
+_CLOSE = 1.005  # relative difference of iterations that count as equal
 Regime = Literal["eager", "blocks", "whole"]  # how the model runs: eager, or compiled block by block or whole
 Layout = Literal["shard", "fsdp2"]  # what splits the state: `tilestep.shard`, or FSDP2 the parameters too
 _USED = 2  # bytes of an element that FSDP2 gathers and whose matrices are exchanged: bfloat16
@@ -160,7 +160,7 @@ _MOST_MATRICES = 1_000_000
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained, and on what."""
+    """A training: its model, ranks and options."""
 
     elements: float  # of all parameters
     footprint: Footprint  # bytes for each of them
@@ -203,7 +203,7 @@ class Job:
 
     @property
     def matrix_work(self) -> float:
-        """Operations on the matrices of the rank that has most: each belongs to one rank, the largest first."""
+        """Operations on matrices of the busiest rank: each matrix belongs to one rank, assigned largest first."""
         work, loads = self.footprint.matrix_work, [0.0] * self._owners
         if work is None:
             return 0.0
@@ -251,14 +251,14 @@ class Plan:
     whole_state: float  # bytes of the state if it were not split
     sent: dict[str, float]  # bytes that a rank sends in an iteration, by collective
     messages: int  # collectives in an iteration, each of which has a latency; one rank sends nothing
-    times: dict[str, float]  # seconds by what is done, one after the other if nothing were hidden
-    exposed: dict[str, float]  # seconds of each that nothing hides
-    host: float | None  # seconds of the host in an iteration; None where the number of tensors is not known
-    unclaimed: tuple[str, ...]  # why the iteration may be further off than 5%; empty where it is claimed
+    times: dict[str, float]  # seconds by kind of work, without overlap
+    exposed: dict[str, float]  # seconds by kind of work that nothing overlaps
+    host: float | None  # seconds of the host in an iteration; None if the number of tensors is unknown
+    unclaimed: tuple[str, ...]  # why the error may exceed 5%; empty if it does not
 
     @property
     def total_memory(self) -> float:
-        """Bytes of all, without activations."""
+        """Bytes in total, without activations."""
         return sum(self.memory.values())
 
     @property
@@ -273,14 +273,14 @@ class Plan:
 
     @property
     def latency_share(self) -> float:
-        """How much of the time of gradient sums and gathers is latency, from 0 to 1."""
+        """The fraction of latency in the time of gradient sums and gathers."""
         communication = self.times["sum gradients"] + self.times["gather parameters"]
         return self.times["latencies of both"] / communication if communication else 0.0
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Ranks that run a collective; every `stride`-th rank is one of them."""
+    """Ranks of a collective: every `stride`-th rank."""
 
     ranks: int
     stride: int
@@ -417,7 +417,7 @@ def _messages(job: Job, own: float) -> int:
 
 
 def _after_backward(buckets: Sequence[float], backward: float, sums: Sequence[float]) -> float:
-    """Seconds from the end of backward until all sums are there; one is begun after the other."""
+    """Seconds from the end of backward until all gradients are summed; sums run one after the other."""
     unit_time, done, end = backward / sum(buckets), 0.0, 0.0
     for bucket, seconds in zip(buckets, sums):
         done += bucket
@@ -426,7 +426,7 @@ def _after_backward(buckets: Sequence[float], backward: float, sums: Sequence[fl
 
 
 def _before_blocks(buckets: Sequence[float], forward: float, gathers: Sequence[float]) -> float:
-    """Seconds that a forward waits for its parameters, which arrive one bucket after the other in its order."""
+    """Seconds that a forward waits for its parameters, which arrive bucket after bucket in its order."""
     unit_time, arrived, now = forward / sum(buckets), 0.0, 0.0
     for bucket, seconds in zip(buckets, gathers):
         arrived += seconds
@@ -445,7 +445,7 @@ def _host(job: Job, constants: Constants) -> float | None:
 
 
 def _unclaimed(job: Job, constants: Constants, seconds: float, host: float | None) -> Iterator[str]:
-    """Why an iteration may take another time than this arithmetic says."""
+    """Reasons why the estimate of an iteration may be wrong."""
     if job.ranks > constants.gpus_per_node and "network_bandwidth" in constants.assumed:
         yield "the network between nodes is assumed, not measured"
     if not job.captured and host is None:
@@ -462,15 +462,15 @@ def _unclaimed(job: Job, constants: Constants, seconds: float, host: float | Non
 
 
 def best_bucket(job: Job, constants: Constants) -> float:
-    """Bytes of the largest bucket with which an iteration takes least time, within half a percent."""
-    # Larger ones are fewer messages, for the host to begin and for the GPU to run beside the model.
+    """Bytes of the largest bucket whose iteration is within half a percent of the fastest."""
+    # Larger buckets are fewer messages for the host to start and for the GPU to run beside the model.
     sizes = [size for mebibytes in BUCKETS if (size := mebibytes * 2**20) >= job.smallest_bucket]
     times = [plan(dataclasses.replace(job, bucket=size), constants).iteration for size in sizes]
     return max(size for size, time in zip(sizes, times) if time <= min(times) * _CLOSE)
 
 
 def meshes(job: Job, constants: Constants) -> Iterator[Plan]:
-    """Plans for other meshes of as many ranks, each with its best bucket: split over 2, 4, 8, ... or all ranks."""
+    """Plans for meshes of the same number of ranks, each with its best bucket: split over 2, 4, 8, ... or all ranks."""
     shard = 2
     while shard < 2 * job.ranks:
         split = min(shard, job.ranks)
@@ -481,7 +481,7 @@ def meshes(job: Job, constants: Constants) -> Iterator[Plan]:
 
 
 def crossover(ranks: int, constants: Constants) -> tuple[float, float]:
-    """Seconds of latency of a reduce-scatter over so many ranks, and bytes that take as long again to move."""
+    """Seconds of latency of a reduce-scatter, and the bytes whose transfer takes as long."""
     # Smaller buckets are mostly latency, larger ones mostly transfer.
     group = _Group(ranks, 1, constants)
     transfer = group.seconds(1e9, constants.reduce_scatter_bandwidth) - group.latency

@@ -1,4 +1,4 @@
-"""What a rule becomes: its states, passes, traffic, launches and generated code, for people."""
+"""Describes a rule for people: its states, passes, traffic, launches and generated code."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from ..stats.changes import CHANGED
 from ..stats.measures import measured_by
 from ..storage import dtype_name
 
-BACKENDS = {"triton": "cuda", "cpp": "cpu"}  # type of device by name of backend
+BACKENDS = {"triton": "cuda", "cpp": "cpu"}  # device type by backend
 
 
 @dataclass(frozen=True)
 class PassDescription:
-    """One pass of a step."""
+    """A pass of a step."""
 
     kind: str  # "scalar", "across", "tile", "matrix", or the kind of slice: "row", "column",
     what: str  # what it computes, in words
-    traffic: Traffic | None = None  # what a pass over elements or slices moves
-    launches: tuple[str, ...] = ()  # names of what is called for it, however many tensors there are
+    traffic: Traffic | None = None  # of a pass over elements or slices
+    launches: tuple[str, ...] = ()  # names of its launches, for any number of tensors
 
 
 @dataclass(frozen=True)
 class RuleDescription:
-    """A rule, traced and cut into passes for one choice of hyperparameters and storages."""
+    """A rule, traced and cut into passes for given hyperparameters and storages."""
 
     rule: Rule
     backend: str  # "triton" or "cpp"
     equations: str  # the rule's docstring
-    hyperparameters: Mapping[str, Any]  # what it was traced with
-    states: Mapping[str, str]  # name, dtype and shape of each buffer kept for a parameter, in words
-    specialized: tuple[str, ...]  # conditions on hyperparameters that hold for this code; others get code of their own
-    outputs: tuple[str, ...]  # what a step leaves besides the update, in words
-    passes: tuple[PassDescription, ...]  # in the order they run
+    hyperparameters: Mapping[str, Any]  # of the trace
+    states: Mapping[str, str]  # name, dtype and shape of the buffers of a parameter, in words
+    specialized: tuple[str, ...]  # conditions on hyperparameters under which the code is valid
+    outputs: tuple[str, ...]  # results of a step besides the update, in words
+    passes: tuple[PassDescription, ...]  # in execution order
     source: str = field(repr=False)  # the generated code
 
     @property
@@ -61,7 +61,7 @@ class RuleDescription:
 
     @property
     def launches(self) -> list[str]:
-        """Everything that is called in a step, however many tensors there are."""
+        """All launches of a step, for any number of tensors."""
         return [name for entry in self.passes for name in entry.launches]
 
 
@@ -78,11 +78,11 @@ def spec_for(
     stats: bool = False,
     changes: bool = False,
 ) -> KernelSpec:
-    """What an optimizer for parameters of this kind builds its kernels from."""
+    """The spec from which an optimizer for parameters of this kind builds kernels."""
     values = {**rule.hyperparameters, **(hyperparameters or {})}
     rule.check(values)
     check_group(rule, values)
-    # So large that its states are kept as `state_dtype` says.
+    # Large enough for states in the format of `state_dtype`.
     param = torch.empty((4096,) * dims if state_dtype else (2,) * dims, dtype=dtype, device="meta")
     graph = graph_for(rule, values, dims, dtype=compute_dtype(param))
     group = {**values, "master_weights": master_weights, "state_dtype": state_dtype, "rounding": rounding}
@@ -95,7 +95,7 @@ def spec_for(
 
 
 def generated_code(spec: KernelSpec, backend: str) -> str:
-    """The source a backend makes of a spec."""
+    """The source that a backend generates from a spec."""
     if backend not in BACKENDS:
         raise ValueError(f"no backend is called {backend!r}; there are {' and '.join(BACKENDS)}")
     if backend == "triton":
@@ -120,7 +120,7 @@ def describe(
     stats: bool = False,
     changes: bool = False,
 ) -> RuleDescription:
-    """Trace a rule and say what a step with it does."""
+    """Trace a rule and describe a step with it."""
     spec = spec_for(
         rule,
         hyperparameters,
@@ -199,7 +199,7 @@ def _passes(spec: KernelSpec, backend: str) -> list[PassDescription]:
 
 
 def _outputs(spec: KernelSpec) -> tuple[str, ...]:
-    """What a step leaves besides the update, a line for each kind."""
+    """Results of a step besides the update, a line per kind."""
     kinds: dict[str, list[str]] = {}
     for entry in traced(spec):
         kind = "a bit of each element" if entry.output.reduce == "or" else "a number of each tensor"
@@ -234,7 +234,7 @@ _OPPOSITE = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le", "eq": "ne", "ne": "
 
 
 def _as_it_holds(guard: Guard) -> str:
-    """A branch that was taken, as what is true in it."""
+    """A guard as the condition that is true."""
     condition = guard.condition
     if condition.operation not in _OPPOSITE:
         return f"{_in_words(condition)} is {guard.outcome}"
@@ -244,7 +244,7 @@ def _as_it_holds(guard: Guard) -> str:
 
 
 def _in_words(value: Value) -> str:
-    """The name the rule gives a value, else its formula if that is short."""
+    """The name that the rule gives a value, otherwise its formula if that is short."""
     if value.name:
         return value.name
     if value.operation == "constant":

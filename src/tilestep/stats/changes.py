@@ -275,9 +275,7 @@ class Changes:
             cut = None if cut is None else [placement for placement in cut if not placement.is_replicate()]
             # Whether the concatenated lists of ranks have ascending indices.
             in_order = (
-                handle.is_contiguous()
-                if cut is None
-                else len(cut) <= 1 and all(placement.is_shard(0) for placement in cut)
+                handle.is_contiguous() if cut is None else len(cut) <= 1 and all(each.is_shard(0) for each in cut)
             )
             if not in_order:
                 index, order = torch.sort(index)

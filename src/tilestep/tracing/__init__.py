@@ -1,7 +1,7 @@
-"""One training iteration as lanes of work, with the optimizer's exposed time: `tilestep.profile` and `tilestep trace`.
+"""Training iterations as lanes of work, with exposed optimizer time: `tilestep.profile` and `tilestep trace`.
 
-torch's profiler brings the events; this package says whose work each is. It knows nothing of optimizers but the names
-that their work carries.
+torch's profiler provides the events; this package assigns them to lanes, by the names of kernels, operators and
+ranges only.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _COLORS = {
     "copies": "#d9a441",
     "host": "#8a9ba8",
 }
-_FINEST = 1 / 3000  # gaps smaller than this part of the picture's width are drawn over: they could not be seen
+_FINEST = 1 / 3000  # fraction of the picture's width below which gaps are drawn over
 
 
 def draw(report: Report, path: Path, title: str) -> None:
-    """Draw the report's shown iteration."""
+    """Draw the shown iteration of a report."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -72,20 +72,20 @@ def draw(report: Report, path: Path, title: str) -> None:
     pyplot.close(figure)
 
 
-LANES = tuple(_COLORS)  # the lanes that are shown, by name
+LANES = tuple(_COLORS)  # names of the shown lanes
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `tilestep.profile` has seen."""
+    """The results of `tilestep.profile`."""
 
-    iterations: Sequence[Iteration]  # all of them, the first of which often builds kernels
-    on_gpu: bool  # whether the lanes are a GPU's
-    files: tuple[Path, ...] = ()  # what was written
+    iterations: Sequence[Iteration]  # the first often builds kernels
+    on_gpu: bool  # whether the lanes are of a GPU
+    files: tuple[Path, ...] = ()  # written files
 
     @property
     def shown(self) -> Iteration:
-        """The iteration that the picture shows: of median length among all but the first."""
+        """The iteration of the picture: of median length among all but the first."""
         candidates = sorted(self.iterations[1:] or self.iterations, key=lambda iteration: iteration.milliseconds)
         return candidates[(len(candidates) - 1) // 2]
 
@@ -106,7 +106,7 @@ class Report:
         return [(name, spans) for name, spans in listed if spans or name not in ("communication", "copies")]
 
     def summary(self) -> str:
-        """One line with the exposed optimizer time."""
+        """A line with the exposed optimizer time."""
         share = self.exposed_milliseconds / self.milliseconds
         others = self.iterations[1:] or self.iterations
         median = statistics.median(iteration.exposed_milliseconds for iteration in others)
@@ -116,7 +116,7 @@ class Report:
         )
 
     def table(self) -> Table:
-        """How long each lane was busy in the shown iteration."""
+        """The busy time of each lane in the shown iteration."""
         from rich.table import Table
 
         lanes, total = self.shown.lanes, self.shown.milliseconds
@@ -173,7 +173,7 @@ def _spans(name: str, thread: int, spans: Intervals) -> list[dict[str, Any]]:
 
 
 class Profile:
-    """A traced block; made by `tilestep.profile`.
+    """A traced context, made by `tilestep.profile`.
 
     Args:
         out: the folder for the files; None writes none.
@@ -188,7 +188,7 @@ class Profile:
 
     @property
     def report(self) -> Report:
-        """The measured times, after the block.
+        """The measured times, after the context.
 
         Raises:
             RuntimeError: inside the block.
@@ -226,7 +226,7 @@ class Profile:
     def __enter__(self) -> Profile:
         if self._picture and self._out is not None and importlib.util.find_spec("matplotlib") is None:
             raise ImportError("the picture needs matplotlib: pip install matplotlib, or picture=False")
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library announces each start on stderr
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library prints each start to stderr
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
@@ -293,7 +293,7 @@ _folder: Path | None = None
 
 @contextmanager
 def collecting(out: Path) -> Iterator[list[Report]]:
-    """A block in which every `profile` writes to one folder, and the list has the reports."""
+    """A context in which every `profile` writes to one folder; the list collects the reports."""
     global _folder
     reports: list[Report] = []
     before, _folder = _folder, out

@@ -1,4 +1,4 @@
-"""What ran when: the events of a trace, sorted into lanes and iterations."""
+"""Sorts the events of a trace into lanes and iterations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Intervals = list[Interval]
 
 
 def union(*many: Iterable[Interval]) -> Intervals:
-    """All moments of any of these, in order."""
+    """The union of intervals, sorted."""
     merged: Intervals = []
     for start, stop in sorted(interval for some in many for interval in some):
         if stop <= start:
@@ -31,7 +31,7 @@ def union(*many: Iterable[Interval]) -> Intervals:
 
 
 def minus(base: Intervals, taken: Intervals) -> Intervals:
-    """The moments of one set that are not in another; both as `union` gives them."""
+    """The difference of two unions."""
     left: Intervals = []
     place = 0
     for start, stop in base:
@@ -49,7 +49,7 @@ def minus(base: Intervals, taken: Intervals) -> Intervals:
 
 
 def overlap(one: Intervals, other: Intervals) -> Intervals:
-    """The moments of both sets.
+    """The intersection of two unions.
 
     Example:
         >>> overlap([(0.0, 4.0), (6.0, 9.0)], [(3.0, 7.0)])
@@ -59,34 +59,34 @@ def overlap(one: Intervals, other: Intervals) -> Intervals:
 
 
 def length(intervals: Intervals) -> float:
-    """How long the set is."""
+    """The total length of a union."""
     return sum(stop - start for start, stop in intervals)
 
 
 def covers(intervals: Intervals, moment: float) -> bool:
-    """Whether a moment is in the set; ends belong to it."""
+    """Whether a moment is in a union; intervals are closed."""
     place = bisect_right(intervals, (moment, float("inf"))) - 1
     return place >= 0 and moment <= intervals[place][1]
 
 
 _UPDATE_KERNELS = re.compile(
-    # The passes of a rule, the norm, what limits and decides a step, products of matrices, statistics and changes.
+    # Passes of a rule, the norm, limits and decisions, products of matrices, statistics and changes.
     r"\w+_pass_\d+(_\w+)?|\w+_finish_\d+|norm_tiles|norm_finish|scale_tiles|decide|combine_parts"
     r"|symmetric_tiles|sum_up_reports|count_changes|list_changes"
 )
 _UPDATE_OPERATORS = re.compile(r"aten::(_foreach_|_amp_|_fused_(adam|adamw|adagrad|sgd)_).*")  # outside of backward
-_LIST_KERNEL = "multi_tensor_apply_kernel"  # torch's for lists of tensors, outside of backward likewise
+_LIST_KERNEL = "multi_tensor_apply_kernel"  # torch's kernel for lists of tensors, outside of backward
 _COMMUNICATION_KERNELS = re.compile(r".*(nccl|symm_mem|multimem).*", re.IGNORECASE)
 _COMMUNICATION_OPERATORS = re.compile(r"(c10d|_c10d_functional|fsdp)::.*")
 _COMMUNICATION_RANGES = re.compile(r"(gloo|nccl|mpi|ucc):\w+")  # collectives in a backend's own thread
 _BACKWARD = "autograd::engine::evaluate_function"
 _STEP = re.compile(rf"Optimizer\.step#.*|{REPLAY}")
-"""What ends an iteration, if the user has not said so."""
+"""Ranges that end an iteration, if the user does not mark ends."""
 _UPDATE_RANGES = re.compile(rf"Optimizer\.(step|zero_grad)#.*|{UPDATE}|{HOST_UPDATE}|{REPLAY}")
 
 
 def is_update_kernel(name: str) -> bool:
-    """Whether a GPU kernel is one of ours, wherever it was launched."""
+    """Whether a GPU kernel is tilestep's."""
     return _UPDATE_KERNELS.fullmatch(name) is not None
 
 
@@ -101,12 +101,12 @@ class Call:
     is_range: bool  # whether it is a named range, not an operator
 
     def is_named(self, names: re.Pattern[str], *, is_range: bool) -> bool:
-        """Whether it is an operator, or a range, of one of these names."""
+        """Whether it is an operator, or a range, whose name matches."""
         return self.is_range is is_range and names.fullmatch(self.name) is not None
 
     @property
     def runs_backward(self) -> bool:
-        """Whether it is autograd, running a node of the backward graph."""
+        """Whether it runs a node of the backward graph."""
         return not self.is_range and self.name.startswith(_BACKWARD)
 
 
@@ -117,13 +117,13 @@ class Work:
     name: str
     start: float  # microseconds, on the host's clock
     stop: float  # microseconds
-    is_copy: bool  # whether it copies or fills memory rather than being a kernel
-    launched: tuple[Any, float] | None  # thread and moment of the call that launched it; None if the trace has it not
+    is_copy: bool  # whether it copies or fills memory
+    launched: tuple[Any, float] | None  # thread and moment of its launch; None if unknown
 
 
 @dataclass(frozen=True)
 class Events:
-    """What a trace has of host and devices, each in order of time."""
+    """Events of host and devices, each sorted by time."""
 
     calls: list[Call]
     works: list[Work]
@@ -153,7 +153,7 @@ _COPIES = ("gpu_memcpy", "gpu_memset")
 
 
 def read_events(trace: Iterable[Mapping[str, Any]]) -> Events:
-    """Take what counts out of the `traceEvents` of a Chrome trace that `torch.profiler` has exported."""
+    """Read the `traceEvents` of a Chrome trace that `torch.profiler` has exported."""
     timed = [event for event in trace if event.get("ph") == "X"]
     launches = {
         event["args"]["correlation"]: (event.get("tid"), float(event["ts"]))
@@ -178,24 +178,24 @@ class Iteration:
 
     start: float  # microseconds
     stop: float  # microseconds
-    lanes: Lanes  # what ran in it
+    lanes: Lanes
 
     @property
     def milliseconds(self) -> float:
-        """How long it took."""
+        """Its duration."""
         return (self.stop - self.start) / 1e3
 
     @property
     def exposed_milliseconds(self) -> float:
-        """How long only the optimizer ran."""
+        """The time in which only the optimizer ran."""
         return length(self.lanes.exposed) / 1e3
 
 
 def split(events: Events) -> list[Iteration]:
     """Cut a trace into iterations, each with its lanes."""
-    # On the host an iteration is over when the user says so, else after the last of the optimizers' steps between two
-    # backward passes. On a GPU, which runs behind, it is over when the first computation starts that the host launched
-    # afterwards: so a schedule that runs updates beside the next forward has them in that iteration.
+    # On the host an iteration ends where the user marks it, otherwise after the last optimizer step between two
+    # backward passes. On a GPU, which runs behind, it ends when the first computation starts that the host launched
+    # afterwards: updates that overlap the next forward belong to the next iteration.
     if not events.calls and not events.works:
         return []
     sorting = Sorting(events)
@@ -229,12 +229,12 @@ def _ends(events: Events) -> list[float]:
             ran_backward = True
     if any(call.runs_backward for call in events.calls):
         return ends
-    # Graphs that hold whole iterations show no backward: then each step is one.
+    # Graphs of whole iterations show no backward: then each step is an iteration.
     return sorted(call.stop for call in events.calls if call.is_named(_STEP, is_range=True))
 
 
 def _on_device(computations: Sequence[tuple[float, float]], ends: Sequence[float], last: float) -> list[float]:
-    """The moments on the device that belong to moments on the host."""
+    """Map moments on the host to moments on the device."""
     moments = [moment for moment, _ in computations]
     starts = []
     for end in ends:
@@ -245,30 +245,30 @@ def _on_device(computations: Sequence[tuple[float, float]], ends: Sequence[float
 
 @dataclass(frozen=True)
 class Lanes:
-    """When each kind of work ran, in microseconds; on a machine without GPU traces the host's own work."""
+    """The intervals of each kind of work, in microseconds; of the host on a machine without GPU traces."""
 
     forward: Intervals = field(default_factory=list)  # computing, outside backward and the optimizer
     backward: Intervals = field(default_factory=list)  # computing, launched by autograd
-    communication: Intervals = field(default_factory=list)  # between ranks, of the optimizer and of others
+    communication: Intervals = field(default_factory=list)  # between ranks, of optimizer and model
     update: Intervals = field(default_factory=list)
     copies: Intervals = field(default_factory=list)  # copies and fills, on a GPU
     host: Intervals = field(default_factory=list)
-    host_update: Intervals = field(default_factory=list)  # the part of the host's time that is the optimizer's
-    optimizer: Intervals = field(default_factory=list)  # the update, and copies and communication that it asked for
+    host_update: Intervals = field(default_factory=list)  # the optimizer's part of the host's time
+    optimizer: Intervals = field(default_factory=list)  # the update, with its copies and communication
 
     def between(self, start: float, stop: float) -> Lanes:
-        """The part between two moments."""
+        """The lanes between two moments."""
         return Lanes(**{lane.name: overlap(getattr(self, lane.name), [(start, stop)]) for lane in fields(self)})
 
     @property
     def exposed(self) -> Intervals:
-        """When only the optimizer ran, with its copies and its communication, and neither forward nor backward did."""
+        """When the optimizer, its copies or its communication ran, and neither forward nor backward did."""
         return minus(self.optimizer, union(self.forward, self.backward))
 
 
 @dataclass(frozen=True)
 class _Contexts:
-    """What a host thread was doing when; what is in none of these is forward."""
+    """Work of a host thread over time; the rest is forward."""
 
     update: Intervals
     backward: Intervals
@@ -281,7 +281,7 @@ class _Contexts:
 
         backward = union((call.start, call.stop) for call in calls if call.runs_backward)
         communication = named(_COMMUNICATION_OPERATORS, is_range=False)
-        # Gradients are packed for other ranks by the operators that optimizers use.
+        # Packing gradients for other ranks uses the same operators as optimizers.
         operators = named(_UPDATE_OPERATORS, is_range=False)
         operators = minus(operators, union(backward, communication))
         ranges = named(_UPDATE_RANGES, is_range=True)
@@ -292,7 +292,7 @@ _NOWHERE = _Contexts([], [], [])
 
 
 class Sorting:
-    """A trace's events, sorted by their names and by what the host was doing when it launched them."""
+    """Sorts the events of a trace by name, and by the work of the host at their launch."""
 
     def __init__(self, events: Events) -> None:
         self._events = events
@@ -302,11 +302,11 @@ class Sorting:
         self._contexts = {thread: _Contexts.of(calls) for thread, calls in self._threads.items()}
 
     def lanes(self) -> Lanes:
-        """What ran when, in the whole trace."""
+        """The lanes of the whole trace."""
         return self._of_devices() if self._events.works else self._of_host()
 
     def computations(self) -> list[tuple[float, float]]:
-        """For each kernel of forward and backward when it was launched and when it started, in order of launches."""
+        """Launch and start of each kernel of forward and backward, in order of launches."""
         return sorted(
             (work.launched[1], work.start)
             for work in self._events.works
@@ -328,7 +328,7 @@ class Sorting:
         return Lanes(**{name: union(intervals) for name, intervals in by_lane.items()})
 
     def _lanes_of(self, work: Work) -> list[str]:
-        """The lanes of a kernel or copy: by its name, and by what the host was doing when it launched it."""
+        """The lanes of a kernel or copy, by its name, and by the work of the host at its launch."""
         thread, moment = work.launched or (None, 0.0)
         context = self._contexts.get(thread, _NOWHERE)
         by_optimizer = covers(context.update, moment)
@@ -357,11 +357,11 @@ class Sorting:
         for thread, calls in self._threads.items():
             sent = [call for call in calls if call.is_named(_COMMUNICATION_RANGES, is_range=True)]
             communication = union(communication, ((call.start, call.stop) for call in sent))
-            # Nothing links a collective to the step that has asked for it but that one comes after the other.
+            # Only their order links a collective to the step that requested it.
             places = [bisect_right(senders, (call.start, True)) - 1 for call in sent]
             asked = [call for call, place in zip(sent, places) if place >= 0 and senders[place][1]]
             optimizer = union(optimizer, ((call.start, call.stop) for call in asked))
-            # What a backend's thread runs inside a collective is the collective.
+            # Work of a backend's thread inside a collective belongs to the collective.
             inside = union((call.start, call.stop) for call in sent)
             working[thread] = minus(union((call.start, call.stop) for call in calls if not call.is_range), inside)
         update = union(*(minus(context.update, context.communication) for context in every))
