@@ -88,7 +88,7 @@ def first_launches(rule: str, shapes: Sequence[Sequence[int]], dtype: torch.dtyp
         dtype: of all of them.
     """
     from tilestep.backends.triton.run import decision_launch
-    from tilestep.optimizer.control import decide, fresh_control
+    from tilestep.optimizer.control import decide
 
     parameters = [torch.ones(tuple(shape), dtype=dtype, requires_grad=True) for shape in shapes]
     make = partial(tilestep.Optimizer, parameters, rule, max_grad_norm=MAX_GRAD_NORM)
@@ -97,7 +97,7 @@ def first_launches(rule: str, shapes: Sequence[Sequence[int]], dtype: torch.dtyp
     decision = StepInputs(partials=norm.tiles_put())
     launches = [
         norm.tiles_launch(engine.grads),
-        decision_launch(decide, fresh_control(torch.device("cpu")), decision, {}),
+        decision_launch(decide, engine.control.numbers, decision, {}),
     ]
     launches += [launch for passes in engine.passes for launch in passes.launches(False)]
     for launcher, _ in launches:

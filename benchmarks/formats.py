@@ -162,7 +162,7 @@ def made(
     moved = sum(4 * param.nbytes for param in params) + 2 * state
     if rule != "AdamW":
         elements = sum(param.numel() for param in params)
-        segments = [segment for engine in optimizer.plan.engines for segment in engine.segments]
+        segments = [passes.segment for engine in optimizer.plan.engines for passes in engine.passes]
         passes = sum(sum(total_traffic(segment.spec)) for segment in segments)
         moved = int(passes * elements) + sum(param.nbytes for param in params)
     return run, state, moved, optimizer, params
@@ -230,7 +230,7 @@ def index_bits() -> Value:
 def run_kernels(optimizer: Any) -> None:
     """The norm and the passes of a step, without what the host does before them."""
     for engine in optimizer.plan.engines:
-        engine.own_norm_table().sum_squares(engine.grads, engine.power_sum)
+        engine.norm.sum_squares()
         for passes in engine.passes:
             for index in range(len(passes.segment.spec.program.scalars)):
                 for call in (*passes.scalar_calls(index), *passes.tile_calls(index)):

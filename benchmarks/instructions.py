@@ -42,7 +42,7 @@ def kernel_of(rule: str, choice: dict[str, Any]) -> tuple[Any, Any]:
     param = torch.ones(SHAPE, dtype=torch.bfloat16, requires_grad=True)
     make = partial(tilestep.Optimizer, [param], rule, max_grad_norm=1.0, **choice)
     (plain,) = make().fitting_plan(ahead=True).engines
-    (passes,) = engine_of(make, default_shape(plain.segments[0].spec, "cuda")).passes
+    (passes,) = engine_of(make, default_shape(plain.passes[0].segment.spec, "cuda")).passes
     launcher, arguments = next(one for one in passes.launches(False) if "tile_pass" in one[0]._kernel.__name__)
     launcher._device = torch.device("cuda", 0)
     return passes, launcher.compile(arguments)

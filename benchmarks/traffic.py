@@ -23,7 +23,7 @@ def step_bytes(optimizer: tilestep.Optimizer) -> int:
     >>> step_bytes(tilestep.AdamW(parameters, master_weights="remainder"))
     26000
     """
-    segments = [segment for engine in optimizer.fitting_plan(ahead=True).engines for segment in engine.segments]
+    segments = [passes.segment for engine in optimizer.fitting_plan(ahead=True).engines for passes in engine.passes]
     return sum(_entry_bytes(segment.spec, entry) for segment in segments for entry in segment.entries)
 
 

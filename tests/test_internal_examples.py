@@ -146,7 +146,7 @@ def of_runtime() -> None:
     >>> grad_dtype(weight)
     torch.float32
 
-    >>> from tilestep.runtime.gradients import GroupNumbers
+    >>> from tilestep.runtime.hypers import GroupNumbers
     >>> from tilestep.native.table import CHANGED, MOVED, SAME
     >>> group = {"lr": 0.1, "nesterov": False}
     >>> numbers = GroupNumbers(0, group, ["lr", "nesterov"])

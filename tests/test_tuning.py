@@ -47,7 +47,7 @@ def spec_of(name: str, **kwargs: object) -> tuning.KernelSpec:
 
 
 def span_of(optimizer: tilestep.Optimizer) -> int:
-    return optimizer._current_plan().engines[0].segments[0].tile_size
+    return optimizer._current_plan().engines[0].passes[0].segment.tiles.size
 
 
 def optimizer(name: str = "AdamW") -> tilestep.Optimizer:

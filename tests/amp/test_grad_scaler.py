@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilestep
 from tilestep.optimizer.control import DeviceControl
-from tilestep.runtime import DeviceEngine
+from tilestep.runtime import GradNorm
 
 RULES = ["AdamW", "SGD", "Lion", "LAMB", "Prodigy", "LARS"]
 
@@ -203,7 +203,7 @@ class Operations(TorchDispatchMode):
 def test_nothing_is_read_and_torch_launches_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's own passes aside (they are not torch operations), all that is left is the update of the scale."""
     monkeypatch.setattr(DeviceControl, "update", lambda control, inputs, captured: None)
-    monkeypatch.setattr(DeviceEngine, "norm", lambda engine: engine.power_sum)
+    monkeypatch.setattr(GradNorm, "sum_squares", lambda norm: norm.power_sum)
     params = parameters()
     optimizer = make("AdamW", params, max_grad_norm=1.0, skip_above=tilestep.TimesMean(3.0))
     scaler = tilestep.GradScaler("cpu")

@@ -17,6 +17,7 @@ from tilestep.backends.cpp.run import CppPasses, CpuSlices
 from tilestep.backends.eager import EagerPasses
 from tilestep.errors import RuleError
 from tilestep.graph import partition, trace
+from tilestep.placement import Share
 from tilestep.rules import Rule, State, registry, rule
 from tilestep.rules.compose import centralize
 from tilestep.runtime import graph_for, kernel_spec
@@ -237,7 +238,9 @@ def test_passes_of_adafactor_read_no_more_than_they_must() -> None:
 
 def test_what_passes_leave_for_each_other_is_small() -> None:
     spec = storages(registry["Adafactor"], 2, torch.float32)
-    made = CpuSlices(spec, [Entry("a matrix", torch.empty(4096, 4096, device="meta"), {})])
+    matrix = torch.empty(4096, 4096, device="meta")
+    share = Share("a matrix", "", matrix, matrix, 0, {}, 0, matrix)
+    made = CpuSlices(spec, [Entry(share, matrix, {}, {}, {}, torch.float32)])
     assert sum(array.size for array in (*made._slots, *made._parts)) < 4096 * 4096 / 50
 
 

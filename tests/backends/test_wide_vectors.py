@@ -79,7 +79,8 @@ def test_programs_with_sums_keep_their_lanes(rule: str, monkeypatch: pytest.Monk
     optimizer = tilestep.Optimizer([torch.zeros(8, 8, requires_grad=True)], rule)
     optimizer.fitting_plan(ahead=True)
     assert optimizer.plan is not None
-    (segment,) = optimizer.plan.engines[0].segments
+    (passes,) = optimizer.plan.engines[0].passes
+    segment = passes.segment
     assert run._flags(segment.spec) == (() if rule in WITH_SUMS else ("-DWIDE",))
 
 

@@ -54,7 +54,7 @@ def counted(model: nn.Module, optimizer: Any) -> tuple[list[str], list[str]]:
     return calls(model(torch.randn(2, 8)).sum().backward), calls(optimizer.step)
 
 
-@pytest.mark.parametrize(("options", "most"), [({}, 15), ({"max_grad_norm": 1.0}, 19)])
+@pytest.mark.parametrize(("options", "most"), [({}, 15), ({"max_grad_norm": 1.0}, 18)])
 def test_a_step(options: dict[str, Any], most: int) -> None:
     model = layers(2)
     _, step = counted(model, AdamW(model.parameters(), **options))
@@ -65,7 +65,7 @@ def test_a_sharded_step_and_its_backward() -> None:
     model = layers(2)
     backward, step = counted(model, tilestep.shard(AdamW(model.parameters(), max_grad_norm=1.0), model))
     assert len(backward) <= 23, backward
-    assert len(step) <= 31, step
+    assert len(step) <= 30, step
     assert len({name.split(":")[0] for name in step}) <= 11, step
 
 

@@ -42,7 +42,7 @@ def steps_without_waiting() -> None:
                 scaler.update()
                 torch.cuda.set_sync_debug_mode("default")
                 optimizer.zero_grad()
-            assert_equal_on_ranks(optimizer._current_plan().engines[0].control[NORM])
+            assert_equal_on_ranks(optimizer._current_plan().engines[0].control.numbers[NORM])
 
 
 def matrices_travel_without_waiting() -> None:

@@ -198,7 +198,7 @@ def test_a_failed_load_leaves_the_graph_as_it_was() -> None:
 def test_a_replaced_learning_rate_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors on a device are read by the graph where they are."""
     if SIMULATED:
-        monkeypatch.setattr("tilestep.runtime.gradients._on_device", lambda value: isinstance(value, torch.Tensor))
+        monkeypatch.setattr("tilestep.runtime.hypers._on_device", lambda value: isinstance(value, torch.Tensor))
     params = make()
     optimizer = tilestep.AdamW(params, lr=torch.tensor(0.1, device=DEVICE))
     fill_gradients(params, 0)

@@ -22,6 +22,7 @@ import tilestep.norm.table
 import tilestep.optimizer.graphs
 import tilestep.optimizer.optimizer
 import tilestep.runtime.engine
+import tilestep.runtime.norms
 from tilestep.kernels.launch import Launcher
 from tilestep.norm.triton_backend import TritonNorm
 
@@ -86,6 +87,7 @@ class Simulation:
         launch = Launcher.__call__
         for module in (
             tilestep.runtime.engine,
+            tilestep.runtime.norms,
             tilestep.backends.triton.run,
             tilestep.optimizer.graphs,
             tilestep.optimizer.optimizer,

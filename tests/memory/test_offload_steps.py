@@ -89,7 +89,7 @@ def test_any_layout_follows_float64(layout: str, home: Homes) -> None:
 
 def test_tiny_chunks_cut_tensors() -> None:
     pair = Pair(tilestep.AdamW, streamed())
-    [segment] = pair.optimizer.plan.engines[0].segments
+    [segment] = [passes.segment for passes in pair.optimizer.plan.engines[0].passes]
     update = segment.streamer
     assert len(update.chunks) == segment.tiles.count > len(SHAPES)
     assert sum(len(chunk.tiles) for chunk in update.chunks) == segment.tiles.count
@@ -99,7 +99,7 @@ def test_chunks_keep_to_their_size_and_copy_long_runs() -> None:
     """What a chunk has of an array is one copy: buffers of one name lie one behind the other."""
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in [(64, 300)] * 40]
     optimizer = streamed(1 << 20)(tilestep.AdamW(params))
-    [segment] = optimizer.plan.engines[0].segments
+    [segment] = [passes.segment for passes in optimizer.plan.engines[0].passes]
     update = segment.streamer
     assert len(update.chunks) > 3
     for chunk in update.chunks:
@@ -112,7 +112,7 @@ def test_chunks_keep_to_their_size_and_copy_long_runs() -> None:
 def test_only_what_a_pass_touches_is_moved() -> None:
     """LAMB's second pass reads the moments and writes none of them."""
     pair = Pair(tilestep.LAMB, streamed())
-    [segment] = pair.optimizer.plan.engines[0].segments
+    [segment] = [passes.segment for passes in pair.optimizer.plan.engines[0].passes]
     update = segment.streamer
     moments = ("exp_avg", "exp_avg_sq")
     assert update._traffic == [(moments, moments), (moments, ())]
@@ -121,9 +121,9 @@ def test_only_what_a_pass_touches_is_moved() -> None:
 def test_parameters_that_kernels_walk_by_coordinates_stay_whole() -> None:
     wide = torch.nn.Parameter(torch.zeros(300, 400)[:, ::2])
     optimizer = streamed()(tilestep.AdamW([wide]))
-    [segment] = optimizer.plan.engines[0].segments
-    assert segment.tiles.count > 1
-    assert len(cut_chunks(segment, moved_arrays(segment.spec), TILE)) == 1
+    [passes] = optimizer.plan.engines[0].passes
+    assert passes.segment.tiles.count > 1
+    assert len(cut_chunks(passes, moved_arrays(passes.segment.spec), TILE)) == 1
 
 
 def test_state_of_one_buffer_size_is_on_the_device_at_a_time() -> None:

@@ -323,8 +323,8 @@ def test_several_threads_see_the_same() -> None:
 
 def test_which_threads_look() -> None:
     few, many = (tilestep.SGD([torch.zeros(1, requires_grad=True) for _ in range(count)]) for count in (499, 500))
-    assert few._current_plan().engines[0].looking_threads == 1
-    assert many._current_plan().engines[0].looking_threads == min(8, torch.get_num_threads())
+    assert few._current_plan().engines[0].table.threads == 1
+    assert many._current_plan().engines[0].table.threads == min(8, torch.get_num_threads())
 
 
 def test_distributed_tensors_of_several_threads(tmp_path: Path) -> None:

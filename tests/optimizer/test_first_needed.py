@@ -127,7 +127,7 @@ def test_a_parameter_without_a_gradient_is_in_no_graph_that_would_leave_it_out()
     set_gradients(params[:1])
     optimizer.step()
     assert set(optimizer.state) == {params[0]}
-    assert optimizer.fitting_plan(ahead=True).engines[0].params == params
+    assert optimizer.fitting_plan(ahead=True).engines[0].holders == params
     assert optimizer.state_dict()["state"].keys() == {0, 1}
     params[1].data.fill_(7.0)
     set_gradients(params)

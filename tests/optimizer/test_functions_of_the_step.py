@@ -142,7 +142,7 @@ def test_equal_schedules_share_a_kernel() -> None:
     params = make_params()
     groups = [{"params": params[:3]}, {"params": params[3:], "lr": schedule.warmup_cosine(0.1, 2, 9)}]
     optimizer = tilestep.AdamW(groups, lr=schedule.warmup_cosine(0.1, 2, 9))
-    assert len(optimizer._current_plan().engines[0].segments) == 1
+    assert len(optimizer._current_plan().engines[0].passes) == 1
 
 
 def test_each_parameter_counts_its_own_steps() -> None:

@@ -71,7 +71,7 @@ def test_tensors_without_gaps_are_walked_by_coordinates_too(
     optimizer = getattr(tilestep, rule)(params)
     optimizer.step()
     [engine] = optimizer._current_plan().engines
-    assert [bool((segment.layout_index >= 0).any()) for segment in engine.segments] == [by_coordinates]
+    assert [bool((passes.arrays.layout_index >= 0).any()) for passes in engine.passes] == [by_coordinates]
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

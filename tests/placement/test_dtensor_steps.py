@@ -57,7 +57,7 @@ def _train(layouts: Iterable[str], name: str, **arguments: Any) -> None:
             assert (norm is not None) == ("max_grad_norm" in arguments)
             if norm is not None:
                 torch.testing.assert_close(optimizer.grad_norm, norm)
-                assert_equal_on_ranks(optimizer._current_plan().engines[0].control[NORM])
+                assert_equal_on_ranks(optimizer._current_plan().engines[0].control.numbers[NORM])
             assert_same(net, reference, atol=1e-5, rtol=1e-4)
             optimizer.zero_grad()
 

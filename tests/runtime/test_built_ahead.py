@@ -93,7 +93,7 @@ def test_what_a_mover_brings_is_left_to_it(noted: Noted) -> None:
     class TileStreamer:
         run = staticmethod(moved.append)
 
-    engine.segments[0].streamer = TileStreamer()  # type: ignore[assignment]
+    engine.passes[0].segment.streamer = TileStreamer()  # type: ignore[assignment]
     optimizer.step()
     assert moved == [0] and not noted.ahead
 

@@ -27,8 +27,8 @@ class EagerPasses(Passes):
         alone = next((entry for entry in entries if entry.exchange), None)
         if alone is not None and spec.program.matrices.scratch:
             raise GradientError(
-                f"{alone.label} is sharded, and rule {spec.program.graph.title} works on whole matrices: that needs a "
-                "C++ compiler, or Triton on a GPU"
+                f"{alone.share.label} is sharded, and rule {spec.program.graph.title} works on whole matrices: that "
+                "needs a C++ compiler, or Triton on a GPU"
             )
         if spec.global_count:
             raise BuildError(
@@ -45,7 +45,7 @@ class EagerPasses(Passes):
 
     def _update_all(self) -> None:
         segment = self.segment
-        if float(segment.control[SKIP]):
+        if float(segment.control.numbers[SKIP]):
             return
         for position, gradient in enumerate(segment.gradients):
             if gradient is not None:
@@ -53,7 +53,7 @@ class EagerPasses(Passes):
 
     def _update(self, position: int, gradient: torch.Tensor) -> None:
         entry, graph, compute = self.segment.entries[position], self._spec.program.graph, self._spec.compute
-        self.segment.step[position] += 1
+        self.segment.numbers.step[position] += 1
         loads: dict[str, torch.Tensor] = {"grad": gradient.to(compute)}
         for name, storage in self._spec.storages.items():
             if name != "grad" and name not in self._spec.program.matrices.scratch:
@@ -62,7 +62,7 @@ class EagerPasses(Passes):
             loads = {name: value.reshape(self._seen(entry, name)) for name, value in loads.items()}
         # Copies, as those of `values_of`: a rule may move a state's old value to another, which is written later.
         loads.update({name: matrix.clone() for name, matrix in entry.matrices.items()})
-        numbers = {name: array[position] for name, array in self.segment.scalar_states.items()}
+        numbers = {name: array[position] for name, array in self.segment.numbers.scalar_states.items()}
         loads.update({name: number.to(torch.float64, copy=True) for name, number in numbers.items()})
         # An empty tensor only has new scalar states.
         outputs = {name: graph.outputs[name] for name in (graph.outputs if gradient.numel() else graph.scalar_states)}
@@ -70,7 +70,7 @@ class EagerPasses(Passes):
         for name, output in outputs.items():
             value = results[id(output)]
             if name in graph.scalar_states:
-                self.segment.scalar_states[name][position] = value
+                self.segment.numbers.scalar_states[name][position] = value
             elif name in graph.matrix_states:
                 entry.matrices[name].copy_(value)
             else:
@@ -79,8 +79,8 @@ class EagerPasses(Passes):
                     like = entry.arrays[name] if name in graph.slice_states else entry.param
                     value = value.expand(self._seen(entry, name)).reshape(like.shape)
                 stored_in(self._spec.storages[name], entry.arrays, name, value, entry.param.shape, random)
-        if float(self.segment.control[UNSCALE]):
-            gradient.mul_(float(self.segment.control[INVERSE_SCALE]))
+        if float(self.segment.control.numbers[UNSCALE]):
+            gradient.mul_(float(self.segment.control.numbers[INVERSE_SCALE]))
 
     def _seen(self, entry: Entry, name: str) -> list[int]:
         """The shape of a buffer as the rule sees it."""
@@ -97,8 +97,8 @@ class EagerPasses(Passes):
         for dim, stride in enumerate(strides_of(entry)):
             along = torch.arange(entry.param.shape[dim], device=entry.param.device) * stride
             index += along.view(-1, *[1] * (entry.param.dim() - dim - 1))
-        stream = int(self.segment.streams[position, 0])
-        return random_tensor(stream, int(self.segment.step[position]), self._spec.draws[name], index)
+        stream = int(self.segment.group_rows.streams[position, 0])
+        return random_tensor(stream, int(self.segment.numbers.step[position]), self._spec.draws[name], index)
 
     def _evaluated(self, roots: Iterable[Value], loads: Mapping[str, torch.Tensor], position: int) -> dict[int, Any]:
         results: dict[int, Any] = {}
@@ -139,13 +139,13 @@ class EagerPasses(Passes):
 
     def _number(self, name: str, position: int) -> float:
         if name == "step":
-            return float(self.segment.step[position])
+            return float(self.segment.numbers.step[position])
         if name == "machine_epsilon":
             return self._spec.machine_epsilon
         if name == "numel" or size_from_end(name):
             return float(self.segment.sizes[position, self._spec.sizes.index(size_from_end(name))])
-        row = self.hyper[self.segment.group_of[position]]
+        row = self.hyper[self.segment.group_rows.of[position]]
         if name != "gradient_scale":
             return row[self._spec.hypers.index(name)]
-        norm, inverse, clip = (float(self.segment.control[place]) for place in (NORM, INVERSE_SCALE, CLIP))
+        norm, inverse, clip = (float(self.segment.control.numbers[place]) for place in (NORM, INVERSE_SCALE, CLIP))
         return float(gradient_scale(norm, inverse, clip, row[self._spec.hypers.index("max_grad_norm")]))

@@ -79,7 +79,7 @@ def _optimizer(rule: Rule, kind: str, elements: int, device: torch.device) -> Op
 def has_matrix_work(optimizer: Optimizer) -> bool:
     """Whether a step also works on whole matrices, which a count of bytes says nothing about."""
     engines = optimizer.fitting_plan(ahead=True).engines
-    return any(segment.spec.program.matrices.passes for engine in engines for segment in engine.segments)
+    return any(passes.segment.spec.program.matrices.passes for engine in engines for passes in engine.passes)
 
 
 def tiled_rules() -> list[Rule]:
@@ -94,7 +94,7 @@ def jobs(rules: Iterable[Rule], device: torch.device) -> list[Job]:
     by_signature: dict[str, Job] = {}
     for rule in rules:
         for kind in KINDS:
-            spec = _optimizer(rule, kind, 0, device).fitting_plan(ahead=True).engines[0].segments[0].spec
+            spec = _optimizer(rule, kind, 0, device).fitting_plan(ahead=True).engines[0].passes[0].segment.spec
             name = signature(spec)
             by_signature.setdefault(name, Job(rule, kind, name, spec))
     return list(by_signature.values())

@@ -70,7 +70,7 @@ def _captured(optimizer: Optimizer, work: Callable[[], Any] | None) -> CapturedS
         with choices.left_out():
             seen = engine.check_capture(plan.gradients()[0])
         table = engine.graph_tables.prepare(rows_of(seen.gradients))
-    before = [param.grad for param in engine.params]
+    before = [param.grad for param in engine.holders]
     captured_before = optimizer.graphs.captured
     graph = torch.cuda.CUDAGraph()
     try:
@@ -90,7 +90,7 @@ def _captured(optimizer: Optimizer, work: Callable[[], Any] | None) -> CapturedS
         optimizer.graphs = replace(graphs, checked=graphs.checked + graphs.captured - captured_before)
     require(optimizer.graphs.captured > captured_before, "work() did not step the optimizer")
     # Those that were made inside are memory of the graph.
-    kept = [gradient if param.grad is gradient else None for param, gradient in zip(engine.params, before)]
+    kept = [gradient if param.grad is gradient else None for param, gradient in zip(engine.holders, before)]
     return CapturedStep(optimizer, graph, output, table, kept, choices)
 
 
@@ -163,7 +163,7 @@ class CapturedStep:
         with optimizer.execution.for_graph(optimizer, alone=self._is_alone, replays=True):
             plan = self._current()
             try:
-                plan.engines[0].push_hypers()
+                plan.engines[0].hypers.push(in_graph=True)
             except Stale as stale:
                 raise _stale(str(stale)) from None
             with marked(REPLAY) if self._is_alone else nullcontext():
@@ -172,9 +172,9 @@ class CapturedStep:
                     with torch.no_grad():
                         optimizer.execution.step(optimizer.update)
                     return self.output
-                if plan.masters:
-                    plan.sync_masters()
-                    plan.record_versions()
+                if plan.masters.exist:
+                    plan.masters.sync()
+                    plan.masters.note()
                 self._graph.replay()
                 self._choices.replayed()
         return self.output
@@ -202,7 +202,7 @@ class CapturedStep:
 
     def _current(self) -> StepPlan:
         optimizer, plan = self._known_optimizer(), self._plan()
-        if plan is None or optimizer.plan is not plan or not plan.same_groups(optimizer):
+        if plan is None or optimizer.plan is not plan or not plan.basis.same_groups(optimizer):
             raise _stale(CHANGED)
         reason = self._memory.reason()
         if reason:
@@ -232,10 +232,10 @@ class _Memory:
         engine = plan.engines[0]
         self._lost: list[str] = []
         self._plan = weakref.ref(plan)
-        labels = [entry.label for entry in engine.entries]
+        labels = [entry.share.label for entry in engine.entries]
         self._references: list[Any] = [
             weakref.ref(param.untyped_storage(), partial(note_lost, self._lost, label))
-            for param, label in zip(engine.params, labels)
+            for param, label in zip(engine.holders, labels)
             if param.numel()
         ]
         notes = [partial(note_lost, self._lost, f"the gradient of {label}") for label in labels]
@@ -243,7 +243,8 @@ class _Memory:
             None if gradient is None else weakref.ref(gradient, note) for gradient, note in zip(gradients, notes)
         ]
         self._gradient_turns = _chunks(len(self._gradients), _AT_ONCE)
-        self._listed = [(group, index) for group, own in enumerate(plan.groups) for index in range(len(own["params"]))]
+        groups = plan.basis.groups
+        self._listed = [(group, index) for group, own in enumerate(groups) for index in range(len(own["params"]))]
         self._listed_turns = _chunks(len(self._listed), _AT_ONCE)
         self._turn = 0
 
@@ -260,14 +261,14 @@ class _Memory:
             return "parameters have moved" if engine.table.states_are_same() else STATES_MOVED
         for place in self._listed_turns[turn % len(self._listed_turns)]:
             group, index = self._listed[place]
-            own = plan.groups[group]["params"]
-            if index >= len(own) or own[index] is not plan.params[place]:
+            own = plan.basis.groups[group]["params"]
+            if index >= len(own) or own[index] is not plan.basis.params[place]:
                 return "param groups have other parameters"
         if self._gradients:
             for index in self._gradient_turns[turn % len(self._gradient_turns)]:
                 recorded = self._gradients[index]
-                if recorded is not None and engine.params[index].grad is not recorded():
-                    return f"the gradient of {engine.entries[index].label} is another tensor; {KEEP}"
+                if recorded is not None and engine.holders[index].grad is not recorded():
+                    return f"the gradient of {engine.entries[index].share.label} is another tensor; {KEEP}"
         return ""
 
 

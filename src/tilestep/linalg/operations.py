@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -16,14 +16,12 @@ class MatrixSegment(Protocol):
 
     spec: Any
     entries: list[Any]
-    groups: Sequence[Mapping[str, Any]]
+    group_rows: Any
     device: torch.device
     grads: torch.Tensor
     gradients: Sequence[torch.Tensor | None]
-    skip: torch.Tensor
-    step: torch.Tensor
-    may_skip: bool
-    rows: torch.Tensor
+    control: Any
+    numbers: Any
 
 
 @dataclass

@@ -13,6 +13,7 @@ from ..errors import OffloadError
 from ..native.host_memory import ALIGNMENT
 from ..native.table import address_of
 from ..placement.local import REAL_INSTEAD, local_part
+from ..runtime.passes import Passes
 from ..runtime.segment import Segment, TileRange
 
 
@@ -92,9 +93,10 @@ def sizes_of_chunks(tiles: Sequence[int], uncut: Sequence[bool], room: int) -> l
     return chunks
 
 
-def cut_tiles(segment: Segment, room: int) -> list[tuple[range, range]]:
+def cut_tiles(passes: Passes, room: int) -> list[tuple[range, range]]:
     """The ranges of tiles and of tensors of a segment's chunks, of at most `room` tiles."""
-    counts, strided = (-(-segment.tiles.numel // segment.tiles.size)).tolist(), set(segment.own_strided)
+    tiles, strided = passes.segment.tiles, set(passes.arrays.strided)
+    counts = (-(-tiles.numel // tiles.size)).tolist()
     return sizes_of_chunks(counts, [place in strided for place in range(len(counts))], room)
 
 
@@ -104,11 +106,12 @@ def walked_part(segment: Segment, tiles: range, place: int) -> tuple[int, int]:
     return max(tiles.start - start, 0) * size, min((tiles.stop - start) * size, int(segment.tiles.numel[place]))
 
 
-def cut_chunks(segment: Segment, names: Sequence[str], room: int) -> list[Chunk]:
+def cut_chunks(passes: Passes, names: Sequence[str], room: int) -> list[Chunk]:
     """Cut a segment into chunks of about `room` bytes of the named arrays."""
+    segment = passes.segment
     width = sum(segment.entries[0].arrays[name].element_size() for name in names)
     per_chunk = max(room // max(width * segment.tiles.size, 1), 1)
-    chunks = [Chunk(*bounds) for bounds in cut_tiles(segment, per_chunk)]
+    chunks = [Chunk(*bounds) for bounds in cut_tiles(passes, per_chunk)]
     for chunk in chunks:
         lay_out(chunk, segment, names)
     return chunks

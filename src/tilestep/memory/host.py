@@ -13,7 +13,7 @@ from ..native.host_memory import HostMemory
 from ..native.table import Writes, rows_of
 from ..optimizer.parameters import check_not_shared, check_parameter
 from ..placement.local import local_part
-from ..runtime import DeviceEngine, Entry, JointNorm, SharedNorm, is_dense
+from ..runtime import DeviceEngine, Entry, GradNorm, is_dense
 from ..runtime.passes import Passes
 from ..runtime.segment import TileRange
 from .copies import cut_tiles, walked_part
@@ -33,7 +33,7 @@ class HostState(StateOnHost):
         self._writes: Writes | None = None
         self._sums: torch.Tensor | None = None
         self._entries: list[Entry] = []
-        self._norm: SharedNorm | None = None  # norm of gradients on the device
+        self._norm: GradNorm | None = None  # norm of gradients on the device
 
     def begin(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Mirror these parameters."""
@@ -86,20 +86,18 @@ class HostState(StateOnHost):
         self.copies.send(mirror, gradient)
         return mirror.gradient
 
-    def power_sums(self, sources: Sequence[DeviceEngine | JointNorm]) -> list[torch.Tensor]:
+    def power_sums(self, norms: Sequence[GradNorm]) -> list[torch.Tensor]:
         """The sum of squares, computed on the device while gradients are copied, or on the host if kept there."""
         if self.kept is not None:
             self.copies.wait(list(self.mirrors.values()))
-            return [source.norm() for source in sources]
+            return [norm.sum_squares() for norm in norms]
         if self._norm is None:
-            self._norm = SharedNorm(self.device, self._entries)
             self._addresses = torch.zeros(len(self._entries), dtype=torch.int64, device=self.device)
-            self._total = torch.zeros(1, dtype=torch.float64, device=self.device)
+            self._norm = GradNorm(self.device, self._entries, [self._addresses])
         sent = [self.mirror_of[id(entry.param)].sent for entry in self._entries]
         dense = [one if one is None or is_dense(one) else one.contiguous() for one in sent]
         copy_to(self._addresses, rows_of(dense))
-        self._norm.launch(self._addresses, self._total)
-        return [self._total]
+        return [self._norm.sum_squares()]
 
     def sync_masters(self) -> None:
         """Copy parameters that other code has written to, found by versions, and by checksums for `param.data`."""
@@ -123,7 +121,7 @@ class HostState(StateOnHost):
     def finish(self, engine: DeviceEngine) -> None:
         """Make the device wait for its parameters, and unscale its gradients."""
         self.compute.follow(self.inward.mark())
-        control = engine.control.tolist()
+        control = engine.control.numbers.tolist()
         if control[UNSCALE] and not control[SKIP]:
             for entry in engine.entries:
                 gradient = self.mirror_of[id(entry.param)].sent
@@ -148,7 +146,7 @@ class HostUpdate(ChunkedPasses):
         tiles = segment.tiles
         width = segment.entries[0].param.element_size()
         room = max(home.chunk_bytes // (tiles.size * width), 1) if not self._in_slices else max(tiles.count, 1)
-        self.chunks = [TileRange(*bounds) for bounds in cut_tiles(segment, room)]
+        self.chunks = [TileRange(*bounds) for bounds in cut_tiles(passes, room)]
         self.tile_ranges = [None] * len(self.chunks) if self._in_slices else self.chunks
 
     def settle(self) -> None:

@@ -140,7 +140,7 @@ class StreamedUpdate(ChunkedPasses):
         segment = passes.segment
         self._home, self._number = home, number
         room = 1 << 62 if self._in_slices else home.chunk_bytes
-        self.chunks = cut_chunks(segment, names, room)
+        self.chunks = cut_chunks(passes, names, room)
         self._traffic = [traffic_of(segment.spec, index) for index in range(len(segment.spec.program.tiles))]
         self._ready = False
 
@@ -174,7 +174,7 @@ class StreamedUpdate(ChunkedPasses):
             for place, begin in zip(chunk.tensors, begins.tolist()):
                 arrays = passes.segment.entries[place].arrays
                 arrays[name] = staged_view(arrays[name], begin, memory)
-        passes.segment.read_addresses()
+        passes.arrays.read()
         passes.upload()
 
     def bring(self, index: int, position: int) -> None:

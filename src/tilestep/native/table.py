@@ -31,12 +31,15 @@ from ..compat import (
     tensor_guards,
     version_of,
 )
-from ..devices import copy_to, is_host
+from ..devices import copy_to, is_host, thread_count
 
 SAME, MOVED, CHANGED = 0, 1, 2
 """Results of a look: no tensor has changed; addresses have changed; something else has changed."""
 
 _AT_ONCE = 512  # tensors per look in turn
+
+_LARGE, _MOST_LOOKING, _MOST_WOKEN = 500, 8, 4
+"""The number of tensors from which threads look at them, and how many threads; fewer if they have to be woken."""
 
 _LOW = 1 << 32  # memory mostly lies above; a lower address may be an offset from a null pointer
 
@@ -112,6 +115,7 @@ class Table:
             self.host, self._target = addresses.numpy(), None
         """The addresses on the host; for a CPU the same memory as `addresses`."""
         self._params, self._states = _Described(params, fixed=True), _Described(states, fixed=True)
+        self.is_large = len(params) >= _LARGE  # whether several threads look
         self._written = written
         self.places: list[int] = []  # rows with a gradient
         self.generation = 0  # count of address changes
@@ -129,6 +133,12 @@ class Table:
         """Bumps the version of every parameter with a gradient, as in-place writes do."""
         self.same_list: Callable[[Any, Any], bool] = same_list
         """As the function of this name, in C++ if it is built."""
+
+    @property
+    def threads(self) -> int:
+        """The number of threads that look; on a CPU those that update the tensors are awake."""
+        most = _MOST_LOOKING if self._target is None else _MOST_WOKEN
+        return min(thread_count(), most) if self.is_large else 1
 
     def refresh(self, gradients: Sequence[torch.Tensor | None] | None, threads: int = 1) -> int:
         """Look at all tensors once, and update the addresses unless something else has changed.

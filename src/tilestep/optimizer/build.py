@@ -17,6 +17,7 @@ from ..devices.garbage import without_collections
 from ..errors import GradientError, MatrixError, StateError
 from ..graph import Graph
 from ..linalg.views import Cut, Matrices, leading_dims
+from ..native.table import Table
 from ..placement import (
     LocalGradients,
     MatrixExchange,
@@ -40,10 +41,10 @@ from ..placement.local import (
 )
 from ..rules import Rule
 from ..rules.protocol import MATRIX_OPTIONS
-from ..runtime import READABLE, DeviceEngine, Entry, JointNorm, grad_dtype, is_dense, kernel_spec, load_ahead
+from ..runtime import READABLE, DeviceEngine, Entry, GradNorm, grad_dtype, is_dense, kernel_spec, load_ahead
 from ..runtime.shared_sums import SharedSums
 from ..storage import entries_of
-from .control import DeviceControl
+from .control import Deciders, DeviceControl
 from .groups import about_group, check_flags, deciding_keys
 from .masters import MASTER_KEYS, Masters, check_master
 from .matrices import Seen, check_cut, check_matrices, check_patterns, is_cut, matrix_options, matrix_work, seen_by
@@ -57,7 +58,7 @@ from .parameters import (
     require_one_group,
     shares_of,
 )
-from .plan import StepPlan
+from .plan import Basis, StepPlan
 from .sorting import sorted_for
 from .states import (
     BufferRequests,
@@ -104,7 +105,6 @@ BySpec = Sequence[tuple[KernelSpec, Sequence[Entry]]]
 def build_engines(
     optimizer: Optimizer,
     by_device: Mapping[torch.device, BySpec],
-    members: Mapping[int, Share],
     keys: Sequence[Sequence[str]],
 ) -> tuple[list[DeviceEngine], list[DeviceControl], dict[Any, list[int]]]:
     """Make the engines, the control numbers of each device, and the places of the engines of each part."""
@@ -116,7 +116,7 @@ def build_engines(
         divided: dict[Any, dict[int, tuple[KernelSpec, list[Entry]]]] = {}
         for spec, entries in by_spec:
             for entry in entries:
-                own = divided.setdefault(optimizer.execution.part_of(members[id(entry)].param), {})
+                own = divided.setdefault(optimizer.execution.part_of(entry.share.param), {})
                 own.setdefault(id(spec), (spec, []))[1].append(entry)
         # A rank without shares decides steps together with the others, by an engine without tensors.
         divided = divided or {None: {}}
@@ -124,12 +124,16 @@ def build_engines(
         controls.append(control)
         cut = [memory.split_segments(list(own.values())) for own in divided.values()]
         made = [
-            DeviceEngine(device, own, optimizer.param_groups, keys, control.numbers, memory.on_passes) for own in cut
+            DeviceEngine(device, own, optimizer.param_groups, keys, control.decided, memory.on_passes) for own in cut
         ]
         if len(made) > 1:
-            joint = JointNorm([entry for _, entries in by_spec for entry in entries], made)
+            # Bitwise that of one engine: its tensors are added up in their order.
+            entries = [entry for _, own in by_spec for entry in own]
+            place_of = {id(entry): at for at, entry in enumerate(one for engine in made for one in engine.entries)}
+            order = torch.tensor([place_of[id(entry)] for entry in entries], dtype=torch.int64, device=device)
+            joint = GradNorm(device, entries, [engine.grads for engine in made], order)
             for engine in made:
-                engine.joint = joint
+                engine.norm = joint
         for place, part in enumerate(divided, len(engines)):
             places.setdefault(part, []).append(place)
         engines.extend(made)
@@ -361,36 +365,26 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
         if before:
             is_ahead = isinstance(before, ParameterState) and before.is_ahead
         state[share.param] = state.entry(_distributed(one.state, share.holder, one.graph), is_ahead=is_ahead)
-    engines, controls, places, shares = _engines(optimizer, planned, mesh_ranks)
+    engines, controls, places = _engines(optimizer, planned, mesh_ranks)
     stated = [(one.share.holder, one.share.group, one.state) for one in planned]
+    groups, table = list(optimizer.param_groups), engines[0].table if engines else Table()
+    without_values = [one.share.param for one in unreal]
     plan = StepPlan(
+        basis=Basis(groups, params, state, state.count.changes, dormant, without_values, table),
         engines=engines,
-        shares=shares,
-        dormant=dormant,
-        unreal=[one.share.param for one in unreal],
-        groups=list(optimizer.param_groups),
-        params=params,
-        state=state,
-        state_changes=state.count.changes,
-        masters=Masters(stated, fresh),
-        mesh_ranks=mesh_ranks,
-        ranks=mesh_ranks,
-        sharers=mesh_ranks,
-        places=places,
-        controls=controls,
+        deciders=Deciders(engines, controls, memory),
+        masters=Masters(stated, fresh, memory),
         home=memory,
+        mesh_ranks=mesh_ranks,
+        sharers=mesh_ranks,
+        places={part: tuple(listed) for part, listed in places.items()},
         repeat_updates=repeat_updates(optimizer),
         ahead=[one.share for one in planned if state[one.share.param].is_ahead],
     )
     if mesh_ranks is not None:
-        plan.shared_sums = [SharedSums(mesh_ranks, engine.segments) for engine in engines]
-        plan.sends = bool(exchanges) or any(sums.sends for sums in plan.shared_sums)
-    sources = [
-        LocalGradients([entry.label for entry in engine.entries], params, list(map(_cut, engine.entries)))
-        for engine, params in zip(engines, plan.members)
-    ]
-    if mesh_ranks is not None or any(source.views for source in sources):
-        plan.sources = sources
+        sums = [SharedSums(mesh_ranks, [one.segment for one in engine.passes]) for engine in engines]
+        plan.calls.shared_sums, plan.deciders.ranks = sums, mesh_ranks
+        plan.deciders.sends = bool(exchanges) or any(one.sends for one in sums)
     return plan
 
 
@@ -531,15 +525,14 @@ def loaded_states(
 
 def _engines(
     optimizer: Optimizer, planned: Sequence[_Planned], mesh_ranks: ReductionGroup | None
-) -> tuple[list[DeviceEngine], list[DeviceControl], Any, list[list[Share]]]:
-    """The engines of planned shares, their controls, their places by part, and for each engine its shares."""
+) -> tuple[list[DeviceEngine], list[DeviceControl], Any]:
+    """The engines of planned shares, their controls, and their places by part."""
     parts: dict[torch.device, dict[int, tuple[KernelSpec, list[Entry]]]] = {}
     if not planned and optimizer.placement.device is not None:
         parts[optimizer.placement.device] = {}
-    members: dict[int, Share] = {}
-    for share, entry, spec in [(one.share, *own) for one in planned for own in _entries(optimizer, one)]:
+    for entry, spec in [own for one in planned for own in _entries(optimizer, one)]:
+        share = entry.share
         # The random bits of an element do not depend on the mesh: they depend on parameter and index.
-        entry.ordinal = share.ordinal
         if spec.draws:
             pair = 2 if share.param.is_complex() else 1
             entry.origin = pair * (share.start or 0)
@@ -555,32 +548,32 @@ def _engines(
                 entry.origin, entry.strides = entry.origin + int(rows.storage_offset()), rows.stride()
         entry.weight = 1.0 if mesh_ranks is None else mesh_ranks.share(share.holder)
         optimizer.memory.on_entry(spec, entry)
-        members[id(entry)] = share
         parts.setdefault(entry.param.device, {}).setdefault(id(spec), (spec, []))[1].append(entry)
     for by_spec in parts.values():
         entries = [entry for _, entries in by_spec.values() for entry in entries]
         arrays = [
-            (f"state {name!r} of {entry.label}", array)
+            (f"state {name!r} of {entry.share.label}", array)
             for entry in entries
             for name, array in entry.written
             if name != "param"
         ]
-        check_not_shared([*((entry.label, entry.param) for entry in entries), *arrays])
+        check_not_shared([*((entry.share.label, entry.param) for entry in entries), *arrays])
     keys = [deciding_keys(optimizer.rule_of(group)) for group in optimizer.param_groups]
     by_device = {device: list(by_spec.values()) for device, by_spec in parts.items()}
-    engines, controls, places = build_engines(optimizer, by_device, members, keys)
+    engines, controls, places = build_engines(optimizer, by_device, keys)
     for engine in engines:
         states = []
         for entry in engine.entries:
-            own = optimizer.state[members[id(entry)].param]
+            own = optimizer.state[entry.share.param]
             own.update({**entry.scalars, **entry.matrices})
             states += [own[name] for name in (*entry.arrays, *entry.scalars, *entry.matrices) if name in own]
-        holders = [members[id(entry)].holder for entry in engine.entries]
+        labels, cuts = [entry.share.label for entry in engine.entries], list(map(_cut, engine.entries))
+        local = LocalGradients(labels, engine.holders, cuts)
         # `param.data = ...` leaves views behind.
-        states += [holder for holder, entry in zip(holders, engine.entries) if holder.is_complex() or _cut(entry)]
+        states += [engine.holders[place] for place in local.views]
         finds = not (optimizer.memory.looks_at_gradients or repeat_updates(optimizer))
-        engine.describe(holders, states, finds=finds)
-    return engines, controls, places, [[members[id(entry)] for entry in engine.entries] for engine in engines]
+        engine.describe(states, finds=finds, local=local if mesh_ranks is not None or local.views else None)
+    return engines, controls, places
 
 
 def _entries(optimizer: Optimizer, one: _Planned) -> Iterator[tuple[Entry, KernelSpec]]:
@@ -599,13 +592,12 @@ def _entries(optimizer: Optimizer, one: _Planned) -> Iterator[tuple[Entry, Kerne
             own, full, matrices = cut.of(part.detach()), holder, replace(matrices, cut=cut)
             arrays = {name: own if name == "param" else cut.of(array) for name, array in arrays.items()}
         scalars = {name: one.state[name] for name in ("step", *graph.scalar_states)}
-        entry = Entry(share.label, own, arrays, scalars, share.group_index, full)
-        entry.matrices = {name: one.state[name] for name in graph.matrix_states}
+        matrix_states = {name: one.state[name] for name in graph.matrix_states}
+        entry = Entry(share, own, arrays, scalars, matrix_states, spec.storages["grad"].precision, full)
         read = set(graph.states).difference(graph.outputs)
         arrays_of = [array for name in read & spec.storages.keys() for array in spec.storages[name].arrays(name)]
         entry.only_read = read.union(array.name for array in arrays_of)
         entry.exchange, entry.holds = exchange, matrices
-        entry.in_norm = share.group.get("in_norm", True)
         yield entry, spec
 
 

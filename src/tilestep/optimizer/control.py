@@ -19,17 +19,18 @@ import torch.distributed as dist
 from ..backends.decision import Decision
 from ..backends.floats import outcome_of
 from ..backends.registry import control_kernels
-from ..backends.spec import CLIP, CONTROL_SIZE, INVERSE_SCALE, LARGEST_SUM, NORM, SKIPPED, UNSCALE
+from ..backends.spec import LARGEST_SUM, NORM, SKIPPED, UNSCALE
 from ..devices import combined, moved
 from ..errors import GradientError, StateError
 from ..placement import ReductionGroup, is_distributed, next_number
 from ..placement.combinations import DDP, FSDP1, follow_wrappers, kind_of, refuse, wrappers_around
 from ..placement.local import local_part
 from ..rules.limits import EARLIER_KEYS, Limit
-from ..runtime import DeviceEngine, StepInputs, build_ahead
+from ..runtime import Control, DeviceEngine, StepInputs, build_ahead
 from ..runtime.decision import StepHistory
+from ..runtime.norms import Partials
+from .memory import StateMemory
 from .parameters import Optimizer
-from .plan import StepPlan
 
 LIMITS_KEY = "limits"  # key of the first group of a state_dict with what limits remember
 
@@ -73,14 +74,6 @@ class SkipPolicy:
         return StepInputs(skip_nonfinite=self.skips, skip_above=above)
 
 
-def fresh_control(device: torch.device) -> torch.Tensor:
-    """Control numbers of a first step without clip, scale or skip: float64[6] on the device."""
-    control = torch.zeros(CONTROL_SIZE, dtype=torch.float64, device=device)
-    control[INVERSE_SCALE].fill_(1.0)
-    control[CLIP].fill_(math.inf)
-    return control
-
-
 def decide(power_sum: Any, scale: Any, found_inf: Any, loss: Any, memories: Sequence[Any], policy: Any) -> Decision:
     """Decide a step.
 
@@ -115,10 +108,11 @@ def decide(power_sum: Any, scale: Any, found_inf: Any, loss: Any, memories: Sequ
 
 
 class DeviceControl:
-    """The control numbers of a device, and the kernels that write them."""
+    """What is decided on a device, and the kernels that write its numbers."""
 
     def __init__(self, device: torch.device) -> None:
-        self.numbers = fresh_control(device)
+        self.decided = Control(device)
+        self.numbers = self.decided.numbers
         self.overflow = torch.zeros((), dtype=torch.float32, device=device)
         self.launchers: dict[Any, Any] = {}  # of kernels that write the numbers, by kind of inputs
         self._kernels = control_kernels(self.numbers)
@@ -167,6 +161,64 @@ class DeviceControl:
         """Build the kernels that decide such steps, if kernels do."""
         if self._kernels is not None and not inputs.is_trivial:
             self._kernels.decide_on_device(decide, self.numbers, inputs, self.launchers, build_only=True)
+
+
+class Deciders:
+    """The devices and ranks that decide the steps of a plan together, and what the last step has decided.
+
+    Args:
+        engines: the plan's engines.
+        controls: for each device what is decided on it.
+        home: where the state is.
+    """
+
+    def __init__(self, engines: Sequence[DeviceEngine], controls: Sequence[DeviceControl], home: StateMemory) -> None:
+        self.engines, self.controls = engines, controls
+        self.ranks: Any = None  # the ranks that decide together, if there are several
+        self.sends = False  # whether passes send something to other ranks
+        self._norms, self._home = list(dict.fromkeys(engine.norm for engine in engines)), home
+        is_alone = len(self._norms) == 1 and type(home).power_sums is StateMemory.power_sums
+        self.norm = self._norms[0] if is_alone else None  # the norm pass, if one pass gives the norm
+        self.sums_in_tiles = len(self._norms) == 1 and self._norms[0].counts_once
+        """Whether the launch of the decision may add up the tiles of the norm pass; the first such step finds out."""
+        self.built_ahead: set[bool] = set()  # whether kernels of steps that unscale, or do not, were built together
+        self.kind: Any = None  # the kind of the last step's decision, as far as passes depend on it
+        self.plainly = False  # whether control numbers are those of a step that does not clip, scale or skip
+
+    def power_sum(self) -> torch.Tensor:
+        """The sum of squares of this rank's gradients, float64[1], on a device that is not the CPU if there is one."""
+        return combined(self._home.power_sums(self._norms)) if self.norm is None else self.norm.sum_squares()
+
+    def power_sum_of_ranks(self) -> torch.Tensor | None:
+        """The sum of squares of the gradients of all ranks, float64[1]; None without engines."""
+        if not self.engines:
+            return None
+        total = self.power_sum().reshape(1)
+        if self.ranks is not None:
+            total = total.clone()
+            self.ranks.add(total)
+        return total
+
+    def partials(self) -> Partials | None:
+        """The sums of squares of tiles, if the launch of the decision can add them up."""
+        # Where several ranks decide together, the norm is combined before that launch.
+        sums = self._norms[0].partials() if self.sums_in_tiles and self.ranks is None else None
+        self.sums_in_tiles = sums is not None
+        return sums
+
+    def launches(self, inputs: StepInputs) -> list[Any]:
+        """The launches of the norm and of the decision, if one engine decides alone."""
+        if self.ranks is not None or len(self.engines) > 1:
+            return []
+        launches = []
+        if inputs.needs_norm:
+            norm = self._norms[0].tiles_launch() if self.sums_in_tiles else None
+            if norm is None:
+                return []
+            launch, sums = norm
+            launches.append(launch)
+            inputs = replace(inputs, partials=sums)
+        return [*launches, *self.controls[0].launches(inputs)]
 
 
 class DataParallelRanks:
@@ -287,10 +339,10 @@ class StepControl:
             inputs.skip_nonfinite |= scaled or self.joint.skips
         return inputs
 
-    def update_control(self, optimizer: Optimizer, plan: StepPlan, inputs: StepInputs | None = None) -> None:
-        """Write the control numbers of every engine for this step; runs the norm pass if the step needs it."""
+    def update_control(self, optimizer: Optimizer, deciders: Deciders, inputs: StepInputs | None = None) -> None:
+        """Write the control numbers of every device for this step; runs the norm pass if the step needs it."""
         inputs = inputs or self.inputs(optimizer) or StepInputs(**self._constants)
-        engines, ranks = plan.engines, plan.ranks
+        engines, ranks = deciders.engines, deciders.ranks
         if not engines:
             if self.numbers is not None:
                 self.numbers[NORM].zero_()
@@ -300,28 +352,32 @@ class StepControl:
             inputs.grad_scale, inputs.found_inf = _tensor(inputs.grad_scale, device), _tensor(inputs.found_inf, device)
             inputs.loss = None if inputs.loss is None else moved(inputs.loss, device)
         unscales = inputs.grad_scale is not None
-        if unscales not in plan.built_ahead:
-            build_ahead(engines, unscales, partial(_decision_launches, plan, inputs))
-            plan.built_ahead.add(unscales)
+        if unscales not in deciders.built_ahead:
+            build_ahead(engines, unscales, partial(deciders.launches, inputs))
+            deciders.built_ahead.add(unscales)
         if inputs.loss is not None:
             inputs.loss = self._mean_loss(optimizer, inputs.loss)
         if inputs.needs_norm:
-            self._find_norm(optimizer, plan, inputs)
+            norm = deciders.norm
+            if norm is None or norm.launch is None or deciders.sums_in_tiles or self.joint is not None:
+                self._find_norm(optimizer, deciders, inputs)
+            else:
+                inputs.power_sum = norm.launch()
         self.history.has_norm = inputs.needs_norm
         if ranks is not None:
             has_sent = _agree(inputs, ranks, has_whole_norm=self.joint is not None)
-            if plan.sends and not (has_sent or self.has_sent):
+            if deciders.sends and not (has_sent or self.has_sent):
                 # Passes send as well: their first message would come after the first pass has written.
                 ranks.add(torch.zeros(1, dtype=torch.float64, device=device))
             self.has_sent = True
         kind = (unscales, inputs.found_inf is not None, inputs.check_overflow, inputs.skip_nonfinite, inputs.limits)
-        if kind != plan.kind:
-            plan.kind = kind
-            for engine in engines:
-                engine.follow(inputs)
-        captured = any([engine.captured for engine in engines])
-        for control in plan.controls:
-            own = inputs if len(plan.controls) == 1 else replace(inputs)
+        if kind != deciders.kind:
+            deciders.kind = kind
+            for control in deciders.controls:
+                control.decided.unscales, control.decided.may_skip = unscales, inputs.may_skip
+        captured = any([engine.graph_tables.in_use for engine in engines])
+        for control in deciders.controls:
+            own = inputs if len(deciders.controls) == 1 else replace(inputs)
             if own is not inputs or (own.power_sum is not None and own.power_sum.device != device):
                 for name in ("power_sum", "grad_scale", "found_inf", "loss"):
                     number = getattr(own, name)
@@ -329,7 +385,7 @@ class StepControl:
                         setattr(own, name, moved(number, control.numbers.device))
             own.overflow = control.overflow if own.check_overflow else None
             control.update(own, captured=captured)
-        plan.decided_plainly = not captured and not inputs.needs_norm and inputs.is_trivial
+        deciders.plainly = not captured and not inputs.needs_norm and inputs.is_trivial
 
     def _mean_loss(self, optimizer: Optimizer, loss: torch.Tensor) -> torch.Tensor:
         """The mean loss of the ranks that have copies of the parameters, so that all of them decide alike."""
@@ -341,41 +397,26 @@ class StepControl:
         self.copies.average(loss)
         return loss
 
-    def expected(self, optimizer: Optimizer, plan: StepPlan) -> StepInputs:
+    def expected(self, optimizer: Optimizer, deciders: Deciders) -> StepInputs:
         """The inputs of a captured step; runs the norm pass if the step needs it."""
         inputs = StepInputs(**self._constants)
         inputs.check_overflow, inputs.memory = self.checks_overflow, self.history
         inputs.needs_norm = self.needs_norm(optimizer.param_groups)
         inputs.limits = self.limits(optimizer.param_groups)
         if inputs.needs_norm:
-            self._find_norm(optimizer, plan, inputs)
+            self._find_norm(optimizer, deciders, inputs)
         return inputs
 
-    def _find_norm(self, optimizer: Optimizer, plan: StepPlan, inputs: StepInputs) -> None:
+    def _find_norm(self, optimizer: Optimizer, deciders: Deciders, inputs: StepInputs) -> None:
         """Run the norm pass, or take the norm that optimizers share."""
         if self.flat_part:
             refuse("a norm of the gradients", [FSDP1], self.flat_part, GradientError)
         if self.joint is not None:
             inputs.power_sum = self.joint.power_sum(optimizer)
             return
-        # Where several ranks decide together, the norm is combined before the launch that decides.
-        if plan.sums_in_tiles and plan.ranks is None:
-            inputs.partials = plan.norm_sources[0].norm_partials()
-            plan.sums_in_tiles = inputs.partials is not None
+        inputs.partials = deciders.partials()
         if inputs.partials is None:
-            # A steady step calls the launch directly.
-            norm_pass = plan.norm_engine.norm_pass if plan.norm_engine is not None else None
-            inputs.power_sum = plan.power_sum() if norm_pass is None else norm_pass()
-
-    def power_sum(self, plan: StepPlan) -> torch.Tensor | None:
-        """The sum of squares of the gradients on all devices and ranks, float64[1]; None without engines."""
-        if not plan.engines:
-            return None
-        total = plan.power_sum().reshape(1)
-        if plan.ranks is not None:
-            total = total.clone()
-            plan.ranks.add(total)
-        return total
+            inputs.power_sum = deciders.power_sum()
 
     def takes_loss(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Whether the loss of a step is part of its decision."""
@@ -399,9 +440,9 @@ class StepControl:
         if self.numbers is not None:
             for engine in engines:
                 for place in (NORM, SKIPPED):
-                    engine.control[place].copy_(self.numbers[place])
+                    engine.control.numbers[place].copy_(self.numbers[place])
         if engines:
-            self.numbers = engines[0].control
+            self.numbers = engines[0].control.numbers
 
     def save(self, state_dict: dict[str, Any]) -> None:
         """Put what limits remember, unread, into the first group of a state_dict, and plain values for the limits."""
@@ -464,21 +505,6 @@ def _tensor(value: Any, device: torch.device) -> torch.Tensor | None:
     if value is None:
         return None
     return moved(value, device) if isinstance(value, torch.Tensor) else torch.full((), float(value), device=device)
-
-
-def _decision_launches(plan: StepPlan, inputs: StepInputs) -> list[Any]:
-    """The launches of the norm and of the decision, if one engine decides alone."""
-    if plan.ranks is not None or len(plan.engines) > 1:
-        return []
-    launches = []
-    if inputs.needs_norm:
-        norm = plan.engines[0].tiles_launch() if plan.sums_in_tiles else None
-        if norm is None:
-            return []
-        launch, sums = norm
-        launches.append(launch)
-        inputs = replace(inputs, partials=sums)
-    return [*launches, *plan.controls[0].launches(inputs)]
 
 
 def with_limits(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -60,9 +60,8 @@ class Execution:
 
     def stepped(self, optimizer: Any) -> list[torch.Tensor]:
         """The parameters that had a gradient in the last step."""
-        plan = optimizer.plan
-        engines = () if plan is None else zip(plan.engines, plan.members)
-        return [members[place] for engine, members in engines for place in engine.table.places]
+        engines = () if optimizer.plan is None else optimizer.plan.engines
+        return [engine.holders[place] for engine in engines for place in engine.table.places]
 
     def part_of(self, param: torch.Tensor) -> Any:
         """Which part of the optimizer a parameter belongs to; parts can be stepped one by one."""

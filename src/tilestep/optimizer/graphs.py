@@ -64,7 +64,7 @@ class Graphs:
 
     def without(self, plan: StepPlan | None) -> Graphs:
         """The same, after this plan was replaced."""
-        if plan is not None and any(engine.captured for engine in plan.engines):
+        if plan is not None and any(engine.graph_tables.in_use for engine in plan.engines):
             return replace(self, stale=CHANGED, retired=(*self.retired, plan))
         return self
 
@@ -107,7 +107,7 @@ def _require_capturable(plan: StepPlan) -> None:
     require(plan.mesh_ranks is None, by_ranks)
     require(not plan.repeat_updates, f"{LISTED_TWICE}, and a graph holds one update of it")
     of_views = "it has complex parameters, or splits of several sizes, whose views a graph does not follow"
-    require(not any(source.views for source in plan.sources), of_views)
+    require(not any(engine.local is not None and engine.local.views for engine in plan.engines), of_views)
 
 
 def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> StepPlan:
@@ -125,12 +125,12 @@ def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> StepPlan:
         plan = optimizer.rebuild(ahead=True)
         plan.refresh()
     plan.release()
-    plan.sync_masters()
-    plan.record_versions()
-    inputs = optimizer.control.expected(optimizer, plan)
+    plan.masters.sync()
+    plan.masters.note()
+    inputs = optimizer.control.expected(optimizer, plan.deciders)
     plan.engines[0].build(inputs)
-    plan.controls[0].build(inputs)
-    plan.kind = None
+    plan.deciders.controls[0].build(inputs)
+    plan.deciders.kind = None
     optimizer.graphs = replace(optimizer.graphs, stale="", kept=None)
     return plan
 
@@ -138,14 +138,14 @@ def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> StepPlan:
 def prepare_by_hand(optimizer: Optimizer) -> None:
     """`prepare_capture` for a graph that users capture and replay themselves, with `push`."""
     plan = prepare_capture(optimizer)
-    kept = CapturedGradRefs(plan.gradients()[0], [entry.label for entry in plan.engines[0].entries])
+    kept = CapturedGradRefs(plan.gradients()[0], [entry.share.label for entry in plan.engines[0].entries])
     optimizer.graphs = replace(optimizer.graphs, kept=kept)
 
 
 def step_in_capture(optimizer: Optimizer, reports: Reports | None) -> None:
     """Launch a step into the CUDA graph that is being captured; everything it needs must exist."""
     plan = optimizer.plan
-    if plan is None or not plan.fit(optimizer) or plan.leaves_out_training:
+    if plan is None or not plan.basis.fits(optimizer) or plan.basis.leaves_out_training:
         devices = {param.device for group in optimizer.param_groups for param in group["params"]}
         require(any(passes_class(device).can_be_captured for device in devices), ON_CPU)
         raise CaptureError(f"the step cannot be captured: the optimizer's tables are not built yet; {PREPARE}")
@@ -159,14 +159,14 @@ def step_in_capture(optimizer: Optimizer, reports: Reports | None) -> None:
         plan.masters.writes.are_none(), f"parameters that have a master were written to since the last step; {PREPARE}"
     )
     with engine.into_graph(seen):
-        optimizer.control.update_control(optimizer, plan)
+        optimizer.control.update_control(optimizer, plan.deciders)
         if reports is not None:
             reports.begin(plan.engines, captured=True)
-        engine.refresh_device_hypers()
+        engine.hypers.copy_tensors()
         plan.update((0,), counts_versions=True)
         if reports is not None:
             reports.finish()
-    plan.record_versions()
+    plan.masters.note()
     if optimizer.graphs.kept is not None:
         optimizer.graphs.kept.read(gradients[0])
     optimizer.graphs = replace(optimizer.graphs, captured=optimizer.graphs.captured + 1)
@@ -177,15 +177,16 @@ def push(optimizer: Optimizer) -> None:
     require(not is_capturing(), "push() is for the time between replays; in a graph it would repeat the old values")
     require_current(optimizer.graphs)
     plan = optimizer.plan
-    if plan is None or not plan.fit(optimizer):
+    if plan is None or not plan.basis.fits(optimizer):
         plan = optimizer.rebuild(ahead=True)
         require_current(optimizer.graphs)
     try:
         for engine in plan.engines:
-            engine.push()
+            engine.follow_tensors()
+            engine.hypers.push(in_graph=engine.graph_tables.in_use)
     except Stale:
         plan = optimizer.rebuild(ahead=True)
         require_current(optimizer.graphs)
     plan.begin_states(optimizer, all_of_them=True)
-    plan.sync_masters()
-    plan.record_versions()
+    plan.masters.sync()
+    plan.masters.note()

@@ -11,6 +11,7 @@ from ..errors import GradientError
 from ..native.table import Writes
 from ..placement.local import local_part
 from ..storage import MASTER_FORMATS, MasterFormat, dtype_name
+from .memory import StateMemory
 
 MasterWeights = bool | str  # what `Optimizer` takes as `master_weights`: False, or a key of `MASTER_FORMATS`
 _CHOICES: Mapping[Any, MasterFormat | None] = {False: None, **MASTER_FORMATS}
@@ -74,6 +75,7 @@ class Masters:
         self,
         members: Sequence[tuple[torch.Tensor, Mapping[str, Any], Mapping[str, Any]]],
         fresh: set[int],
+        home: StateMemory,
     ) -> None:
         kinds = [(param, master_kind(param.dtype, group), state) for param, group, state in members]
         self._members = [
@@ -81,10 +83,10 @@ class Masters:
             for param, kind, state in kinds
             if kind is not None and not kind.begins_as_parameter
         ]
+        self._home, self.exist = home, bool(self._members)
+        self.follow = self.exist or type(home).sync_masters is not StateMemory.sync_masters
+        """Whether masters, or copies on the host, follow what other code writes to parameters."""
         self.writes = Writes([one[0] for one in self._members], [id(buffer) in fresh for _, _, buffer in self._members])
-
-    def __bool__(self) -> bool:
-        return bool(self._members)
 
     def carry(self, before: Masters | None) -> None:
         """Take over the versions of the masters of a previous plan of the same parameters."""
@@ -101,7 +103,15 @@ class Masters:
         """Keep only what `carry` reads: memory of the masters is freed."""
         self._members = [(param, kind, torch.empty(0, device="meta")) for param, kind, _ in self._members]
 
-    def follow(self) -> None:
-        """Zero the masters of parameters that other code has written to."""
-        for place in self.writes.take():
-            local_part(self._members[place][2]).zero_()
+    def sync(self) -> None:
+        """Apply what other code has written to parameters since the last step and kernels do not see."""
+        self._home.sync_masters()
+        if not self.writes.are_none():
+            self._home.wait()
+            for place in self.writes.take():
+                local_part(self._members[place][2]).zero_()
+
+    def note(self) -> None:
+        """Remember the versions of the parameters after a step."""
+        self._home.note_parameters()
+        self.writes.note()

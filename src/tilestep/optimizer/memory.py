@@ -10,7 +10,7 @@ import torch
 from ..backends.spec import KernelSpec
 from ..placement import Share
 from ..placement.local import local_part
-from ..runtime import DeviceEngine, Entry, JointNorm
+from ..runtime import DeviceEngine, Entry, GradNorm
 from ..runtime.passes import Passes
 
 
@@ -73,9 +73,9 @@ class StateMemory:
         """Parameters with the local parts of their gradients, if they have any."""
         return [(share.param, local_part(share.holder.grad)) for share in shares if share.holder.grad is not None]
 
-    def power_sums(self, sources: Sequence[DeviceEngine | JointNorm]) -> list[torch.Tensor]:
+    def power_sums(self, norms: Sequence[GradNorm]) -> list[torch.Tensor]:
         """Sums of squares of this step's gradients, float64[1] each on any device, not waited for."""
-        return [source.norm() for source in sources]
+        return [norm.sum_squares() for norm in norms]
 
     def sync_masters(self) -> None:
         """Called before a step: copy parameters that other code has written to."""

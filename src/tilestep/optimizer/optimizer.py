@@ -219,7 +219,7 @@ class Optimizer(torch.optim.Optimizer):
     def take_memory(self, memory: StateMemory) -> None:
         """Move all state to another memory, and make a plan for it."""
         if self.plan is not None:
-            self.plan.sync_masters()
+            self.plan.masters.sync()
         self.memory = memory
         self._make_plan(ahead=True)
 
@@ -407,9 +407,9 @@ class Optimizer(torch.optim.Optimizer):
         self.plan = None
 
     def fitting_plan(self, *, ahead: bool = False) -> StepPlan:
-        """The plan, built anew if groups, parameters or states have changed; see `StepPlan.fit` and `build_plan`."""
+        """The plan, built anew if groups, parameters or states have changed; see `Basis.fits` and `build_plan`."""
         plan = self.plan
-        fits = plan is not None and plan.fit(self) and not (ahead and plan.leaves_out_training)
+        fits = plan is not None and plan.basis.fits(self) and not (ahead and plan.basis.leaves_out_training)
         return plan if fits and plan is not None else self.rebuild(ahead=ahead)
 
     def rebuild(self, *, ahead: bool = False) -> StepPlan:
@@ -498,7 +498,7 @@ class Optimizer(torch.optim.Optimizer):
         """For scalers, after a step: the device and a float32 scalar, 1 for an overflow; empty without gradients."""
         if not self.execution.had_gradients(self):
             return {}
-        controls = self._current_plan().controls
+        controls = self._current_plan().deciders.controls
         return {controls[0].numbers.device: controls[0].overflow} if controls else {}
 
     def power_sum(self, *, prepared: bool = False) -> torch.Tensor | None:
@@ -506,9 +506,9 @@ class Optimizer(torch.optim.Optimizer):
         if not prepared:
             self.execution.complete_gradients(self)
         if prepared and self.plan is not None:
-            return self.control.power_sum(self.plan)
+            return self.plan.deciders.power_sum_of_ranks()
         plan = self.prepared()
-        total = self.control.power_sum(plan)
+        total = plan.deciders.power_sum_of_ranks()
         plan.release()
         return total
 
@@ -886,7 +886,7 @@ class Optimizer(torch.optim.Optimizer):
                     stacklevel=3,
                 )
             # Masters of parameters that other code has written to are saved as the next step would read them.
-            self.plan.sync_masters()
+            self.plan.masters.sync()
         with states_of_groups(self):
             state_dict = super().state_dict()
         if isinstance(state_dict.get("state"), dict):
@@ -955,8 +955,8 @@ class Optimizer(torch.optim.Optimizer):
         self.execution.settle_everywhere()
         if self.plan is not None:
             self.plan.require_unbroken()
-            self.plan.sync_masters()
-            self.plan.record_versions()
+            self.plan.masters.sync()
+            self.plan.masters.note()
 
     @opaque
     def park(self) -> None:
@@ -1018,7 +1018,7 @@ class Optimizer(torch.optim.Optimizer):
             raise TypeError(reason)
         if self.plan is not None:
             # As in a checkpoint: a copy does not know which parameters other code has written to.
-            self.plan.sync_masters()
+            self.plan.masters.sync()
         return {
             **super().__getstate__(),
             "_rule": self._rule,
@@ -1113,8 +1113,8 @@ def swap_in_averages(optimizer: Optimizer) -> None:
     """Write each average into its parameter, and the training weights into the parameter's state."""
     plan = optimizer.plan
     if plan is not None and not optimizer.is_evaluating:
-        plan.sync_masters()
-        plan.record_versions()
+        plan.masters.sync()
+        plan.masters.note()
     initialize(optimizer)
     with nullcontext() if plan is None else plan.masters.writes.own():
         for share in shares_of(optimizer):

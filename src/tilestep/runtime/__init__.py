@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ..backends.registry import load_ahead, passes_class
-from .decision import StepInputs
+from .decision import Control, StepInputs
 from .engine import DeviceEngine, build_ahead, pass_calls, run_marked
 from .gradients import READABLE, Stale, grad_dtype
 from .kernel_cache import graph_for, kernel_spec
-from .norms import JointNorm, SharedNorm
+from .norms import GradNorm
 from .segment import Entry, check_no_overlap, is_dense

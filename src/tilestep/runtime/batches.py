@@ -261,7 +261,7 @@ def _compute(
 
 def _number(segment: MatrixSegment, value: Value, batch: Batch, chunk: slice) -> torch.Tensor:
     """A number for each tensor, [matrices, 1, 1]; a constant without dimensions."""
-    table = segment.rows
+    table = segment.numbers.rows
     if value.operation == "constant":
         dtype = torch.bool if value.is_bool else table.dtype
         return torch.full((), value.attribute, dtype=dtype, device=table.device)
@@ -271,7 +271,7 @@ def _number(segment: MatrixSegment, value: Value, batch: Batch, chunk: slice) ->
 
 def _store(segment: MatrixSegment, states: Mapping[str, Value], results: Results, batch: Batch, chunk: slice) -> None:
     """Write new matrix states where the tensor has a gradient and the step is not skipped."""
-    active = (segment.grads[batch.index[chunk]] != 0) & (segment.skip == 0)
+    active = (segment.grads[batch.index[chunk]] != 0) & (segment.control.skip == 0)
     new = {name: results[id(value)] for name, value in states.items() if id(value) in results}
     # All are chosen before any is written: one may be another's old value. A state that stays has its own memory and
     # strides; its transpose has the memory alone.
@@ -453,7 +453,7 @@ class MatrixBatches:
 
     def __init__(self, segment: MatrixSegment) -> None:
         self.segment = segment
-        self.spec, self.entries, self.groups = segment.spec, segment.entries, segment.groups
+        self.spec, self.entries, self.groups = segment.spec, segment.entries, segment.group_rows.groups
         self.program = self.spec.program.matrices
         self.passes = {index: matrix_pass for index, matrix_pass in enumerate(self.program.passes) if matrix_pass}
         """The matrix passes, by the index of the tile pass before them."""
@@ -485,15 +485,15 @@ class MatrixBatches:
         numbers_of: dict[int, tuple[float, ...]] = {}
         keys = []
         for entry in self.entries:
-            if entry.group not in numbers_of:
-                numbers = GroupNumbers(self.groups[entry.group])
-                numbers_of[entry.group] = tuple(float(evaluate(value, numbers)) for value in self.numbers)
+            if entry.share.group_index not in numbers_of:
+                numbers = GroupNumbers(self.groups[entry.share.group_index])
+                numbers_of[entry.share.group_index] = tuple(float(evaluate(value, numbers)) for value in self.numbers)
             exchange, number = entry.exchange or (None, 0)
             shape, count = tuple(entry.param.shape if exchange is None else exchange.layouts[number].shape), 1
             if entry.holds is not None:
                 count = entry.holds.count(math.prod(shape))
                 shape = entry.holds.rows, entry.holds.columns
-            keys.append((shape, numbers_of[entry.group], count))
+            keys.append((shape, numbers_of[entry.share.group_index], count))
         return keys
 
     def outdated(self) -> bool:
@@ -563,7 +563,7 @@ class MatrixBatches:
             return {}
         if self.conditions is None:
             return None
-        self.conditions.look(self.segment.step, self._active())
+        self.conditions.look(self.segment.numbers.step, self._active())
         skipped: SkippedValues = {}
         for place, batch in enumerate(self.batches):
             skipped_values = self.conditions.later(list(self.passes.values()), self._groups(batch))
@@ -575,7 +575,7 @@ class MatrixBatches:
     def suffices(self, skipped_values: SkippedValues, active: np.ndarray) -> bool:
         """Whether the next step does not need these values."""
         assert self.conditions is not None
-        self.conditions.look(self.segment.step, active)
+        self.conditions.look(self.segment.numbers.step, active)
         for (index, place), values in skipped_values.items():
             batch = self.batches[place]
             takes_part = active[batch.members].any()
@@ -637,7 +637,7 @@ class MatrixBatches:
         return np.asarray([gradient is not None for gradient in gradients], dtype=bool)
 
     def _groups(self, batch: Batch) -> list[int]:
-        return sorted({self.entries[member].group for member in batch.members})
+        return sorted({self.entries[member].share.group_index for member in batch.members})
 
     def _takes_part(self, batch: Batch) -> bool:
         """Whether a matrix of a batch may take part in this step."""
@@ -656,7 +656,7 @@ class MatrixBatches:
         if self.conditions is not None:
             self.active = self._active()
             if decides:
-                self.conditions.look(self.segment.step, self.active)
+                self.conditions.look(self.segment.numbers.step, self.active)
 
         def compute(batches: Sequence[Batch], fixed: SkippedValues | None = None) -> None:
             for place, batch in enumerate(batches):
@@ -674,5 +674,5 @@ class MatrixBatches:
         else:
             self.shared.run(matrix_pass, partial(compute, self.batches, fixed), compute)
         if self.conditions is not None and decides and is_last:
-            self.conditions.launched(self.active, self.segment.may_skip)
+            self.conditions.launched(self.active, self.segment.control.may_skip)
         self.is_built = self.is_built or is_last

@@ -33,6 +33,8 @@ class GraphTables:
 
     def __init__(self, like: torch.Tensor) -> None:
         self._like = like
+        self.in_use = False  # whether a graph reads the engine's tables; then only hyperparameters may change
+        self.captures = False  # whether a step is being captured
         self._sources: list[torch.Tensor] = []
         """The memory from which graphs copy at each replay; it is kept, as graphs do not say when they are deleted."""
         self._prepared: tuple[np.ndarray, torch.Tensor] | None = None
@@ -123,7 +125,7 @@ class HostBranches:
         finally:
             for part in self._parts:
                 part.matrices.skipped_values = None
-                part.active, part.may_skip = part.matrices.active, part.passes.segment.may_skip
+                part.active, part.may_skip = part.matrices.active, part.passes.segment.control.may_skip
 
     def suffices(self) -> bool:
         """Whether the next step needs no optional work; does not wait for the device."""

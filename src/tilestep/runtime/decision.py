@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..backends.spec import CLIP, CONTROL_SIZE, INVERSE_SCALE, SKIP
 from ..rules.limits import Limit, first_numbers
 
 
@@ -101,3 +102,20 @@ class StepInputs:
     def has_norm(self) -> bool:
         """Whether there was a norm pass."""
         return self.power_sum is not None or self.partials is not None
+
+
+class Control:
+    """What is decided about steps on one device.
+
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.numbers = torch.zeros(CONTROL_SIZE, dtype=torch.float64, device=device)
+        """float64[6] on the device; first those of a step without clip, scale or skip."""
+        self.numbers[INVERSE_SCALE].fill_(1.0)
+        self.numbers[CLIP].fill_(math.inf)
+        self.skip = self.numbers[SKIP]  # a scalar on the device, not 0 where the step is skipped
+        self.unscales = False  # whether gradients carry a loss scale, which the last pass that reads them removes
+        self.may_skip = False  # whether the device may decide to skip the step

@@ -14,15 +14,16 @@ import torch
 from ..backends.registry import build_passes
 from ..backends.spec import KernelSpec
 from ..compat import HOST_UPDATE, UPDATE, is_capturing, local_parts, marked
-from ..devices import combined, is_host, moved, thread_count
+from ..devices import combined, is_host, moved
 from ..errors import StateError
 from ..kernels.launch import Launch, build_threads, build_together
 from ..native.table import CHANGED, MOVED, SAME, Table, rows_of, same_list
-from ..norm import NormTable
+from ..placement import LocalGradients
 from .capturing import PREPARE, WARM_UP, GraphTables, nothing_skipped, require, require_no_branches
-from .decision import StepInputs
-from .gradients import GroupNumbers, Inspected, Stale, inspect
-from .norms import JointNorm, SharedNorm, norm_table
+from .decision import Control, StepInputs
+from .gradients import GRAD, Inspected, Stale, inspect
+from .hypers import Hypers
+from .norms import GradNorm
 from .overlaps import WrittenMemory
 from .passes import Passes
 from .segment import Entry, Segment
@@ -86,13 +87,13 @@ def _meet(segments: Sequence[Segment], index: int) -> None:
     for members in by_rule.values():
         for slot, value in members[0].spec.program.scalars[index].global_reductions:
             adds = value.operation == "global_sum"
-            parts = [segment.global_parts[:, slot] for segment in members]
+            parts = [segment.numbers.global_parts[:, slot] for segment in members]
             if adds:
                 total = combined([part.sum() for part in parts])
             else:
                 total = combined([part.amax() for part in parts], torch.maximum)
             for segment in members:
-                segment.totals[slot].copy_(moved(total, segment.totals.device))
+                segment.numbers.totals[slot].copy_(moved(total, segment.device))
 
 
 def build_ahead(engines: Sequence[DeviceEngine], unscales: bool, deciding: Callable[[], list[Launch]]) -> None:
@@ -111,10 +112,6 @@ def build_ahead(engines: Sequence[DeviceEngine], unscales: bool, deciding: Calla
             build_together([*deciding(), *launches], engine.device)
 
 
-_WORTH_THREADS, _MOST_LOOKING, _MOST_WOKEN = 500, 8, 4
-"""The number of tensors from which threads look at them, and how many threads; fewer if they have to be woken."""
-
-
 STATES_MOVED = "state was given other memory"
 
 CHANGED_LATER = (
@@ -124,7 +121,16 @@ CHANGED_LATER = (
 
 
 class DeviceEngine:
-    """Tables and kernels of an optimizer's tensors on one device."""
+    """Tables and kernels of an optimizer's tensors on one device.
+
+    Args:
+        device: the device.
+        parts: the entries of each segment, with what its kernels are built from.
+        groups: the optimizer's param groups.
+        keys: for each group the keys that steps read.
+        control: what is decided about steps on the device.
+        attend: called with the passes of each segment.
+    """
 
     def __init__(
         self,
@@ -132,82 +138,59 @@ class DeviceEngine:
         parts: Sequence[tuple[KernelSpec, Sequence[Entry]]],
         groups: Sequence[Mapping[str, Any]],
         keys: Sequence[Sequence[str]],
-        control: torch.Tensor,
+        control: Control,
         attend: Callable[[Passes], None] | None = None,
     ) -> None:
         self.device = device
-        self.groups = groups
-        self.entries = [entry for _, entries in parts for entry in entries]
         self.control = control
-        self.joint: JointNorm | None = None
-        """The norm pass over all gradients on the device, if it has several engines."""
-        self.power_sum = torch.zeros(1, dtype=torch.float64, device=device)
+        self.entries = [entry for _, entries in parts for entry in entries]
+        self.holders = [entry.share.holder for entry in self.entries]  # the tensors that have the entries' gradients
         self.grads = torch.zeros(len(self.entries), dtype=torch.int64, device=device)
         self.passes: list[Passes] = []
         self._ranges: list[range] = []
         start = 0
         for spec, entries in parts:
             stop = start + len(entries)
-            for entry in entries:
-                entry.grad_dtype = spec.storages["grad"].precision
-            passes = build_passes(device, spec, entries, groups, self.grads[start:stop], self.control)
-            passes.segment.adopt_scalars()
+            passes = build_passes(device, spec, entries, groups, self.grads[start:stop], control)
+            passes.segment.numbers.adopt(entries)
             if attend is not None:
                 attend(passes)
             self.passes.append(passes)
             self._ranges.append(range(start, stop))
             start = stop
-        self.segments = [passes.segment for passes in self.passes]
-        self.params = [entry.param for entry in self.entries]
+        self.norm = GradNorm(device, self.entries, [self.grads])
+        """The norm pass over all gradients on the device; its engines share it, if it has several."""
+        self.hypers = Hypers(self.passes, groups, keys)
         self.table = Table(self.grads)  # see `describe`
+        self.local: LocalGradients | None = None  # finds local parts of gradients, and views of them
         self.gradients: Sequence[torch.Tensor | None] = ()
         """This step's gradients; none where the table finds them."""
         self.inspected: Inspected | None = None  # the gradients of the last step that looked at each; None for no such
         self.written: list[torch.Tensor] = []
         """The parameters with gradients, their local parts and the DTensors that these belong to."""
-        self._norm: NormTable | None = None
-        self._sum_squares: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-        self.norm_pass: Callable[[], torch.Tensor] | None = None  # the call that `norm` makes, after the first
-        self._has_shares = any(entry.norm_weight != 1 for entry in self.entries)
-        self._started_norm: tuple[torch.Tensor, torch.Tensor] | None = None
-        used = sorted({entry.group for entry in self.entries})
-        self.is_large = len(self.entries) >= _WORTH_THREADS  # whether threads look at its tensors
-        self.group_numbers = [GroupNumbers(index, groups[index], keys[index]) for index in used]
-        self.has_device_hypers = any(numbers.tensors for numbers in self.group_numbers)
-        for passes in self.passes:
-            passes.set_hypers(passes.segment.hyper_rows())
-        self._unscales = False
-        self.captured = False
-        """Whether a CUDA graph reads these tables; then only hyperparameters may change."""
-        self.graph_tables = GraphTables(self.grads)
-        self._bound_grads = self.grads
         self.wrote: Callable[[list[torch.Tensor]], None] | None = None
         """Called with the tensors that a step has written, whenever their versions are counted."""
+        self.graph_tables = GraphTables(self.grads)
 
-    def describe(self, holders: Sequence[torch.Tensor], states: Sequence[torch.Tensor], *, finds: bool) -> None:
-        """Look at parameters, gradients of these tensors and states from now on.
+    def describe(self, states: Sequence[torch.Tensor], *, finds: bool, local: LocalGradients | None) -> None:
+        """Look at parameters, gradients and states from now on.
 
         Args:
-            holders: the tensor of each entry that has its gradient.
             states: the tensors of the state that users have, whose addresses are in tables.
             finds: whether gradients may be found at the holders.
+            local: what finds local parts of gradients, where some are DTensors or entries are views.
         """
-        parts = zip(holders, local_parts(holders), self.params)
-        self.memory = WrittenMemory(self.entries)
+        parts = zip(self.holders, local_parts(self.holders), [entry.param for entry in self.entries])
+        self.memory, self.local = WrittenMemory(self.entries), local
         params = [holder if part is param else param for holder, part, param in parts]
         self.table = Table(self.grads, params, states, self.memory)
         # Not those of views of holders, or of copies on the host.
-        self._may_find = finds and same_list(params, list(holders))
+        self._may_find = finds and same_list(params, self.holders)
 
-    @property
-    def looking_threads(self) -> int:
-        """The number of threads that look at the tensors before a step; on a CPU those that update them are awake."""
-        most = _MOST_LOOKING if is_host(self.device) else _MOST_WOKEN
-        return min(thread_count(), most) if self.is_large else 1
-
-    def start_norm(self) -> None:
-        """Launch the norm of gradients whose addresses are up to date, to run while the host checks the rest."""
-        self._started_norm = self.own_norm_table().launch_tiles(self.grads)
+    def find_gradients(self, find: Callable[[torch.Tensor], Any] = GRAD) -> list[torch.Tensor | None]:
+        """The gradients that `find` gives for holders; of DTensors the local parts."""
+        gradients = list(map(find, self.holders))
+        return gradients if self.local is None else self.local.parts(gradients)
 
     def inspect(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """After a change: check every tensor and bring all tables up to date, or raise `Stale`."""
@@ -215,11 +198,11 @@ class DeviceEngine:
         try:
             seen = inspect(self.entries, self.memory, gradients)
             if not seen.same_layout(self.inspected):
-                if self.captured:
+                if self.graph_tables.in_use:
                     raise Stale("gradients lie in memory otherwise")
                 for passes, members in zip(self.passes, self._ranges):
                     inside = {place - members.start: one for place, one in seen.strided.items() if place in members}
-                    passes.segment.set_strided(inside)
+                    passes.arrays.set_strided(inside)
                     passes.upload()
             finds = self._may_find and not any(passes.reads_gradients for passes in self.passes)
             self.written = seen.updated()
@@ -254,69 +237,26 @@ class DeviceEngine:
             raise StateError(CHANGED_LATER) from None
 
     def _moved(self) -> None:
-        if self.captured:
+        if self.graph_tables.in_use:
             raise Stale("parameters have moved")
         self.memory = WrittenMemory(self.entries)
         if self.memory.overlaps_itself:
             raise Stale("parameters share memory")
         for passes in self.passes:
-            passes.segment.read_addresses()
+            passes.arrays.read()
             passes.upload()
         # Last: after an error on the way tables still have the old addresses, and the next step must see that.
         self.table.follow_params(self.memory)
 
-    def push(self) -> None:
-        """Copy changes on the host to the device, before graphs are replayed."""
-        self.follow_tensors()
-        self.push_hypers()
-
-    @property
-    def hypers_changed(self) -> bool:
-        """Whether hyperparameters on the host differ from those on the device."""
-        return any(numbers.look() for numbers in self.group_numbers)
-
-    def push_hypers(self) -> None:
-        """`push` for hyperparameters alone; steps read those that are tensors on a GPU there."""
-        looks = [(numbers, numbers.look()) for numbers in self.group_numbers]
-        changed = [numbers for numbers, seen in looks if seen != SAME]
-        if not changed:
-            return
-        if any(seen == CHANGED for _, seen in looks):
-            raise Stale("a flag, or what kind of value a hyperparameter has, has changed")
-        if self.captured and not all(numbers.same_tensors() for numbers in changed):
-            raise Stale("a hyperparameter that is a tensor on a device was replaced; write into the tensor instead")
-        indices = {numbers.index for numbers in changed}
-        touched = [passes for passes in self.passes if not indices.isdisjoint(passes.segment.group_indices)]
-        for passes in touched:
-            own = [numbers for numbers in changed if numbers.index in passes.segment.group_indices]
-            if not all(passes.segment.keeps_graph(numbers.index, numbers.chosen) for numbers in own):
-                raise Stale
-        if any(passes.matrices is not None and passes.matrices.outdated() for passes in touched):
-            raise Stale("a number that matrix operations take has changed")
-        for passes in touched:
-            passes.set_hypers(passes.segment.hyper_rows())
-            if passes.segment.follow_seeds():
-                passes.upload()
-        for numbers in changed:
-            numbers.remember()
-        self.has_device_hypers = any(numbers.tensors for numbers in self.group_numbers)
-
-    def refresh_device_hypers(self) -> None:
-        """Copy hyperparameters that are tensors on a GPU to the table, on the device."""
-        if self.has_device_hypers:
-            for passes in self.passes:
-                for row, column, tensor in passes.segment.device_hypers():
-                    passes.set_device_hyper(row, column, tensor)
-
     def build(self, inputs: StepInputs) -> None:
         """Build every kernel of a step with these inputs, without changing anything."""
+        self.control.unscales = inputs.grad_scale is not None
         for passes in self.passes:
-            passes.segment.unscales = inputs.grad_scale is not None
             passes.build()
 
     def require_kernels(self, *, alone: bool = False) -> None:
         """Raise `CaptureError` if steps are more than launches of kernels."""
-        moved = any(segment.streamer is not None for segment in self.segments)
+        moved = any(passes.segment.streamer is not None for passes in self.passes)
         require(not moved, "its state lives in host memory, and the host decides when to move it")
         if not all(passes.can_be_captured for passes in self.passes):
             on_cpu = "its parameters are on the CPU, which has no graphs; move the model to a GPU first"
@@ -330,14 +270,14 @@ class DeviceEngine:
         for index, entry in enumerate(self.entries):
             require(
                 gradients[index] is not None or not entry.param.requires_grad,
-                f"{entry.label} has no gradient, and a graph would leave it out at every replay: run backward first "
-                "and keep the gradients, zero_grad(set_to_none=False), or run backward inside the capture",
+                f"{entry.share.label} has no gradient, and a graph would leave it out at every replay: run backward "
+                "first and keep the gradients, zero_grad(set_to_none=False), or run backward inside the capture",
             )
         unchanged = self.table.look_at_params() == SAME
         require(unchanged, f"parameters have moved or changed their shape since the last step; {PREPARE}")
         require(self.table.states_are_same(), f"state was given other memory since the last step; {PREPARE}")
         require(
-            not self.hypers_changed,
+            not self.hypers.changed,
             f"hyperparameters have changed since they were brought to the device; {PREPARE}",
         )
         seen = inspect(self.entries, self.memory, gradients)
@@ -348,7 +288,7 @@ class DeviceEngine:
     def into_graph(self, seen: Inspected) -> Iterator[None]:
         """A block whose launches are captured in a CUDA graph and read these gradients at every replay."""
         table = self.graph_tables.table(rows_of(seen.gradients))
-        self.captured, self._started_norm = True, None
+        self.graph_tables.in_use = self.graph_tables.captures = True
         self._read_gradients_from(table)
         before, found = (self.inspected, self.written, self.table.count_writes), self.table.finds
         self.inspected, self.written, self.gradients = seen, seen.updated(), seen.gradients
@@ -359,54 +299,17 @@ class DeviceEngine:
                 yield
         finally:
             self.inspected, self.written, self.table.count_writes = before
-            self.table.finds = found
+            self.table.finds, self.graph_tables.captures = found, False
             self._read_gradients_from(self.grads)
 
     def _read_gradients_from(self, table: torch.Tensor) -> None:
-        self._bound_grads, self.norm_pass = table, None
+        self.norm.read_from(table)
         for passes, members in zip(self.passes, self._ranges):
             passes.take_gradients_from(table[members.start : members.stop])
 
-    def norm(self) -> torch.Tensor:
-        """Launch the norm pass: the sum of squares of this rank's gradients or shares, float64[1] on the device."""
-        if self._sum_squares is None:
-            shared = SharedNorm(self.device, self.entries) if self._has_shares else None
-            self._sum_squares = shared.launch if shared is not None else self.own_norm_table().sum_squares
-        if self.norm_pass is None:
-            self.norm_pass = partial(self._sum_squares, self._bound_grads, self.power_sum)
-        return self.norm_pass()
-
-    def norm_partials(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Launch the norm pass without its finish, if the decision can do it: partial sums and their count, or None."""
-        started, self._started_norm = self._started_norm, None
-        return started or self.own_norm_table().launch_tiles(self._bound_grads)
-
-    def tiles_launch(self) -> tuple[Launch, tuple[torch.Tensor, torch.Tensor]] | None:
-        """The launch of `norm_partials`, and its result."""
-        tiles, sums = self.own_norm_table().tiles_launch(self.grads), self.own_norm_table().tiles_put()
-        return None if tiles is None or sums is None else (tiles, sums)
-
-    def own_norm_table(self) -> NormTable:
-        """The norm pass over the gradients of this engine alone."""
-        if self._norm is None:
-            require(not is_capturing(), f"its gradient norm was not computed before; {WARM_UP}")
-            self._norm = norm_table(self.device, self.entries)
-        return self._norm
-
-    @property
-    def norm_source(self) -> DeviceEngine | JointNorm:
-        """The norm pass over all gradients on this device."""
-        return self.joint or self
-
-    def follow(self, inputs: StepInputs) -> None:
-        """Tell segments the kind of a step's decision; `DeviceControl` writes the control numbers."""
-        self._unscales, may_skip = inputs.grad_scale is not None, inputs.may_skip
-        for segment in self.segments:
-            segment.unscales, segment.may_skip = self._unscales, may_skip
-
     def begin(self) -> None:
         """Give this step's gradients to the segments that read them as tensors."""
-        if self._bound_grads is not self.grads:
+        if self.graph_tables.captures:
             built = all(passes.is_built for passes in self.passes)
             require(built, f"the kernels of such a step are not built yet; {WARM_UP}")
         for passes, members in zip(self.passes, self._ranges):
@@ -417,7 +320,7 @@ class DeviceEngine:
 
     def finish(self) -> None:
         """After the passes: leave gradients that were scaled unscaled (but not clipped)."""
-        if self._unscales and self.inspected is not None:
+        if self.control.unscales and self.inspected is not None:
             self.inspected.copy_back()
         for passes in self.passes:
             passes.finish_outputs()

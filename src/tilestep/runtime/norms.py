@@ -1,71 +1,89 @@
-"""The norm pass over gradients of several engines, or with different shares."""
+"""The norm pass over the gradients of one device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
+from ..compat import is_capturing
+from ..kernels.launch import Launch
 from ..norm import NormTable
+from .capturing import WARM_UP, require
 from .segment import Entry
 
-
-class NormedEngine(Protocol):
-    """An engine, as the norm of its gradients sees it."""
-
-    device: torch.device
-    entries: list[Entry]
-    grads: torch.Tensor
+Partials = tuple[torch.Tensor, torch.Tensor]
+"""The sums of squares of tiles, and how many there are."""
 
 
-class JointNorm:
-    """The norm pass over the gradients of several engines on one device, bitwise as that of one engine."""
+class GradNorm:
+    """The norm pass over gradients on one device: the sum of their squares, of each tensor times its weight.
 
-    def __init__(self, entries: Sequence[Entry], engines: Sequence[NormedEngine]) -> None:
-        # Not the engines, which hold this: a circle would keep their states until garbage is collected.
-        self._grads = [engine.grads for engine in engines]
-        device = engines[0].device
-        own = [id(entry) for engine in engines for entry in engine.entries]
-        place_of = {entry: place for place, entry in enumerate(own)}
-        self._order = torch.tensor([place_of[id(entry)] for entry in entries], dtype=torch.int64, device=device)
-        self._norm = SharedNorm(device, entries)
-        self._power_sum = torch.zeros(1, dtype=torch.float64, device=device)
+    Args:
+        device: the device.
+        entries: the tensors, in the order in which they are added up.
+        grads: int64[tensors] on the device, addresses of gradients: a table, or those of several engines.
+        order: int64[tensors] on the device, the place of each tensor in these tables one behind the other.
+    """
 
-    def norm(self) -> torch.Tensor:
-        """As `DeviceEngine.norm`."""
-        return self._norm.launch(torch.cat(self._grads)[self._order], self._power_sum)
+    def __init__(
+        self,
+        device: torch.device,
+        entries: Sequence[Entry],
+        grads: Sequence[torch.Tensor],
+        order: torch.Tensor | None = None,
+    ) -> None:
+        self._device, self._entries, self._grads, self._order = device, entries, list(grads), order
+        self._weights = sorted({entry.norm_weight for entry in entries}) or [1.0]
+        self.counts_once = self._weights == [1.0]  # whether each tensor has the weight 1
+        self.power_sum = torch.zeros(1, dtype=torch.float64, device=device)
+        self.launch: Callable[[], torch.Tensor] | None = None  # what `sum_squares` calls, after the first time
+        self._made: list[NormTable] = []
+        self._sums = [] if self.counts_once else [torch.zeros_like(self.power_sum) for _ in self._weights]
+        self._factors = torch.tensor(self._weights, dtype=torch.float64, device=device)
+        self._started: Partials | None = None
 
-    def norm_partials(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """As `DeviceEngine.norm_partials`."""
-        return self._norm.tables[0].launch_tiles(torch.cat(self._grads)[self._order])
+    @property
+    def _tables(self) -> list[NormTable]:
+        """A table for each weight, which has the other tensors without elements."""
+        if not self._made:
+            require(not is_capturing(), f"its gradient norm was not computed before; {WARM_UP}")
+            dtypes = [entry.grad_dtype for entry in self._entries]
+            for weight in self._weights:
+                numels = [entry.param.numel() if entry.norm_weight == weight else 0 for entry in self._entries]
+                self._made.append(NormTable(self._device, numels, dtypes))
+        return self._made
 
+    def _addresses(self) -> torch.Tensor:
+        return self._grads[0] if self._order is None else torch.cat(self._grads)[self._order]
 
-class SharedNorm:
-    """The norm pass over tensors with different shares: a table for each share, all with one table of addresses."""
+    def read_from(self, grads: torch.Tensor) -> None:
+        """Read the addresses from another table from now on."""
+        self._grads, self.launch, self._started = [grads], None, None
 
-    def __init__(self, device: torch.device, entries: Sequence[Entry]) -> None:
-        self.shares = sorted({entry.norm_weight for entry in entries})
-        dtypes = [entry.grad_dtype for entry in entries]
-        self.tables = [NormTable(device, _numels(entries, share), dtypes) for share in self.shares]
-        self._weights = torch.tensor(self.shares, dtype=torch.float64, device=device)
-        self._sums = [torch.zeros(1, dtype=torch.float64, device=device) for _ in self.shares]
+    def sum_squares(self) -> torch.Tensor:
+        """Launch the norm pass: float64[1] on the device, for this rank's gradients or shares."""
+        if self.launch is None and self.counts_once and self._order is None:
+            self.launch = partial(self._tables[0].sum_squares, self._grads[0], self.power_sum)
+        if self.launch is not None:
+            return self.launch()
+        addresses = self._addresses()
+        if self.counts_once:
+            return self._tables[0].sum_squares(addresses, self.power_sum)
+        sums = [table.sum_squares(addresses, out) for table, out in zip(self._tables, self._sums)]
+        return torch.sum(torch.cat(sums) * self._factors, 0, keepdim=True, out=self.power_sum)
 
-    def launch(self, addresses: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Write and return the sum of squares times shares."""
-        alone = self.shares == [1.0]
-        for table, total in zip(self.tables, [out] if alone else self._sums):
-            table.launch(addresses, total)
-        if not alone:
-            torch.sum(torch.cat(self._sums) * self._weights, 0, keepdim=True, out=out)
-        return out
+    def start(self) -> None:
+        """Launch the tiles of gradients whose addresses are up to date, to run while the host checks the rest."""
+        self._started = self._tables[0].launch_tiles(self._addresses())
 
+    def partials(self) -> Partials | None:
+        """Launch the pass without its finish, if the decision can do it; None if it cannot. All weights must be 1."""
+        started, self._started = self._started, None
+        return started or self._tables[0].launch_tiles(self._addresses())
 
-def _numels(entries: Sequence[Entry], share: float) -> list[int]:
-    """The number of elements of each tensor with this share; 0 for others."""
-    return [entry.param.numel() if entry.norm_weight == share else 0 for entry in entries]
-
-
-def norm_table(device: torch.device, entries: Sequence[Entry]) -> NormTable:
-    """The norm pass over tensors that all count once."""
-    return NormTable(device, [entry.param.numel() for entry in entries], [entry.grad_dtype for entry in entries])
+    def tiles_launch(self) -> tuple[Launch, Partials] | None:
+        """The launch of `partials`, and its result."""
+        tiles, sums = self._tables[0].tiles_launch(self._addresses()), self._tables[0].tiles_put()
+        return None if tiles is None or sums is None else (tiles, sums)

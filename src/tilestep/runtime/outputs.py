@@ -146,7 +146,7 @@ class OutputTables:
         if self._sees_writes and self._versions:
             self.writes += np.asarray(list(map(sum_of_versions, self.watched))) - np.asarray(self._versions)
         before, self._before = self._before, []
-        applied = self._segment.skip == 0
+        applied = self._segment.control.skip == 0
         for position in self._settled() if before else ():
             loads = before[position]
             for leaf in self._leaves:

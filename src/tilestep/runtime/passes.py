@@ -12,7 +12,7 @@ from ..backends.spec import KernelSpec, Output
 from ..kernels.launch import Launch
 from .batches import MatrixBatches
 from .outputs import OutputTables
-from .segment import Segment, TileRange
+from .segment import ArrayTable, Segment, TileRange
 
 
 class Passes:
@@ -30,7 +30,7 @@ class Passes:
         decides = self.matrices is not None and self.matrices.conditions is not None
         self._reads_gradients = decides or not self.has_kernels
         self.outputs: OutputTables | None = None  # what steps leave besides updates
-        segment.describe_arrays()
+        self.arrays = ArrayTable(segment.spec, segment.entries)
 
     @property
     def reads_gradients(self) -> bool:
@@ -61,7 +61,7 @@ class Passes:
 
     @property
     def is_built(self) -> bool:
-        """Whether every kernel of a step with the segment's present `unscales` is built."""
+        """Whether every kernel of a step of the kind that was decided last is built."""
         return True
 
     @property

@@ -1,25 +1,27 @@
-"""A segment: every tensor of an optimizer that one launch can hold, its tiles, and the addresses it works on."""
+"""A segment: every tensor of an optimizer that one launch can hold, and its tables."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from ..backends.spec import MAX_DIMS, SKIP, KernelSpec, cut_tiles
+from ..backends.spec import MAX_DIMS, KernelSpec, cut_tiles
 from ..compat import has_memory
 from ..errors import GradientError, StateError
 from ..graph import Program
 from ..graph.tracer import group_value
 from ..linalg.views import Matrices
 from ..native.table import addresses_of
+from ..placement import Share
 from ..storage import BLOCK, rows_of, stream_of
 from .batches import Exchange
-from .decision import clip_code
+from .decision import Control, clip_code
 from .kernel_cache import guards_hold
 
 
@@ -215,29 +217,23 @@ class TileStreamer(Protocol):
 
 @dataclass
 class Entry:
-    """One tensor of an optimizer, as kernels see it."""
+    """A share of a parameter as kernels see it; a share with splits of several sizes has an entry for each size."""
 
-    label: str  # how messages call it
+    share: Share
     param: torch.Tensor  # the local tensor whose memory is updated
     arrays: dict[str, torch.Tensor]
-    scalars: dict[str, torch.Tensor] = field(default_factory=dict)
-    group: int = 0  # index of its param group
+    scalars: dict[str, torch.Tensor]
+    matrices: dict[str, torch.Tensor]
+    grad_dtype: torch.dtype  # of the gradients that kernels read
     whole: torch.Tensor | None = None
     weight: float = 1.0  # of this rank's sums over it, where several ranks hold the same part
-    in_norm: bool = True
-    matrices: dict[str, torch.Tensor] = field(default_factory=dict)
     holds: Matrices | None = None  # what its rule sees in place of it; None for the tensor as it is
     ordered: bool = False  # whether its gradient must lie in memory as it does itself; one that does not is copied
     gradient_device: torch.device | None = None
     exchange: tuple[Exchange, int] | None = None
-    ordinal: int = 0  # its parameter's place among all of the optimizer
     origin: int = 0  # the first element's index in the whole tensor, which counts along its memory
     strides: tuple[int, ...] | None = None  # of the whole tensor along the dimensions of `param`; None for its own
     only_read: Collection[str] = ()  # arrays that no step writes
-    grad_dtype: torch.dtype = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.grad_dtype = self.param.dtype
 
     @property
     def written(self) -> list[tuple[str, torch.Tensor]]:
@@ -247,7 +243,7 @@ class Entry:
     @property
     def norm_weight(self) -> float:
         """The weight of this rank's sum of squares in the norm."""
-        return self.weight if self.in_norm else 0.0
+        return self.weight if self.share.group.get("in_norm", True) else 0.0
 
     @property
     def handle(self) -> torch.Tensor:
@@ -267,38 +263,191 @@ class Entry:
         return self.shape if dims == 2 and count == 1 else (count, *self.shape)
 
 
-def hyper_row(names: Sequence[str], group: Mapping[str, Any]) -> list[float]:
-    """A group's row of the hyperparameter table; a tensor on a device leaves NaN, to be copied on the device."""
-    row = []
-    for name in names:
+class GroupRows:
+    """What param groups say of a segment's tensors: rows of the hyperparameter table, and seeds.
+
+    Args:
+        spec: of the kernels that update the tensors.
+        entries: the tensors.
+        groups: the optimizer's param groups.
+    """
+
+    def __init__(self, spec: KernelSpec, entries: Sequence[Entry], groups: Sequence[Mapping[str, Any]]) -> None:
+        self.groups, self._spec, self._entries = groups, spec, entries
+        self.indices = sorted({entry.share.group_index for entry in entries})  # the group of each row
+        position = {group: index for index, group in enumerate(self.indices)}
+        self.of = np.asarray([position[entry.share.group_index] for entry in entries], dtype=np.int32)
+        """int32[tensors], the row of each tensor."""
+        self._seeds: list[int] = []
+        self.streams = np.zeros((len(entries), 2), dtype=np.int64)
+        """int64[tensors][2]: a tensor's random stream, and its first element's index in the full tensor."""
+        if spec.draws:
+            self.streams[:, 1] = [entry.origin for entry in entries]
+        self.follow_seeds()
+
+    def follow_seeds(self) -> bool:
+        """Take over the groups' seeds; returns whether one has changed."""
+        seeds = [self.groups[index].get("seed", 0) for index in self.indices] if self._spec.draws else []
+        if seeds == self._seeds:
+            return False
+        self._seeds = seeds
+        own = zip(self._entries, self.of.tolist())
+        self.streams[:, 0] = [stream_of(seeds[row], entry.share.ordinal) for entry, row in own]
+        return True
+
+    def keeps_graph(self, index: int, hyperparameters: Callable[[], Mapping[str, Any]]) -> bool:
+        """Whether the rule would take the same branches with other hyperparameters of a group."""
+        graph = self._spec.program.graph
+        if not graph.guards:
+            return True
+        shapes: set[tuple[int, ...]] = {()}
+        if graph.branches_on_sizes:
+            shapes = {entry.shape for entry in self._entries if entry.share.group_index == index}
+        now = hyperparameters()
+        return all(guards_hold(graph, now, shape) for shape in shapes)
+
+    def rows(self) -> list[list[float]]:
+        """The hyperparameter table as it should be now; a tensor on a device leaves NaN, to be copied on the device."""
+        return [[self._number(self.groups[index], name) for name in self._spec.hypers] for index in self.indices]
+
+    def _number(self, group: Mapping[str, Any], name: str) -> float:
         value = group_value(group, name)
         if value is None or (name == "max_grad_norm" and group.get("in_norm") is False):
-            row.append(math.inf)
-        elif isinstance(value, torch.Tensor) and value.is_cuda:
-            row.append(math.nan)
-        else:
-            row.append(clip_code(value))
-    return row
+            return math.inf
+        return math.nan if isinstance(value, torch.Tensor) and value.is_cuda else clip_code(value)
+
+    def on_device(self) -> list[tuple[int, int, torch.Tensor]]:
+        """Row, column and tensor of each hyperparameter that lives on a device."""
+        tensors = []
+        for row, index in enumerate(self.indices):
+            for column, name in enumerate(self._spec.hypers):
+                value = group_value(self.groups[index], name)
+                if isinstance(value, torch.Tensor) and value.is_cuda:
+                    tensors.append((row, column, value))
+        return tensors
+
+
+class Numbers:
+    """Numbers of a segment's tensors on its device: what steps count, and what passes compute for later passes.
+
+    Args:
+        spec: of the kernels that update the tensors.
+        entries: the tensors.
+        device: the device.
+    """
+
+    def __init__(self, spec: KernelSpec, entries: Sequence[Entry], device: torch.device) -> None:
+        count, zeros = len(entries), partial(torch.zeros, dtype=torch.float64, device=device)
+        self.step = zeros(count, dtype=torch.float32)
+        """float32[tensors], step counts."""
+        names = spec.program.graph.scalar_states
+        self.scalar_states = {name: zeros(count, dtype=spec.scalar_dtype(name)) for name in names}
+        """[tensors] for each scalar state."""
+        self.sums = zeros(count, max(spec.reduction_count, 1))
+        """float64[tensors][reductions], reductions over one tensor; eager PyTorch works them out by itself."""
+        self.global_parts = zeros(count, max(spec.global_count, 1))
+        """float64[tensors][slots], what a scalar pass leaves to be combined over all tensors."""
+        self.totals = zeros(max(spec.global_count, 1))
+        """float64[slots], the combined values."""
+        self.rows = zeros(count, max(len(spec.program.columns), 1), dtype=spec.compute)
+        """[tensors][columns], numbers that scalar passes compute for tile and matrix passes."""
+
+    def adopt(self, entries: Sequence[Entry]) -> None:
+        """Take the entries' step counts and scalar states into the arrays and give back views of them."""
+        for name, array in {"step": self.step, **self.scalar_states}.items():
+            numbers = {index: entry.scalars[name] for index, entry in enumerate(entries) if name in entry.scalars}
+            for device in {number.device for number in numbers.values()}:
+                # One copy for all: an assignment for each number would be a launch for each.
+                indices = [index for index, number in numbers.items() if number.device == device]
+                values = torch.stack([numbers[index] for index in indices]).to(array.device, array.dtype)
+                if len(indices) == len(entries):
+                    array.copy_(values)
+                else:
+                    array[torch.tensor(indices, device=array.device)] = values
+            for entry, view in zip(entries, array.unbind()):
+                entry.scalars[name] = view
+
+
+class ArrayTable:
+    """Where the arrays of a segment's tensors lie, all of which must be there, and how they are walked.
+
+    Args:
+        spec: of the kernels that read and write them.
+        entries: the tensors.
+    """
+
+    def __init__(self, spec: KernelSpec, entries: Sequence[Entry]) -> None:
+        self._spec, self._entries = spec, entries
+        self.names = [array.name for array in spec.arrays if array.name in entries[0].arrays]
+        self.addresses = np.zeros((max(len(self.names), 1), len(entries)), dtype=np.int64)
+        self.read()
+        # An array of rows, columns or blocks is never walked with the others.
+        self._apart = {*spec.program.graph.slice_states, *(array.name for array in spec.arrays if array.elements != 1)}
+        by_rows = bool(spec.program.slices.views) or spec.has_blocks
+        self.strided = [
+            index
+            for index, entry in enumerate(entries)
+            if not _is_plain(entry, self._apart, by_rows) or (spec.draws and not _is_counted(entry))
+        ]
+        """The tensors that are walked by coordinates whatever the layout of their gradients."""
+        self.set_strided({})
+
+    def read(self) -> None:
+        """Take the arrays' addresses as they are now."""
+        for row, name in enumerate(self.names):
+            arrays = [entry.arrays[name] for entry in self._entries]
+            for entry, array in zip(self._entries, arrays):
+                if not has_memory(array):
+                    label = entry.share.label
+                    what = label if name == "param" else f"state {name!r} of {label}"
+                    raise (GradientError if name == "param" else StateError)(
+                        f"{what} has no memory: its storage was freed, or it is of a type that keeps its values "
+                        "elsewhere"
+                    )
+            self.addresses[row] = addresses_of(arrays)
+
+    def of_range(self, tile_range: TileRange) -> np.ndarray:
+        """int64[arrays][tensors of the range], the arrays' addresses while passes work on the range."""
+        chosen = self.addresses[:, tile_range.tensors.start : tile_range.tensors.stop].copy()
+        for name, addresses in tile_range.addresses.items():
+            chosen[self.names.index(name)] = addresses
+        return chosen
+
+    def set_strided(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Describe the tensors that must be walked by coordinates, for gradients of other layouts by their places."""
+        indices = sorted({*self.strided, *gradients})
+        self.layout_index = np.full(len(self._entries), -1, dtype=np.int64)
+        """int64[tensors], the row of `layouts` for a tensor that is walked by coordinates, or -1."""
+        width = 1 + MAX_DIMS * (2 + len(self.names) + bool(self._spec.draws))
+        self.layouts = np.zeros((max(len(indices), 1), width), dtype=np.int64)
+        for row, index in enumerate(indices):
+            entry = self._entries[index]
+            gradient = gradients.get(index, entry.param)
+            arrays = {name: entry.param if name in self._apart else entry.arrays[name] for name in self.names}
+            walked = [gradient, *arrays.values()]
+            if self._spec.draws:
+                walked.append(torch.empty_strided(entry.param.shape, strides_of(entry), device="meta"))
+            record = layout_record(walked)
+            self.layouts[row, : len(record)] = record
+            self.layout_index[index] = row
 
 
 class Segment:
-    """Tensors with one spec on one device: tiles, addresses and layouts as numpy arrays, numbers as tensors.
+    """Tensors with one spec on one device, as passes of any backend see them.
 
     Args:
         spec: of the kernels that update them.
         entries: the tensors.
         groups: the optimizer's param groups.
         grads: int64[tensors] on the device, addresses of gradients; 0 for none.
-        control: float64[numbers] on the device, what was decided about a step.
+        control: what was decided about a step.
         tile_size: elements in a tile.
     """
 
-    unscales = False  # whether this step's gradients carry a loss scale, which the last pass that reads them removes
-    may_skip = False  # whether the device may decide to skip this step
     streamer: TileStreamer | None = None
     """Moves arrays to where tile passes work on them, and back."""
 
-    leaves_sums = True  # whether `sums` has what passes reduce, to which those of other ranks are added
+    leaves_sums = True  # whether passes leave what they reduce in `numbers.sums`, to which those of ranks are added
     slices: Slots | None = None  # the tables of passes over slices, in the backend's memory
 
     def __init__(
@@ -307,96 +456,27 @@ class Segment:
         entries: Sequence[Entry],
         groups: Sequence[Mapping[str, Any]],
         grads: torch.Tensor,
-        control: torch.Tensor,
+        control: Control,
         *,
         tile_size: int,
     ) -> None:
-        self.spec = spec
-        self.tile_size = tile_size
-        self.entries = list(entries)
-        self.groups = groups
-        self.grads = grads
+        self.spec, self.entries, self.device = spec, list(entries), entries[0].param.device
+        self.grads, self.control = grads, control
         self.gradients: Sequence[torch.Tensor | None] = ()
-        self.control = control
-        self.skip = control[SKIP]  # not 0 where the step is skipped, a scalar on the device
-        self.device = entries[0].param.device
+        """This step's gradients, for passes that read them as tensors."""
         self.columns = np.asarray([_columns(entry) if spec.has_blocks else 0 for entry in self.entries], dtype=np.int64)
         numels = [entry.param.numel() for entry in self.entries]
         if spec.has_blocks:
             rows = [numel // max(columns, 1) for numel, columns in zip(numels, self.columns.tolist())]
             numels = [count * -(-columns // BLOCK) * BLOCK for count, columns in zip(rows, self.columns.tolist())]
-        self.tiles = cut_tiles(numels, self.tile_size)
-        used = sorted({entry.group for entry in self.entries})
-        self.group_indices = used
-        position = {group: index for index, group in enumerate(used)}
-        self.group_of = np.asarray([position[entry.group] for entry in self.entries], dtype=np.int32)
+        self.tiles = cut_tiles(numels, tile_size)
         self.sizes = np.asarray([_sizes(entry.shape, spec.sizes) for entry in self.entries], dtype=np.int64)
-        self._apart = {*spec.program.graph.slice_states, *(array.name for array in spec.arrays if array.elements != 1)}
-        self._seeds: list[int] = []
-        self.streams = np.zeros((len(self.entries), 2), dtype=np.int64)
-        """int64[tensors][2]: a tensor's random stream, and its first element's index in the full tensor."""
-        if spec.draws:
-            self.streams[:, 1] = [entry.origin for entry in self.entries]
-        self.follow_seeds()
-        count, names = len(self.entries), spec.program.graph.scalar_states
-        self.step = self.zeros(count, dtype=torch.float32)
-        """float32[tensors], step counts."""
-        self.scalar_states = {name: self.zeros(count, dtype=spec.scalar_dtype(name)) for name in names}
-        """[tensors] for each scalar state."""
-        self.sums = self.zeros(count, max(spec.reduction_count, 1))
-        """float64[tensors][reductions], reductions over one tensor; eager PyTorch works them out by itself."""
-        self.global_parts = self.zeros(count, max(spec.global_count, 1))
-        """float64[tensors][slots], what a scalar pass leaves to be combined over all tensors."""
-        self.totals = self.zeros(max(spec.global_count, 1))
-        """float64[slots], the combined values."""
-        self.rows = self.zeros(count, max(len(spec.program.columns), 1), dtype=spec.compute)
-        """[tensors][columns], numbers that scalar passes compute for tile and matrix passes."""
+        self.group_rows = GroupRows(spec, self.entries, groups)
+        self.numbers = Numbers(spec, self.entries, self.device)
 
-    def describe_arrays(self) -> None:
-        """Describe the entries' arrays, when all of them are there."""
-        spec, arrays = self.spec, self.entries[0].arrays
-        self.array_names = [array.name for array in spec.arrays if array.name in arrays]
-        self.addresses = np.zeros((max(len(self.array_names), 1), len(self.entries)), dtype=np.int64)
-        self.read_addresses()
-        by_rows = bool(spec.program.slices.views) or spec.has_blocks
-        self.own_strided = [
-            index
-            for index, entry in enumerate(self.entries)
-            if not _is_plain(entry, self._apart, by_rows) or (spec.draws and not _is_counted(entry))
-        ]
-        self.set_strided({})
-
-    def zeros(self, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        """Zeros on the device."""
-        return torch.zeros(shape, dtype=dtype, device=self.device)
-
-    def follow_seeds(self) -> bool:
-        """Take over the groups' seeds; returns whether one has changed."""
-        seeds = [self.groups[index].get("seed", 0) for index in self.group_indices] if self.spec.draws else []
-        if seeds == self._seeds:
-            return False
-        self._seeds = seeds
-        own = zip(self.entries, self.group_of.tolist())
-        self.streams[:, 0] = [stream_of(seeds[group], entry.ordinal) for entry, group in own]
-        return True
-
-    def keeps_graph(self, group: int, hyperparameters: Callable[[], Mapping[str, Any]]) -> bool:
-        """Whether the rule would take the same branches with other hyperparameters."""
-        graph = self.spec.program.graph
-        if not graph.guards:
-            return True
-        shapes: set[tuple[int, ...]] = {()}
-        if graph.branches_on_sizes:
-            shapes = {entry.shape for entry in self.entries if entry.group == group}
-        now = hyperparameters()
-        return all(guards_hold(graph, now, shape) for shape in shapes)
-
-    def range_addresses(self, tile_range: TileRange) -> np.ndarray:
-        """int64[arrays][tensors of the range], the arrays' addresses while passes work on the range."""
-        chosen = self.addresses[:, tile_range.tensors.start : tile_range.tensors.stop].copy()
-        for name, addresses in tile_range.addresses.items():
-            chosen[self.array_names.index(name)] = addresses
-        return chosen
+    def zeros(self, *shape: int) -> torch.Tensor:
+        """float64 zeros on the device."""
+        return torch.zeros(shape, dtype=torch.float64, device=self.device)
 
     def slices_of(self, slot: int) -> tuple[torch.Tensor, list[int]]:
         """The slices in a slot; where each tensor's begin, and where the last one's end."""
@@ -405,21 +485,6 @@ class Segment:
         starts = self.slices.tables.starts[own.kinds.index(own.overs[slot])]
         return self.slices.slot(slot), starts.tolist()
 
-    def adopt_scalars(self) -> None:
-        """Take the entries' step counts and scalar states into the flat arrays and give back views of them."""
-        for name, array in {"step": self.step, **self.scalar_states}.items():
-            numbers = {index: entry.scalars[name] for index, entry in enumerate(self.entries) if name in entry.scalars}
-            for device in {number.device for number in numbers.values()}:
-                # One copy for all: an assignment for each number would be a launch for each.
-                indices = [index for index, number in numbers.items() if number.device == device]
-                values = torch.stack([numbers[index] for index in indices]).to(array.device, array.dtype)
-                if len(indices) == len(self.entries):
-                    array.copy_(values)
-                else:
-                    array[torch.tensor(indices, device=array.device)] = values
-            for entry, view in zip(self.entries, array.unbind()):
-                entry.scalars[name] = view
-
     def element_at(self, place: int, counted: int) -> int:
         """The element of a tensor at which tiles count so many, if rows that end inside of a block count as longer."""
         columns, numel = int(self.columns[place]), self.entries[place].param.numel()
@@ -427,51 +492,6 @@ class Segment:
             return min(counted, numel)
         line, column = divmod(counted, -(-columns // BLOCK) * BLOCK)
         return min(line * columns + min(column, columns), numel)
-
-    def read_addresses(self) -> None:
-        """Take the arrays' addresses as they are now."""
-        for row, name in enumerate(self.array_names):
-            arrays = [entry.arrays[name] for entry in self.entries]
-            for entry, array in zip(self.entries, arrays):
-                if not has_memory(array):
-                    what = entry.label if name == "param" else f"state {name!r} of {entry.label}"
-                    raise (GradientError if name == "param" else StateError)(
-                        f"{what} has no memory: its storage was freed, or it is of a type that keeps its values "
-                        "elsewhere"
-                    )
-            self.addresses[row] = addresses_of(arrays)
-
-    def set_strided(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Describe the tensors that must be walked by coordinates."""
-        indices = sorted({*self.own_strided, *gradients})
-        self.layout_index = np.full(len(self.entries), -1, dtype=np.int64)
-        width = 1 + MAX_DIMS * (2 + len(self.array_names) + bool(self.spec.draws))
-        self.layouts = np.zeros((max(len(indices), 1), width), dtype=np.int64)
-        for row, index in enumerate(indices):
-            entry = self.entries[index]
-            gradient = gradients.get(index, entry.param)
-            # An array of rows, columns or blocks is never walked with the others.
-            arrays = {name: entry.param if name in self._apart else entry.arrays[name] for name in self.array_names}
-            walked = [gradient, *arrays.values()]
-            if self.spec.draws:
-                walked.append(torch.empty_strided(entry.param.shape, strides_of(entry), device="meta"))
-            record = layout_record(walked)
-            self.layouts[row, : len(record)] = record
-            self.layout_index[index] = row
-
-    def hyper_rows(self) -> list[list[float]]:
-        """The hyperparameter table as it should be now, a row per group of this segment."""
-        return [hyper_row(self.spec.hypers, self.groups[index]) for index in self.group_indices]
-
-    def device_hypers(self) -> list[tuple[int, int, torch.Tensor]]:
-        """Row, column and tensor of each hyperparameter that lives on a device."""
-        tensors = []
-        for row, index in enumerate(self.group_indices):
-            for column, name in enumerate(self.spec.hypers):
-                value = group_value(self.groups[index], name)
-                if isinstance(value, torch.Tensor) and value.is_cuda:
-                    tensors.append((row, column, value))
-        return tensors
 
 
 def strides_of(entry: Entry) -> tuple[int, ...]:

@@ -89,12 +89,12 @@ def _parts_of(group: ReductionGroup, segments: Sequence[Segment], index: int, *,
         if (tensors or slices) and not segment.leaves_sums:
             sharded = next(entry for entry in segment.entries if not is_whole(entry.handle))
             raise GradientError(
-                f"{sharded.label} is sharded, and rule {program.graph.title} sums it up: that needs a C++ compiler, or "
-                "Triton on a GPU"
+                f"{sharded.share.label} is sharded, and rule {program.graph.title} sums it up: that needs a C++ "
+                "compiler, or Triton on a GPU"
             )
         if tensors:
             # What one rank has whole is in no segment of the others.
-            sums = segment.sums
+            sums = segment.numbers.sums
             listed = [
                 (place, entry, slot, value)
                 for place, entry in enumerate(segment.entries)

@@ -97,11 +97,6 @@ class Reports:
         engines: Sequence[DeviceEngine] = tables.engines
         names, covers_all = names_of(optimizer.param_groups), optimizer.placement.tables_cover_all
         handles = {id(param): param for group in optimizer.param_groups for param in group["params"]}
-        rows: dict[int, Share] = {
-            id(entry): share
-            for engine, shares in zip(engines, tables.shares)
-            for entry, share in zip(engine.entries, shares)
-        }
         before, self._room = self._room, {}
         specs: dict[int, KernelSpec] = {}
         for passes in _passes(engines):
@@ -111,7 +106,7 @@ class Reports:
             assert outputs is not None
             outputs.measures = self.measures
             for position, entry in enumerate(segment.entries):
-                key = id(rows[id(entry)].param)
+                key = id(entry.share.param)
                 self._room[key], specs[names.places[key]] = (outputs, position), segment.spec
                 if self.measures and key in before:
                     outputs.carry(position, *before[key])
@@ -125,15 +120,14 @@ class Reports:
                         specs[place] = specs.get(place) or spec_of(rule, group, param, label=label)
             ordered = [specs[place] for place in sorted(specs)]
             numels = [param.numel() for param in handles.values()]
-            places = {key: names.places[id(share.param)] for key, share in rows.items()}
-            self._measurer = Measurer(engines, places, names.names, numels, ordered, tables.sharers, self.asked)
+            self._measurer = Measurer(engines, names.places, names.names, numels, ordered, tables.sharers, self.asked)
             if self._first is not None and self._first[0] == names.names:
                 self._measurer.first.copy_(self._first[1])
             self._first = names.names, self._measurer.first
         if self.changes is not None:
             # Parameters that a sharded optimizer does not update on this rank are updated on another.
-            others = () if covers_all else tables.dormant
-            self.changes.attach(tables, rows, list(handles.values()), names, list(filter(_counts_versions, others)))
+            others = () if covers_all else tables.basis.dormant
+            self.changes.attach(tables, list(handles.values()), names, list(filter(_counts_versions, others)))
 
     def detach(self) -> None:
         """Drop tables, and the state that they keep alive; results stay."""

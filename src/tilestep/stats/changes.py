@@ -6,7 +6,7 @@ import itertools
 import math
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +16,6 @@ import torch
 from ..backends.spec import Output
 from ..devices import is_host
 from ..native.table import Writes, address_of, addresses_of, sum_of_versions
-from ..placement import Share
 from ..placement.local import is_distributed, local_part, logical_coordinates
 from ..runtime import passes_class
 from ..runtime.outputs import WORD, extent_of
@@ -104,7 +103,6 @@ class Changes:
     def attach(
         self,
         tables: Any,
-        rows: Mapping[int, Share],
         handles: Sequence[torch.Tensor],
         names: Names,
         dormant: Sequence[torch.Tensor],
@@ -119,7 +117,7 @@ class Changes:
         for passes in every:
             outputs = passes.outputs
             for position, updated in enumerate(passes.segment.entries):
-                share = rows[id(updated)]
+                share = updated.share
                 entry = self._track(names, share.param, share.holder, updated.param, outputs.bits(position))
                 if share.start is not None:
                     entry.logical = share.logical

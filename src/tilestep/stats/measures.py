@@ -228,11 +228,9 @@ class _Part:
         own = passes.outputs
         assert own is not None
         self._outputs = own
-        chosen = [place for place, entry in enumerate(segment.entries) if id(entry) in places]
-        self._entries = [segment.entries[place] for place in chosen]
-        self.rows = torch.tensor([places[id(entry)] for entry in self._entries], dtype=torch.int64, device=device)
-        is_all = len(self._entries) == len(segment.entries)
-        self._picks = slice(None) if is_all else torch.tensor(chosen, dtype=torch.int64, device=segment.device)
+        self._entries = segment.entries
+        rows = [places[id(entry.share.param)] for entry in self._entries]
+        self.rows = torch.tensor(rows, dtype=torch.int64, device=device)
         self.columns = torch.tensor([raw.index(name) for name in own.names], device=device)
         self._raw, self._device = list(raw), device
         graph = segment.spec.program.graph
@@ -256,12 +254,11 @@ class _Part:
         """Write the columns into the table of all parameters."""
         if not self._outputs.has_run or not self._entries:
             return
-        totals = self._outputs.totals[self._picks]
-        table[self.rows[:, None], self.columns] = moved(totals, self._device)
+        table[self.rows[:, None], self.columns] = moved(self._outputs.totals, self._device)
         others = []
         for name in self._numbers:
-            number = self.segment.scalar_states[name].to(torch.float64).abs()
-            others.append((f"{name}_number_max", number[self._picks]))
+            number = self.segment.numbers.scalar_states[name].to(torch.float64).abs()
+            others.append((f"{name}_number_max", number))
         for name, factors in self._factors.items():
             exact = [{**entry.arrays, **entry.matrices}[name].detach().to(torch.float64) for entry in self._entries]
             others.append((f"{name}_squares", torch.stack(torch._foreach_norm(exact)).square() * factors))
@@ -299,12 +296,9 @@ class Measurer:
             for name in (*graph.slice_states, *graph.matrix_states):
                 raw.update({f"{name}_squares": "sum", f"{name}_max": "max"})
         self._raw = list(raw)
-        segments = [segment for engine in engines for segment in engine.segments]
         share = torch.ones(len(names), dtype=torch.float64, device="cpu")
-        for segment in segments:
-            for entry in segment.entries:
-                if id(entry) in places:
-                    share[places[id(entry)]] = entry.weight
+        for entry in [entry for engine in engines for entry in engine.entries]:
+            share[places[id(entry.share.param)]] = entry.weight
         self._numel = torch.tensor(numels, dtype=torch.float64, device=self.device)
         self._share = share.to(self.device)[:, None]
         self._parts = [
@@ -330,7 +324,7 @@ class Measurer:
         raw = self._together(raw)
         raw = raw.masked_fill_((self._numel == 0)[:, None] & (raw == -math.inf), 0.0)
         column = dict(zip(self._raw, raw.unbind(1)))
-        inverse = self._engines[0].control[INVERSE_SCALE]
+        inverse = self._engines[0].control.numbers[INVERSE_SCALE]
         wrong = ~column["grad_max"].isfinite() & ~column["grad_zeros"].isnan()
         first = torch.where(wrong.any(), wrong.to(torch.int8).argmax(), self.first)
         self.first.copy_(torch.where(self.first < 0, first, self.first))

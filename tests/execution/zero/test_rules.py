@@ -33,7 +33,7 @@ class Matrices(nn.Module):
 def is_exact(optimizer: tilestep.ShardedOptimizer) -> bool:
     """Whether no reduction is made of sums over several ranks."""
     engines = optimizer._current_plan().engines
-    return not any(segment.spec.program.reductions for engine in engines for segment in engine.segments)
+    return not any(passes.segment.spec.program.reductions for engine in engines for passes in engine.passes)
 
 
 def rule_check(name: str) -> Callable[[], None]:

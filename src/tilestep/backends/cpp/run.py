@@ -93,12 +93,6 @@ def _flags(spec: KernelSpec) -> tuple[str, ...]:
 
 Table = np.ndarray | torch.Tensor
 
-_OF_SEGMENT = (
-    *("columns", "sizes", "grads", "addresses", "layout_index", "layouts", "control", "step", "rows"),
-    *("sums", "global_parts", "totals", "streams"),
-)
-"""Tables that a segment has under the names of the launch record's fields."""
-
 _OF_TENSORS = (
     *("first_tile", "numel", "columns", "grads", "layout_index", "step", "rows", "sums"),
     *("report_sums", "first_word", "streams"),
@@ -126,8 +120,8 @@ class CppPasses(Passes):
         self._slices = segment.slices = CpuSlices(spec, segment.entries) if program.slices.views else None
         tiles = max(segment.tiles.count, self._slices.tables.most_tiles if self._slices else 0)
         self._partials = segment.zeros(tiles, max(spec.reduction_count, 1))
-        self.hyper = np.zeros((len(segment.group_indices), len(spec.hypers)))
-        states = segment.scalar_states.values()
+        self.hyper = np.zeros((len(segment.group_rows.indices), len(spec.hypers)))
+        states = segment.numbers.scalar_states.values()
         self._state_addresses = np.asarray([array.data_ptr() for array in states], dtype=np.int64)
         self._scalar = [getattr(library, f"scalar_pass_{index}") for index in range(len(program.scalars))]
         self._launch = Launch()
@@ -162,7 +156,7 @@ class CppPasses(Passes):
 
     @property
     def _has_gaps(self) -> bool:
-        return bool((self.segment.layout_index >= 0).any())
+        return bool((self.arrays.layout_index >= 0).any())
 
     def _take_gaps(self) -> None:
         """Load kernels for tensors with gaps when the first gradient has some."""
@@ -202,11 +196,19 @@ class CppPasses(Passes):
             "tile_tensor": tiles.tile_tensor,
             "first_tile": tiles.first_tile,
             "numel": tiles.numel,
-            "group": segment.group_of,
+            "columns": segment.columns,
+            "sizes": segment.sizes,
+            "grads": segment.grads,
+            "group": segment.group_rows.of,
+            "streams": segment.group_rows.streams,
+            "addresses": self.arrays.addresses,
+            "layout_index": self.arrays.layout_index,
+            "layouts": self.arrays.layouts,
             "scalar_states": self._state_addresses,
             "hyper": self.hyper,
             "partials": self._partials,
-            **{name: getattr(segment, name) for name in _OF_SEGMENT},
+            "control": segment.control.numbers,
+            **{name: table for name, table in vars(segment.numbers).items() if name != "scalar_states"},
         }
         if (outputs := self.outputs) is not None:
             own = {"report_sums": outputs.totals, "words": outputs.words, "first_word": outputs.first_word}
@@ -222,7 +224,7 @@ class CppPasses(Passes):
         own.update({name: self._tables[name][tiles] for name in _OF_TILES if name in self._tables})
         own["tile_tensor"] = own["tile_tensor"] - np.int32(tile_range.tensors.start)
         own["first_tile"] = own["first_tile"] - tile_range.tiles.start
-        return {**own, "addresses": self.segment.range_addresses(tile_range)}
+        return {**own, "addresses": self.arrays.of_range(tile_range)}
 
     def _launch_of(self, tile_range: TileRange) -> Launch:
         """The launch record of a range; reductions are right after the last range that has tiles of their tensor."""

@@ -99,8 +99,9 @@ class TritonPasses(Passes):
         self._spec, self._device = spec, entries[0].param.device
         self.shape = tile_shape(spec, self._device)
         super().__init__(Segment(spec, entries, *arguments, tile_size=self.shape.span))
-        segment, table, numbers = self.segment, self._table, self.segment.zeros
-        self.hyper = numbers(len(segment.group_indices), len(spec.hypers))
+        segment, table, zeros = self.segment, self._table, self.segment.zeros
+        numbers, arrays, group_rows = segment.numbers, self.arrays, segment.group_rows
+        self.hyper = zeros(len(group_rows.indices), len(spec.hypers))
         has_slices = bool(spec.program.slices.views)
         self._slices = segment.slices = CudaSlices(spec, segment.entries, self._device) if has_slices else None
         most_tiles = self._slices.most_tiles if self._slices else 0
@@ -112,22 +113,22 @@ class TritonPasses(Passes):
             "columns": table(segment.columns),
             "sizes": table(segment.sizes),
             "counts": table(np.asarray([len(entries)], dtype=np.int64)),
-            "group": table(segment.group_of),
-            "addresses": table(segment.addresses.T),
-            "layout_index": table(segment.layout_index),
-            "layouts": table(segment.layouts),
-            "streams": table(segment.streams),
+            "group": table(group_rows.of),
+            "addresses": table(arrays.addresses.T),
+            "layout_index": table(arrays.layout_index),
+            "layouts": table(arrays.layouts),
+            "streams": table(group_rows.streams),
             "tile_list": table(np.zeros(1, dtype=np.int32)),
-            "rows": segment.rows,
-            "partials": numbers(max(segment.tiles.count, most_tiles, 1) * spec.reduction_count or 1),
-            "control": segment.control,
+            "rows": numbers.rows,
+            "partials": zeros(max(segment.tiles.count, most_tiles, 1) * spec.reduction_count or 1),
+            "control": segment.control.numbers,
             "hyper": self.hyper,
-            "step": segment.step,
-            "sums": segment.sums,
-            "global_parts": segment.global_parts,
-            "totals": segment.totals,
-            **{f"{name}_state": array for name, array in segment.scalar_states.items()},
-            **{name: numbers(1) for name in ("words", "first_word", "report_partials")},
+            "step": numbers.step,
+            "sums": numbers.sums,
+            "global_parts": numbers.global_parts,
+            "totals": numbers.totals,
+            **{f"{name}_state": array for name, array in numbers.scalar_states.items()},
+            **{name: zeros(1) for name in ("words", "first_word", "report_partials")},
         }
         self._sum_reports: list[tuple[Launcher, list[torch.Tensor]]] = []
         self._scalar: list[tuple[Launcher, list[torch.Tensor]]] = []  # the list stays: calls read it
@@ -162,7 +163,7 @@ class TritonPasses(Passes):
             self._sum_reports = self._report_sums(cut, tables["report_partials"])
         cut, tables = self._cut
         self._tables["report_partials"] = tables["report_partials"]
-        listed = np.nonzero((segment.layout_index >= 0)[cut.tile_tensor])[0].astype(np.int32)
+        listed = np.nonzero((self.arrays.layout_index >= 0)[cut.tile_tensor])[0].astype(np.int32)
         return {**self._tables, **tables, "tile_list": self._table(listed)}, cut, len(listed)
 
     def _table(self, array: np.ndarray) -> torch.Tensor:
@@ -221,7 +222,7 @@ class TritonPasses(Passes):
         launches = []
         for tile_pass in (*spec.program.slices_before(index), tile):
             if self._slices and tile_pass is not None and tile_pass.view is not None:
-                strided = self.segment.layout_index >= 0
+                strided = self.arrays.layout_index >= 0
                 launches += self._slices.launches(_module(spec), tile_pass, self._tables, unscale, strided)
         if tile is None or tile.view is not None:
             return launches
@@ -281,16 +282,17 @@ class TritonPasses(Passes):
         return Launcher(kernel, grid, self._device, constants, num_warps=warps, **options, **EXACT)
 
     def upload(self) -> None:
-        copy_to(self._tables["addresses"], np.ascontiguousarray(self.segment.addresses.T))
-        copy_to(self._tables["layout_index"], self.segment.layout_index)
-        copy_to(self._tables["streams"], self.segment.streams)
-        if self.segment.layouts.shape != tuple(self._tables["layouts"].shape):
-            self._tables["layouts"] = torch.zeros(self.segment.layouts.shape, dtype=torch.int64, device=self._device)
-        copy_to(self._tables["layouts"], self.segment.layouts)
+        arrays = self.arrays
+        copy_to(self._tables["addresses"], np.ascontiguousarray(arrays.addresses.T))
+        copy_to(self._tables["layout_index"], arrays.layout_index)
+        copy_to(self._tables["streams"], self.segment.group_rows.streams)
+        if arrays.layouts.shape != tuple(self._tables["layouts"].shape):
+            self._tables["layouts"] = torch.zeros(arrays.layouts.shape, dtype=torch.int64, device=self._device)
+        copy_to(self._tables["layouts"], arrays.layouts)
         self._list_strided_tiles()
 
     def _list_strided_tiles(self) -> None:
-        listed = np.nonzero((self.segment.layout_index >= 0)[self.segment.tiles.tile_tensor])[0].astype(np.int32)
+        listed = np.nonzero((self.arrays.layout_index >= 0)[self.segment.tiles.tile_tensor])[0].astype(np.int32)
         self._strided_tiles = len(listed)
         if len(listed):
             self._tables["tile_list"] = self._table(listed)
@@ -308,7 +310,7 @@ class TritonPasses(Passes):
             arguments[:] = [grads if argument is before else argument for argument in arguments]
 
     def build(self) -> None:
-        launches = self.launches(self.segment.unscales)
+        launches = self.launches(self.segment.control.unscales)
         build_together(launches, self._device)
         for launcher, arguments in launches:
             launcher.build(*arguments)
@@ -318,7 +320,7 @@ class TritonPasses(Passes):
 
     @property
     def is_built(self) -> bool:
-        kernels = all(launcher.is_built for launcher, _ in self._step_launches(self.segment.unscales))
+        kernels = all(launcher.is_built for launcher, _ in self._step_launches(self.segment.control.unscales))
         return kernels and (self.matrices is None or self.matrices.is_built)
 
     def launches(self, unscales: bool) -> list[Launch]:
@@ -340,7 +342,7 @@ class TritonPasses(Passes):
         begin, first = tile_range.tiles.start, tile_range.tensors.start
         tiles, tensors = slice(begin, tile_range.tiles.stop), slice(first, tile_range.tensors.stop)
         owner = segment.tiles.tile_tensor[tiles]
-        listed = np.nonzero(segment.layout_index[owner] >= 0)[0].astype(np.int32)
+        listed = np.nonzero(self.arrays.layout_index[owner] >= 0)[0].astype(np.int32)
         for name in ("grads", "numel", "columns", "layout_index", "rows", "step", "streams"):
             own[name] = own[name][tensors]
         own["partials"] = own["partials"][begin * self._spec.reduction_count :]
@@ -350,7 +352,7 @@ class TritonPasses(Passes):
                 own["report_partials"] = own["report_partials"][begin * len(self.outputs.names) :]
         own["tile_tensor"] = self._table(owner - np.int32(first))
         own["first_tile"] = self._table(segment.tiles.first_tile[tensors] - begin)
-        own["addresses"] = self._table(segment.range_addresses(tile_range).T)
+        own["addresses"] = self._table(self.arrays.of_range(tile_range).T)
         if len(listed):
             own["tile_list"] = self._table(listed)
         return own, len(listed)
@@ -359,7 +361,7 @@ class TritonPasses(Passes):
         if tile_range is None:
             return [partial(self._tile_pass, index)]
         segment, program = self.segment, self._spec.program
-        variant = segment.unscales, self.measures
+        variant = unscales, _ = segment.control.unscales, self.measures
         key = (tile_range, index, *variant)
         if key not in self._range_calls:
             if tile_range not in self._range_tables:
@@ -367,14 +369,14 @@ class TritonPasses(Passes):
             tables, strided = self._range_tables[tile_range]
             spec, tile = self.kernels, program.tiles[index]
             tiles = len(tile_range.tiles)
-            launches = self._element_launches(spec, index, segment.unscales, tables, tiles, strided, self.shape.span)
+            launches = self._element_launches(spec, index, unscales, tables, tiles, strided, self.shape.span)
             if tile is not None and tile.reductions and tile_range.tiles.stop == segment.tiles.count:
                 launches.append(self._tile[variant][index][-1])
             self._range_calls[key] = [partial(launcher, *arguments) for launcher, arguments in launches]
         return self._range_calls[key]
 
     def _tile_pass(self, index: int) -> None:
-        for launcher, arguments in self._tile[self.segment.unscales, self.measures][index]:
+        for launcher, arguments in self._tile[self.segment.control.unscales, self.measures][index]:
             launcher(*arguments)
 
     def sum_up_reports(self) -> None:

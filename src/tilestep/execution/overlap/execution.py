@@ -200,13 +200,13 @@ class OverlapExecution(Execution):
         with self.lane.after():
             plan = optimizer.prepared()
             if plan.active_set_changed or not plan.engines:
-                if missing := [param for param in plan.params if param.grad is None]:
+                if missing := [param for param in plan.basis.params if param.grad is None]:
                     refuse_taken_by_another(missing, self.updates.timeline)
                     self.updates.refuse_replaced()
                 plan.active_set_changed = False
             plan.begin_states(optimizer, all_of_them=True)
-            plan.sync_masters()
-            optimizer.control.update_control(optimizer, plan)
+            plan.masters.sync()
+            optimizer.control.update_control(optimizer, plan.deciders)
             reports = optimizer.reports
             measures = reports is not None and reports.begin(plan.engines) and reports.measures
             self._count_versions(plan)
@@ -265,7 +265,7 @@ class OverlapExecution(Execution):
             engine.table.count_writes()
             if engine.wrote is not None:
                 engine.wrote(engine.written)
-        plan.record_versions()
+        plan.masters.note()
 
     def _work(self, plan: StepPlan, group: Group, held: list[torch.Tensor]) -> Callable[[], None]:
         places, is_measured = plan.places.get(group.index, ()), self._optimizer().reports is not None
@@ -483,13 +483,13 @@ def _update_later(
         return
     # A step runs without gradients; a look-up of parameters may not, and torch.compile may be tracing it.
     with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
-        plan.progress.clear()
+        plan.calls.progress.clear()
         try:
             for place in places if moves else ():
                 plan.engines[place].follow_memory()
             plan.update(places, counts_versions=False, measures=measures)
         except BaseException as error:
-            if not isinstance(error, Exception) and not plan.progress:
+            if not isinstance(error, Exception) and not plan.calls.progress:
                 raise  # Ctrl-C before its first pass: the next look-up runs it
             held.clear()
             raise

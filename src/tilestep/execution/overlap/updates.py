@@ -119,13 +119,13 @@ class GroupUpdates(Row):
             plan.begin_states(optimizer, all_of_them=True)
         if optimizer.reports is not None:
             optimizer.reports.begin(plan.engines)
-        if not plan.decided_plainly or plan.follows:
+        if not plan.deciders.plainly or plan.masters.follow:
             with self.publication.lane.after():
-                if not plan.decided_plainly:
-                    control.update_control(optimizer, plan)
-                if plan.follows:
-                    plan.sync_masters()
-                    plan.record_versions()
+                if not plan.deciders.plainly:
+                    control.update_control(optimizer, plan.deciders)
+                if plan.masters.follow:
+                    plan.masters.sync()
+                    plan.masters.note()
         return moved
 
     def again(self, bucket: int, param: torch.Tensor) -> bool:
@@ -175,7 +175,7 @@ class GroupUpdates(Row):
                 plan = optimizer.rebuild()
                 places = plan.places.get(group.index, ())
                 plan.refresh(places, *find)
-            with plan.masters.writes.own(group.params) if plan.has_masters else _NOTHING:
+            with plan.masters.writes.own(group.params) if plan.masters.exist else _NOTHING:
                 is_marked, measures = not step_is_ordinary(), optimizer.reports is not None
                 plan.update(places, counts_versions=True, marked=is_marked, measures=measures)
             mark = None if current is None else lane.next_mark()
@@ -239,7 +239,7 @@ class GroupUpdates(Row):
         changed = [
             group.name
             for group in self.applied
-            if any(plan.engines[place].hypers_changed for place in plan.places.get(group.index, ()))
+            if any(plan.engines[place].hypers.changed for place in plan.places.get(group.index, ()))
         ]
         self.reduced.of.clear()
         left = [group for group in self._grouping.groups if group not in self.applied]

@@ -264,13 +264,16 @@ class Sharding(Placement):
 
     def take_part(self, plan: Any) -> None:
         """Let all ranks decide steps together, and the ranks that split the state combine reductions."""
-        plan.ranks, plan.sharers = self.deciders, self.ranks.reductions
+        plan.deciders.ranks, plan.sharers = self.deciders, self.ranks.reductions
 
         def first_cut(segment: Any) -> int:
-            return min((entry.ordinal for entry in segment.entries if entry.whole is not None), default=0)
+            return min((entry.share.ordinal for entry in segment.entries if entry.whole is not None), default=0)
 
         # In the same order on all ranks: a whole parameter may come first in a segment on one rank only.
-        plan.shared_sums = [SharedSums(plan.sharers, sorted(engine.segments, key=first_cut)) for engine in plan.engines]
+        plan.calls.shared_sums = [
+            SharedSums(plan.sharers, sorted([passes.segment for passes in engine.passes], key=first_cut))
+            for engine in plan.engines
+        ]
 
     def _lay_out(self, optimizer: Optimizer, names: dict[Any, str]) -> None:
         """Lay out new parameters in buckets."""

@@ -200,7 +200,7 @@ class ShardedExecution(Execution):
         self.sharding.require_groups(optimizer)
         self.sync_masters(optimizer)
         if optimizer.plan is not None:
-            optimizer.plan.sync_masters()
+            optimizer.plan.masters.sync()
         with sharded_states(optimizer, self.sharding):
             return plain()
 

@@ -1,0 +1,170 @@
+"""What changes in param groups between steps, and how it comes to the tables of kernels."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..graph import flat_numbers
+from ..native.table import CHANGED, MOVED, SAME, same_list
+from .gradients import Stale
+from .kernel_cache import statics_of
+from .passes import Passes
+
+
+class Hypers:
+    """The hyperparameters of an engine's tensors: in its param groups, and in the tables of its passes."""
+
+    def __init__(
+        self, every: Sequence[Passes], groups: Sequence[Mapping[str, Any]], keys: Sequence[Sequence[str]]
+    ) -> None:
+        self._passes = every
+        used = sorted({index for passes in every for index in passes.segment.group_rows.indices})
+        self.numbers = [GroupNumbers(index, groups[index], keys[index]) for index in used]
+        self.on_device = any(numbers.tensors for numbers in self.numbers)  # whether some are tensors on a GPU
+        for passes in every:
+            passes.set_hypers(passes.segment.group_rows.rows())
+
+    @property
+    def changed(self) -> bool:
+        """Whether param groups differ from the tables."""
+        return any(numbers.look() for numbers in self.numbers)
+
+    def push(self, *, in_graph: bool = False) -> None:
+        """Bring changes to the tables; raise `Stale` for a change that needs other tables.
+
+        Steps read hyperparameters that are tensors on a GPU there. `in_graph`: a CUDA graph reads these tensors.
+        """
+        looks = [(numbers, numbers.look()) for numbers in self.numbers]
+        changed = [numbers for numbers, seen in looks if seen != SAME]
+        if not changed:
+            return
+        if any(seen == CHANGED for _, seen in looks):
+            raise Stale("a flag, or what kind of value a hyperparameter has, has changed")
+        if in_graph and not all(numbers.same_tensors() for numbers in changed):
+            raise Stale("a hyperparameter that is a tensor on a device was replaced; write into the tensor instead")
+        indices = {numbers.index for numbers in changed}
+        touched = [passes for passes in self._passes if not indices.isdisjoint(passes.segment.group_rows.indices)]
+        for passes in touched:
+            own = [numbers for numbers in changed if numbers.index in passes.segment.group_rows.indices]
+            if not all(passes.segment.group_rows.keeps_graph(numbers.index, numbers.chosen) for numbers in own):
+                raise Stale
+        if any(passes.matrices is not None and passes.matrices.outdated() for passes in touched):
+            raise Stale("a number that matrix operations take has changed")
+        for passes in touched:
+            passes.set_hypers(passes.segment.group_rows.rows())
+            if passes.segment.group_rows.follow_seeds():
+                passes.upload()
+        for numbers in changed:
+            numbers.remember()
+        self.on_device = any(numbers.tensors for numbers in self.numbers)
+
+    def copy_tensors(self) -> None:
+        """Copy hyperparameters that are tensors on a GPU to the tables, on the device."""
+        if self.on_device:
+            for passes in self._passes:
+                for row, column, tensor in passes.segment.group_rows.on_device():
+                    passes.set_device_hyper(row, column, tensor)
+
+
+class GroupNumbers:
+    """The hyperparameters of one param group as tables have them."""
+
+    def __init__(self, index: int, group: Mapping[str, Any], keys: Sequence[str]) -> None:
+        self.index, self._group, self.keys, self.value_of = index, group, tuple(keys), group.get
+        self.values: tuple[Any, ...] = ()
+        """While the group has these objects, and none is mutable, nothing has changed."""
+        self._are_plain = False  # whether the last look has found other plain numbers, and nothing else
+        self.remember()
+
+    def chosen(self) -> dict[str, Any]:
+        """The entries of the group as they are now."""
+        return dict(zip(self.keys, map(self.value_of, self.keys)))
+
+    def remember(self) -> None:
+        """Take the present values."""
+        chosen = self.chosen()
+        self.values = tuple(chosen.values())
+        if not self._are_plain:
+            self._statics, self._numbers = statics_of(chosen), _numbers(chosen)
+            self.tensors = [value for _, value in flat_numbers(chosen) if _on_device(value)]
+            """Hyperparameters on a GPU, which only the device can read."""
+            self.is_mutable = any(map(_is_mutable, self.values))  # whether a value may change and stay the same object
+        self._are_plain = False
+
+    def look(self) -> int:
+        """SAME; MOVED for other numbers; CHANGED where a flag or the kind of a value is another one."""
+        values, self._are_plain = tuple(map(self.value_of, self.keys)), False
+        if not self.is_mutable and all(map(operator.is_, values, self.values)):
+            return SAME
+        now = dict(zip(self.keys, values))
+        if not self.is_mutable and all(map(_both_numbers, values, self.values)):
+            # Plain numbers in the place of plain numbers, as schedulers write at every step.
+            if values == self.values:
+                self.values = values
+                return SAME
+            limit = self._group.get("max_grad_norm")
+            if _has_nan(values) or (isinstance(limit, (float, int)) and limit < 0):
+                self._refuse_invalid(flat_numbers(now))
+            self._are_plain = True
+            return MOVED
+        before = self._numbers if self.is_mutable else _numbers(dict(zip(self.keys, self.values)))
+        numbers, statics = _numbers(now), statics_of(now)
+        if (numbers, statics) == (before, self._statics):
+            self.values = self.values if self.is_mutable else values
+            return SAME
+        self._refuse_invalid(numbers)
+        return MOVED if statics == self._statics else CHANGED
+
+    def _refuse_invalid(self, numbers: Sequence[tuple[str, Any]]) -> None:
+        for name, value in numbers:
+            if value != value:
+                raise ValueError(f"Invalid {name} of group {self.index}: nan")
+            if name == "max_grad_norm" and value < 0:
+                raise ValueError(f"Invalid {name} of group {self.index}: {value}; it must be at least 0, or None")
+
+    def same_tensors(self) -> bool:
+        """Whether the same tensors on a GPU are hyperparameters."""
+        return same_list([value for _, value in flat_numbers(self.chosen()) if _on_device(value)], self.tensors)
+
+
+_NUMBERS = (float, int)
+
+
+def _is_mutable(value: Any) -> bool:
+    is_entry = isinstance(value, (list, Mapping, torch.Tensor))
+    return is_entry or (type(value) is tuple and any(map(_is_mutable, value)))
+
+
+def _both_numbers(left: Any, right: Any) -> bool:
+    """Whether two values are the same object, both plain numbers, or tuples of these; a bool is no number."""
+    if left is right:
+        return True
+    if type(left) is tuple and type(right) is tuple and len(left) == len(right):
+        # Numbers in tuples inside of tuples are constants of graphs.
+        return tuple not in map(type, left) and all(map(_both_numbers, left, right))
+    return type(left) in _NUMBERS and type(right) in _NUMBERS
+
+
+def _has_nan(values: Sequence[Any]) -> bool:
+    """Whether a number, or a number in a tuple, is NaN."""
+    return any(_has_nan(value) if type(value) is tuple else value != value for value in values)
+
+
+def _on_device(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_cuda
+
+
+def _numbers(chosen: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Every number by name; for a tensor on a GPU its id."""
+    try:
+        return [(name, id(value) if _on_device(value) else float(value)) for name, value in flat_numbers(chosen)]
+    except (RuntimeError, ValueError):
+        for name, value in flat_numbers(chosen):
+            if isinstance(value, torch.Tensor) and (value.numel() != 1 or value.is_complex()):
+                kind = f"a tensor of shape {tuple(value.shape)}" + ", complex" * value.is_complex()
+                raise ValueError(f"Invalid {name}: {kind}; it must have one element, a real number") from None
+        raise
