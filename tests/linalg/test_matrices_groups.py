@@ -166,7 +166,7 @@ def test_stacks_heads_and_convolutions_are_found_and_what_is_left_is_named() -> 
     assert routers | {"layers.0.moe.experts.bias"} <= set(names(others))  # of two dimensions both
     optimizer = tilestep.Muon(groups)
     entries = optimizer.fitting_plan(ahead=True).engines[0].entries
-    rows = {entry.label.split("(")[1][:-1]: entry.shape for entry in entries if entry.holds is not None}
+    rows = {entry.share.label.split("(")[1][:-1]: entry.shape for entry in entries if entry.holds is not None}
     assert rows == {
         **{name: (model.get_parameter(name).size(0) // count, 16) for name, count in heads.items()},
         **{name: tuple(model.get_parameter(name).shape[-2:]) for name in stacks},

@@ -239,7 +239,7 @@ def test_patterns_choose_by_name_and_groups_have_their_own() -> None:
 
     def seen() -> dict[str, list[tuple[int, int]]]:
         entries = optimizer.fitting_plan(ahead=True).engines[0].entries
-        held = {name: [entry for entry in entries if f"({name})" in entry.label] for name in named}
+        held = {name: [entry for entry in entries if f"({name})" in entry.share.label] for name in named}
         return {name: [entry.shape for entry in entries] for name, entries in held.items()}
 
     wanted: dict[str, list[tuple[int, int]]] = {
