@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +23,12 @@ tl: Any = None  # triton.language, once a parameter is on a GPU
 libdevice: Any = None
 VALUES: dict[str, Any] = dict(lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01, amsgrad=False, maximize=False)
 """Hyperparameters as this file was made for them; those that are numbers may have other values."""
-POINTERS: dict[str, list[str]] = {}  # the Triton functions of this file, with the parameters that are tables
+KERNELS: list[str] = []  # the Triton functions of this file
 
 
 def jit(function: Callable[..., Any]) -> Any:
     """Mark a Triton function; it stays as it is until a parameter is on a GPU."""
-    parameters = inspect.signature(function).parameters.values()
-    POINTERS[function.__name__] = [each.name for each in parameters if each.annotation is inspect.Parameter.empty]
+    KERNELS.append(function.__name__)
     return function
 
 
@@ -40,9 +40,10 @@ def load_triton() -> None:
 
     globals().update(tl=triton.language)
     globals().update(libdevice=libdevice)
-    for name, pointers in POINTERS.items():
+    for name in KERNELS:
         # One build serves all addresses: kernels look at the alignment themselves.
-        globals()[name] = triton.jit(globals()[name], do_not_specialize_on_alignment=pointers)
+        tables = [key for key in inspect.signature(globals()[name]).parameters if not key.isupper()]
+        globals()[name] = triton.jit(globals()[name], do_not_specialize_on_alignment=tables)
 
 
 @jit
@@ -79,7 +80,7 @@ def power(base, exponent):
 
 @jit
 def norm_tiles(
-    grads, numel, norm_first, norm_owner, weights, norm_partials, ELEMENT: tl.constexpr, TILE: tl.constexpr,
+    grads, norm_numel, norm_first, norm_owner, weights, norm_partials, ELEMENT: tl.constexpr, TILE: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
     """Add up the squares of a tile of a gradient."""
@@ -87,7 +88,7 @@ def norm_tiles(
     t = tl.load(norm_owner + tile)
     address = tl.load(grads + t)
     begin = (tile - tl.load(norm_first + t)) * TILE
-    count = tl.minimum(tl.load(numel + t) - begin, TILE).to(tl.int32)
+    count = tl.minimum(tl.load(norm_numel + t) - begin, TILE).to(tl.int32)
     count = tl.where(address == 0, 0, count)
     pointer = address.to(tl.pointer_type(ELEMENT)) + begin
     lane = tl.arange(0, STEP)
@@ -111,7 +112,7 @@ def norm_tiles(
         place += STEP
     result = tl.sum(total).to(tl.float64)
     if not (result < float("inf")):
-        # Finite numel may have squares that are not: again, of numel times 2 ** -80.
+        # Finite elements may have squares that are not: again, of elements times 2 ** -80.
         finite = tl.full((STEP,), 1, tl.int32)
         total = tl.zeros((STEP,), tl.float32)
         place = count * 0
@@ -287,32 +288,23 @@ def adamw(
     return {"param": param_3, "exp_avg": exp_avg_2, "exp_avg_sq": exp_avg_sq_2}
 
 
-class Buffer(NamedTuple):
-    """A tensor like the parameter, as formulas see it, and what keeps it."""
-
-    name: str
-    begins: float | str  # a number, "param" for the parameter's values, or the name of a hyperparameter
-    dtype: torch.dtype
-
-
 class Kind(NamedTuple):
     """Parameters that have the same kernels."""
 
     formula: Callable[..., Any]
-    buffers: tuple[Buffer, ...]
+    buffers: tuple[tuple[str, float | str, torch.dtype], ...]  # name, what it begins with ("param": a copy), dtype
     arrays: tuple[str, ...]  # what kernels read and write beside the gradient, in the order of their table
     hypers: tuple[str, ...]  # columns of the table of hyperparameters
     columns: int  # numbers that the scalar passes leave for the tiles of a tensor
     span: int  # elements that one program updates
     launches: tuple[tuple[str, str, dict[str, Any]], ...]  # kernel, grid, constants and options
-    scalars: tuple[tuple[str, float | str, torch.dtype], ...] = ()  # states of one number: name, beginning, dtype
 
 
 def kind_of_dtype(dtype: torch.dtype, *functions: str) -> Kind:
     """The kind of one dtype, with the formulas that are its own."""
     return Kind(
         formula=adamw,
-        buffers=(Buffer("param", "param", dtype), Buffer("exp_avg", 0.0, dtype), Buffer("exp_avg_sq", 0.0, dtype)),
+        buffers=(("param", "param", dtype), ("exp_avg", 0.0, dtype), ("exp_avg_sq", 0.0, dtype)),
         arrays=("param", "exp_avg", "exp_avg_sq"),
         hypers=("lr", "weight_decay", "betas.0", "betas.1", "eps", "max_grad_norm"),
         columns=8,
@@ -329,20 +321,16 @@ def kind_of_dtype(dtype: torch.dtype, *functions: str) -> Kind:
 
 
 KINDS = {
-    "float32": kind_of_dtype(torch.float32, "math_0"),
-    "bfloat16": kind_of_dtype(torch.bfloat16, "math_0_bfloat16"),
+    torch.float32: kind_of_dtype(torch.float32, "math_0"),
+    torch.bfloat16: kind_of_dtype(torch.bfloat16, "math_0_bfloat16"),
 }
 
 
-BY_SHAPE: dict[Any, Any] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-
-
-def kind_of(param: Any) -> str:
-    """The kind of a parameter; raises for one that there are no kernels for."""
-    kind = BY_SHAPE.get(param.dtype)
-    if kind is None:
+def kind_of(param: Any) -> Any:
+    """The key of the kind of a parameter; raises for a parameter that there are no kernels for."""
+    if param.dtype not in KINDS:
         raise ValueError(f"a parameter is {param.dtype}; this file is for float32 and bfloat16")
-    return kind
+    return param.dtype
 
 
 def check(group: dict[str, Any]) -> None:
@@ -368,20 +356,22 @@ def local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "placements") else tensor
 
 
-def shares(params: list[Any]) -> tuple[Any, list[float]]:
-    """The mesh over which squares are added up, and how much each part counts: one over the ranks that hold it."""
-    meshes = {param.device_mesh for param in params if hasattr(param, "placements")}
-    if not meshes:
-        return None, [1.0] * len(params)
-    largest = max(meshes, key=lambda mesh: mesh.size())
-    ranks, counts = set(largest.mesh.flatten().tolist()), []
-    for param in params:
-        mesh, placements = getattr(param, "device_mesh", largest), getattr(param, "placements", ())
-        if not ranks.issuperset(mesh.mesh.flatten().tolist()) or any(one.is_partial() for one in placements):
-            raise ValueError(f"a parameter is {placements} on {mesh}; the norm adds up shards and copies on {largest}")
-        parts = [size for size, placement in zip(mesh.shape, placements) if not placement.is_replicate()]
-        counts.append(math.prod(parts) / largest.size())
-    return largest, counts
+def mesh_of(groups: list[dict[str, Any]]) -> Any:
+    """The largest mesh of parameters, over which squares are added up; None where no parameter has one."""
+    params = [param for group in groups for param in group["params"]]
+    meshes = dict.fromkeys(param.device_mesh for param in params if hasattr(param, "placements"))
+    return max(meshes, key=lambda mesh: mesh.size(), default=None)
+
+
+def share(param: Any, mesh: Any) -> float:
+    """How much this rank's squares of a parameter count: one over the ranks that hold the same part of it."""
+    if mesh is None:
+        return 1.0
+    own, placements = getattr(param, "device_mesh", mesh), getattr(param, "placements", ())
+    ranks = set(mesh.mesh.flatten().tolist())
+    if not ranks.issuperset(own.mesh.flatten().tolist()) or any(one.is_partial() for one in placements):
+        raise ValueError(f"a parameter is {placements} on {own}; the norm adds up shards and copies on {mesh}")
+    return math.prod(size for size, one in zip(own.shape, placements) if not one.is_replicate()) / mesh.size()
 
 
 def add_up(total: torch.Tensor, mesh: Any) -> torch.Tensor:
@@ -399,73 +389,75 @@ def upload(device: torch.device, values: list[Any], dtype: torch.dtype = torch.i
 
 def tiles_of(lengths: list[int], size: int) -> tuple[list[int], list[int]]:
     """Tensors of these lengths in tiles: the first tile of each tensor, and the tensor of each tile."""
-    first: list[int] = []
-    owners: list[int] = []
-    for place, length in enumerate(lengths):
-        first.append(len(owners))
-        owners += [place] * -(-length // size)
-    return first, owners
+    counts = [-(-length // size) for length in lengths]
+    owners = [place for place, count in enumerate(counts) for _ in range(count)]
+    return [0, *accumulate(counts)][:-1], owners
 
 
 class Tables:
     """What the kernels of one kind read: tensors, tiles, addresses and hyperparameters."""
 
-    def __init__(self, kind: Kind, members: list[Any], grads: torch.Tensor, total: int) -> None:
+    def __init__(self, kind: Kind, members: list[Any], device: torch.device) -> None:
         self.kind, self.members = kind, members
-        table, zeros = partial(upload, grads.device), partial(torch.zeros, device=grads.device)
+        table, zeros = partial(upload, device), partial(torch.zeros, device=device)
         count = len(members)
         lengths = [local(param).numel() for param, _, _ in members]
-        tile = 16384 if total < 2**28 else 32768
-        self.norm = {"ELEMENT": members[0][0].dtype, "TILE": tile, "STEP": 2048, "enable_fp_fusion": True}
-        norm_first, norm_owners = tiles_of(lengths, tile)
         first, owners = tiles_of(lengths, kind.span)
         self.groups = sorted({group for _, _, group in members})
         self.programs = {"tensors": count, "blocks": -(-count // 128), "tiles": len(owners)}
-        self.programs["norm"] = len(norm_owners)
         self.tables = {
-            "norm_first": table(norm_first),
-            "norm_owner": table(norm_owners, torch.int32),
             "counts": table([count]),
-            "grads": grads,
             "group": table([self.groups.index(group) for _, _, group in members], torch.int32),
             "numel": table(lengths),
             "tile_tensor": table(owners, torch.int32),
             "first_tile": table(first),
             "rows": zeros(count * kind.columns),
         }
-        self.addresses: list[int] = []
-        self.hypers: list[float] = []
+        self.known: dict[str, list[Any]] = {}  # what changes from step to step, as in its tables
         # Numbers of all tensors lie side by side for kernels; a state has views of its own.
-        for name, dtype in [("step", torch.float32), *((name, dtype) for name, _, dtype in kind.scalars)]:
-            numbers = torch.stack([state[name].to(grads.device, dtype) for _, state, _ in members])
-            self.tables[name if name == "step" else f"{name}_state"] = numbers
-            for (_, state, _), view in zip(members, numbers.unbind()):
-                state[name] = view
+        self.tables["step"] = torch.stack([state["step"].to(device, torch.float32) for _, state, _ in members])
+        for (_, state, _), view in zip(members, self.tables["step"].unbind()):
+            state["step"] = view
         self.kept = [list(state.values()) for _, state, _ in members]  # alive, so that no other tensor gets their ids
 
-    def refresh(self, groups: list[dict[str, Any]]) -> None:
+    def for_norm(self, mesh: Any, tile: int) -> int:
+        """Make the tables of the norm; returns the number of its tiles."""
+        params, table = [param for param, _, _ in self.members], partial(upload, self.tables["rows"].device)
+        lengths = [local(param).numel() for param in params]
+        first, owners = tiles_of(lengths, tile)
+        self.norm = {"ELEMENT": params[0].dtype, "TILE": tile, "STEP": 2048, "enable_fp_fusion": True}
+        self.programs["norm"] = len(owners)
+        self.tables |= {"norm_numel": table(lengths), "norm_first": table(first)}
+        self.tables["norm_owner"] = table(owners, torch.int32)
+        self.tables["weights"] = table([share(param, mesh) for param in params], torch.float64)
+        return len(owners)
+
+    def refresh(self, groups: list[dict[str, Any]], gradients: list[Any]) -> None:
         """Bring addresses and hyperparameters up to date."""
-        addresses, device = list[int](), self.tables["rows"].device
-        for param, state, _ in self.members:
-            addresses += [local(param if key == "param" else state[key]).data_ptr() for key in self.kind.arrays]
-        if addresses != self.addresses:
-            self.addresses, self.tables["addresses"] = addresses, upload(device, addresses)
-        hypers = [number_of(groups[group], name) for group in self.groups for name in self.kind.hypers]
-        if hypers != self.hypers:
-            self.hypers, self.tables["hyper"] = hypers, upload(device, hypers, torch.float64)
+        keys, now = self.kind.arrays, dict[str, list[Any]]()
+        arrays = [local(param if key == "param" else state[key]) for param, state, _ in self.members for key in keys]
+        now["grads"] = [0 if grad is None else grad.data_ptr() or 1 for grad in gradients]
+        now["addresses"] = [array.data_ptr() for array in arrays]
+        now["hyper"] = [number_of(groups[group], name) for group in self.groups for name in self.kind.hypers]
+        for name, values in now.items():
+            if values != self.known.get(name):
+                dtype = torch.float64 if name == "hyper" else torch.int64
+                self.known[name], self.tables[name] = values, upload(self.tables["rows"].device, values, dtype)
 
     def launch(self, name: str, grid: str, options: dict[str, Any]) -> None:
         """Launch a kernel with the tables that its parameters name."""
         if self.programs[grid]:
-            pointers = [self.tables[pointer] for pointer in POINTERS[name]]
+            kernel = globals()[name]
+            pointers = [self.tables[pointer] for pointer in kernel.arg_names if pointer in self.tables]
             types = {key: getattr(tl, str(value)[6:]) for key, value in options.items() if key == "ELEMENT"}
             functions = {key: globals()[value] for key, value in options.items() if key == "MATH"}
             options = {"enable_fp_fusion": False, **options, **types, **functions}
-            globals()[name][(self.programs[grid],)](*pointers, **options)
+            kernel[(self.programs[grid],)](*pointers, **options)
 
 
-def identities(members: list[Any]) -> list[Any]:
+def identities(found: dict[Any, list[Any]]) -> list[Any]:
     """What tables are made for: parameters, their groups and the tensors of their states."""
+    members = [member for pairs in found.values() for member, _ in pairs]
     return [(id(param), group, *map(id, state.values())) for param, state, group in members]
 
 
@@ -516,23 +508,24 @@ class AdamW(torch.optim.Optimizer):
         )  # fmt: skip
         super().__init__(params, defaults)
 
-    tables: list[Tables] | None = None  # for kernels; made again when parameters or states are other ones
+    tables: Sequence[Tables] = ()  # for kernels; made again when parameters or states are other ones
     known: list[Any] | None = None  # what they were made for
-    grads: torch.Tensor
-    addresses: list[int]  # of gradients, as in their table
     grad_norm: torch.Tensor | None = None  # of the gradients of the last step
-    mesh: Any  # of the ranks that share it
+    mesh: Any = None  # of the ranks that share it
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as torch's."""
         check({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        self.known = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint, as torch's; states keep the dtypes and the order in memory that they have here."""
+        before, saved = self.param_groups, state_dict["state"]
         super().load_state_dict(state_dict)
-        self.tables, self.known, saved = None, None, state_dict["state"]
-        for group, other in zip(self.param_groups, state_dict["param_groups"]):
+        self.known = None
+        for group, other, own in zip(self.param_groups, state_dict["param_groups"], before):
+            group.update({**own, **group})  # another optimizer's checkpoint does not have every hyperparameter
             for param, number in zip(group["params"], other["params"]):
                 if number in saved:
                     self.state[param] = self.begin(param, group, saved[number])
@@ -543,10 +536,8 @@ class AdamW(torch.optim.Optimizer):
         if torch.empty_like(part).stride() != part.stride():
             raise ValueError(f"a parameter {tuple(part.shape)} has strides {part.stride()}; make it contiguous")
         state: dict[str, Any] = {}
-        for name, begins, dtype in (("step", 0.0, torch.float32), *kind.scalars):
-            value: Any = values.get(name, group[begins] if isinstance(begins, str) else begins)
-            state[name] = torch.as_tensor(value, dtype=dtype).to(part.device, copy=True)
-        for name, begins, dtype, *_ in kind.buffers[1:]:
+        state["step"] = torch.as_tensor(values.get("step", 0.0), dtype=torch.float32).to(part.device, copy=True)
+        for name, begins, dtype in kind.buffers[1:]:
             if values and name not in values:
                 raise ValueError(f"the checkpoint has no state {name!r}: it is of another optimizer")
             value = values.get(name, param.detach() if begins == "param" else group.get(str(begins), begins))
@@ -564,17 +555,22 @@ class AdamW(torch.optim.Optimizer):
             loss = None if closure is None else closure()
         for group in self.param_groups:
             check(group)
-        members, gradients = self.members()
-        if members:
-            run = self.step_by_kernels if local(members[0][0]).is_cuda else self.step_in_torch
-            run(members, gradients)
-        written = [param for (param, _, _), grad in zip(members, gradients) if grad is not None]
+        found = self.members()
+        members = [member for pairs in found.values() for member, _ in pairs]
+        params = [param for param, _, _ in members]
+        if not params:  # a rank without gradients joins the sum of the norm
+            params = [param for group in self.param_groups for param in group["params"]]
+        if params:
+            device = local(params[0]).device
+            run = self.step_by_kernels if device.type == "cuda" else self.step_in_torch
+            run(found, device)
+        written = [param for pairs in found.values() for (param, _, _), grad in pairs if grad is not None]
         torch.autograd.graph.increment_version(written)
         return loss
 
-    def members(self) -> tuple[list[Any], list[Any]]:
-        """Parameters with their states and groups, and the gradients; by kinds, as kernels have them."""
-        found: dict[str, list[Any]] = {name: [] for name in KINDS}
+    def members(self) -> dict[Any, list[Any]]:
+        """Parameters with their states and groups, and the gradients, by kind."""
+        found: dict[Any, list[Any]] = {name: [] for name in KINDS}
         devices = set()
         for number, group in enumerate(self.param_groups):
             for param in group["params"]:
@@ -583,9 +579,12 @@ class AdamW(torch.optim.Optimizer):
                 part, grad = local(param), local(param.grad)
                 devices.add(part.device)
                 if grad is not None:
-                    if grad.layout is not torch.strided or (grad.dtype, grad.shape) != (part.dtype, part.shape):
-                        what = f"{grad.layout}, {grad.dtype}, {tuple(grad.shape)}"
-                        raise ValueError(f"a gradient is {what}; its parameter is {part.dtype}, {tuple(part.shape)}")
+                    kinds = [
+                        (one.layout, one.dtype, tuple(one.shape), getattr(whole, "placements", None))
+                        for one, whole in ((grad, param.grad), (part, param))
+                    ]
+                    if kinds[0] != kinds[1]:
+                        raise ValueError(f"a gradient is {kinds[0]}; its parameter is {kinds[1]}")
                     if grad.stride() != part.stride():  # kernels walk both in the order of their memory
                         grad = torch.empty_like(part).copy_(grad)
                 if not self.state.get(param):
@@ -593,20 +592,17 @@ class AdamW(torch.optim.Optimizer):
                 found[kind_of(param)].append(((param, self.state[param], number), grad))
         if len(devices) > 1:
             raise ValueError(f"parameters lie on {devices}: give each device an optimizer of its own")
-        pairs = [pair for pairs in found.values() for pair in pairs]
-        return [member for member, _ in pairs], [grad for _, grad in pairs]
+        return {name: pairs for name, pairs in found.items() if pairs}
 
-    def step_in_torch(self, members: list[Any], gradients: list[Any]) -> None:
+    def step_in_torch(self, found: dict[Any, list[Any]], device: torch.device) -> None:
         """A step tensor by tensor: what CPUs run, and the same numbers as kernels compute."""
-        norm = torch.zeros((), dtype=torch.float64, device=members[0][1]["step"].device)
+        pairs = [pair for own in found.values() for pair in own if pair[1] is not None]
         if any(group["max_grad_norm"] is not None for group in self.param_groups):
-            mesh, counts = shares([param for param, _, _ in members])
-            for grad, count in zip(gradients, counts):
-                norm += 0 if grad is None else grad.double().square().sum() * count
+            mesh, norm = mesh_of(self.param_groups), torch.zeros((), dtype=torch.float64, device=device)
+            for (param, _, _), grad in pairs:
+                norm += grad.double().square().sum() * share(param, mesh)
             self.grad_norm = norm = add_up(norm, mesh).sqrt()
-        for (param, state, number), grad in zip(members, gradients):
-            if grad is None:
-                continue
+        for (param, state, number), grad in pairs:
             state["step"] += 1
             group, part, kind = self.param_groups[number], local(param).detach(), KINDS[kind_of(param)]
             tensors = {**state, "param": part}
@@ -621,19 +617,14 @@ class AdamW(torch.optim.Optimizer):
                 for name, values in results.items():
                     local(tensors[name]).copy_(values)
 
-    def step_by_kernels(self, members: list[Any], gradients: list[Any]) -> None:
+    def step_by_kernels(self, found: dict[Any, list[Any]], device: torch.device) -> None:
         """A step by a few launches over all tensors; the host waits for nothing."""
         if tl is None:
             load_triton()
-        if self.known != identities(members):
-            self.build(members)
-        addresses = [0 if grad is None else grad.data_ptr() or 1 for grad in gradients]
-        if addresses != self.addresses:
-            self.addresses = addresses
-            self.grads.copy_(upload(self.grads.device, addresses))
-        assert self.tables is not None
-        for tables in self.tables:
-            tables.refresh(self.param_groups)
+        if self.known != identities(found):
+            self.build(found, device)
+        for tables, pairs in zip(self.tables, found.values()):
+            tables.refresh(self.param_groups, [grad for _, grad in pairs])
         if any(group["max_grad_norm"] is not None for group in self.param_groups):
             for tables in self.tables:
                 tables.launch("norm_tiles", "norm", tables.norm)
@@ -646,25 +637,14 @@ class AdamW(torch.optim.Optimizer):
             for launch in tables.kind.launches:
                 tables.launch(*launch)
 
-    def build(self, members: list[Any]) -> None:
+    def build(self, found: dict[Any, list[Any]], device: torch.device) -> None:
         """Make the tables of these parameters."""
-        device = local(members[0][0]).device
-        self.tables, self.addresses = [], list[int]()
-        self.grads = torch.zeros(len(members), dtype=torch.int64, device=device)
-        total = sum(local(param).numel() for param, _, _ in members)
-        self.mesh, counts = shares([param for param, _, _ in members])
-        weights = upload(device, counts, torch.float64)
-        start = 0
-        for name, kind in KINDS.items():
-            own = [member for member in members if kind_of(member[0]) == name]
-            stop = start + len(own)
-            if own:
-                self.tables.append(Tables(kind, own, self.grads[start:stop], total))
-                self.tables[-1].tables["weights"] = weights[start:stop]
-            start = stop
-        tiles = [tables.programs["norm"] for tables in self.tables]
+        self.tables = [Tables(KINDS[name], [member for member, _ in pairs], device) for name, pairs in found.items()]
+        self.mesh = mesh_of(self.param_groups)
+        total = sum(local(param).numel() for tables in self.tables for param, _, _ in tables.members)
+        tiles = [tables.for_norm(self.mesh, 16384 if total < 2**28 else 32768) for tables in self.tables]
         self.partials = torch.zeros(sum(tiles), dtype=torch.float64, device=device)
         self.norm, self.tile_count = self.partials.new_zeros(1), upload(device, [sum(tiles)])
         for tables, partials in zip(self.tables, self.partials.split(tiles)):
             tables.tables |= {"norm_partials": partials, "total_norm": self.norm}
-        self.known = identities(members)
+        self.known = identities(found)

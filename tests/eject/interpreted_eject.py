@@ -29,7 +29,7 @@ def module_of(request: Request, folder: str) -> Any:
     spec.loader.exec_module(module)
     module.load_triton()
     # The interpreter has no PTX and no device library: the library's own functions know what to do without.
-    for name in {*module.POINTERS, *getattr(module, "CONSTANTS", ()), "libdevice"} & vars(support).keys():
+    for name in {*module.KERNELS, *getattr(module, "CONSTANTS", ()), "libdevice"} & vars(support).keys():
         setattr(module, name, getattr(support, name))
     return module
 

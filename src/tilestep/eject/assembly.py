@@ -14,6 +14,7 @@ from .._version import __version__
 from ..backends.spec import KernelSpec
 from ..backends.triton.run import tile_options
 from ..backends.tuning import default_shape
+from ..graph import trace
 from ..optimizer.groups import check_group
 from ..optimizer.masters import MasterWeights, check_choice, master_kind
 from ..optimizer.states import SHORTEST, SMALLEST, starts_of
@@ -120,9 +121,7 @@ def ejected(request: Request) -> str:
     specs = {kind.name: kind.spec for kind in kinds}
     functions, names, general = merged(specs, clip=request.clip)
     if request.clip:
-        # Blocks fill up rows, so that their kernels have other numbers of elements.
-        own = NORM if any(kind.spec.has_blocks for kind in kinds) else NORM.replace("elements", "numel")
-        functions = [*(lines for _, lines in functions_of(own)), *functions]
+        functions = [*(lines for _, lines in functions_of(NORM)), *functions]
     parameters = _parameters(lines for lines in functions if "norm_" not in lines[1])
     helpers, constants = Helpers().of(functions)
     functions = helpers + functions
@@ -137,6 +136,7 @@ def ejected(request: Request) -> str:
         "formulas": flat(formulas),
         "kinds": _kinds_text(request, names, called, general, parameters),
         "signature": _signature(request),
+        "averages": rule.evaluation is not None and flat([_average(request)]),
     }
     has_codecs = any(not codec_of(storage).is_plain for kind in kinds for storage in kind.storages.values())
     has_blocks = any(kind.spec.has_blocks for kind in kinds)
@@ -161,6 +161,8 @@ def ejected(request: Request) -> str:
         "sizes": "sizes" in parameters,
         "sums": bool(parameters & {"sums", "partials"}),
         "scalar": any(kind.graph.scalar_states for kind in kinds),
+        "no": not any(kind.graph.scalar_states for kind in kinds),
+        "averages": rule.evaluation is not None,
         "stages": not request.is_single,
         "single": request.is_single,
     }.items():
@@ -287,6 +289,19 @@ def _formulas(request: Request) -> tuple[list[list[str]], dict[str, str]]:
     return [*helpers, *own, *functions], called
 
 
+def _average(request: Request) -> list[str]:
+    """The weights to evaluate as a function of torch tensors."""
+    rule, kind = request.rule, request.kinds[0]
+
+    def weights(*buffers: Any, **values: Any) -> tuple[Any, ...]:
+        return rule.evaluated(buffers[0], dict(zip(rule.state_names, buffers[2:])), values), *buffers[2:]
+
+    vars(weights)["__signature__"] = inspect.signature(rule.function)
+    graph = trace(Rule(weights, states=rule.states), request.values, max(kind.dims))
+    about = "The weights to evaluate and save, from those that train."
+    return formula("weights_to_evaluate", graph, rule.state_names, request.values, about)
+
+
 def _kinds_text(
     request: Request,
     names: Mapping[str, Mapping[str, str]],
@@ -294,16 +309,23 @@ def _kinds_text(
     general: Mapping[str, bool],
     parameters: set[str],
 ) -> str:
-    listed = {}
+    listed, by_shape = {}, any(request.matters)
     for kind in request.kinds:
         stages = tuple(_stages(kind.spec, names[kind.name], is_general=general[kind.name]))
         listed[kind.name] = _kind(request, kind, stages, called[kind.name], parameters)
-    lines = _alike(request, listed, names) or formatted([f"KINDS = {_literal(listed)}"])
+    keys = {kind.name: kind.name if by_shape else Code(str(kind.dtype)) for kind in request.kinds}
+    lines = _alike(request, listed, names, keys) or formatted([f"KINDS = {_literal(_rekeyed(listed, keys))}"])
     lines += ["", "", *formatted(_kind_of(request)), "", "", *formatted(_check(request)), "", ""]
     return "\n".join(lines) + "\n"
 
 
-def _alike(request: Request, listed: Mapping[str, Code], names: Mapping[str, Mapping[str, str]]) -> list[str]:
+def _rekeyed(listed: Mapping[str, Code], keys: Mapping[str, str]) -> dict[str, Code]:
+    return {keys[name]: text for name, text in listed.items()}
+
+
+def _alike(
+    request: Request, listed: Mapping[str, Code], names: Mapping[str, Mapping[str, str]], keys: Mapping[str, str]
+) -> list[str]:
     """Kinds that differ by their dtype and their formulas alone, as calls of one function; empty for other kinds."""
     calls, texts = {}, set()
     for kind in request.kinds:
@@ -317,7 +339,13 @@ def _alike(request: Request, listed: Mapping[str, Code], names: Mapping[str, Map
         return []
     head = ["def kind_of_dtype(dtype: torch.dtype, *functions: str) -> Kind:"]
     head.append('    """The kind of one dtype, with the formulas that are its own."""')
-    return [*head, *formatted([f"    return {texts.pop()}"]), "", "", *formatted([f"KINDS = {_literal(calls)}"])]
+    return [
+        *head,
+        *formatted([f"    return {texts.pop()}"]),
+        "",
+        "",
+        *formatted([f"KINDS = {_literal(_rekeyed(calls, keys))}"]),
+    ]
 
 
 def _kind(request: Request, kind: Kind, stages: tuple[Any, ...], called: str, parameters: set[str]) -> Code:
@@ -335,7 +363,7 @@ def _kind(request: Request, kind: Kind, stages: tuple[Any, ...], called: str, pa
         words = [_literal(name), _literal(begins), _literal(arrays[0][1] if request.is_plain else arrays)]
         if not codec_of(storage).is_plain:
             words += [f"load_{storage.title}", f"store_{storage.title}"]
-        buffers.append(Code(f"Buffer({', '.join(words)})"))
+        buffers.append(Code(f"{'' if request.is_plain else 'Buffer'}({', '.join(words)})"))
     scalars = [(name, starts[name].init, Code(str(spec.scalar_dtype(name)))) for name in kind.graph.scalar_states]
     fields: dict[str, Any] = {
         "formula": Code(called),
@@ -386,27 +414,31 @@ def _stages(spec: KernelSpec, names: Mapping[str, str], *, is_general: bool) -> 
 
 def _kind_of(request: Request) -> list[str]:
     by_dims, by_size = request.matters
+    dtypes = " and ".join(dtype_name(dtype) for dtype in request.dtypes)
+    head = [
+        "def kind_of(param: Any) -> Any:",
+        '    """The key of the kind of a parameter; raises for a parameter that there are no kernels for."""',
+    ]
+    refused = f'raise ValueError(f"a parameter is {{param.dtype}}; this file is for {dtypes}")'
+    if not (by_dims or by_size):
+        return [*head, "    if param.dtype not in KINDS:", f"        {refused}", "    return param.dtype"]
     tree: dict[Any, Any] = {}
     for kind in request.kinds:
-        own = tree.setdefault(Code(str(kind.dtype)), {} if by_dims or by_size else kind.name)
-        if not (by_dims or by_size):
-            continue
+        own = tree.setdefault(Code(str(kind.dtype)), {})
         for dims in sorted(kind.dims) if by_dims else (None,):
             if not by_size:
                 own[dims] = kind.name
                 continue
             sizes = own.setdefault(dims, {}) if by_dims else own
             sizes.update(dict.fromkeys(sorted(kind.sizes), kind.name))
-    dtypes = " and ".join(dtype_name(dtype) for dtype in request.dtypes)
     lines = [
         f"BY_SHAPE: dict[Any, Any] = {_literal(tree)}",
         "",
         "",
-        "def kind_of(param: Any) -> str:",
-        '    """The kind of a parameter; raises for one that there are no kernels for."""',
+        *head,
         "    kind = BY_SHAPE.get(param.dtype)",
         "    if kind is None:",
-        f'        raise ValueError(f"a parameter is {{param.dtype}}; this file is for {dtypes}")',
+        f"        {refused}",
     ]
     if by_dims:
         lines += [
@@ -535,9 +567,10 @@ def ejected_test(request: Request, module: str) -> str:
     header = f"""# Made by tilestep {__version__}:
 #     {request.command} --test
 # Run it with pytest beside {module}.py."""
+    dtypes = ", ".join(sorted(map(str, request.dtypes)))
     regions: dict[str, str | bool] = {
         "header": header,
-        "limit": f"{limit}\nTOLERANCE = {tolerance}",
+        "limit": f"DTYPES = [{dtypes}]\n{limit}\nTOLERANCE = {tolerance}",
         "across": any(kind.spec.global_count for kind in request.kinds),
         "clip": request.clip,
         "torch": own is not None and not request.state_dtype,

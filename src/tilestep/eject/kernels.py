@@ -166,7 +166,7 @@ def _general(spec: KernelSpec, functions: Sequence[Function]) -> list[Function] 
 NORM = '''
 @jit
 def norm_tiles(
-    grads, elements, norm_first, norm_owner, weights, norm_partials,
+    grads, norm_numel, norm_first, norm_owner, weights, norm_partials,
     ELEMENT: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
 ):
     """Add up the squares of a tile of a gradient."""
@@ -174,7 +174,7 @@ def norm_tiles(
     t = tl.load(norm_owner + tile)
     address = tl.load(grads + t)
     begin = (tile - tl.load(norm_first + t)) * TILE
-    count = tl.minimum(tl.load(elements + t) - begin, TILE).to(tl.int32)
+    count = tl.minimum(tl.load(norm_numel + t) - begin, TILE).to(tl.int32)
     count = tl.where(address == 0, 0, count)
     pointer = address.to(tl.pointer_type(ELEMENT)) + begin
     lane = tl.arange(0, STEP)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -23,17 +24,15 @@ cuda_capability_geq: Any = None
 CONSTANTS: tuple[str, ...] = ()
 # globals}
 # {settings
-BY_SHAPE: dict[Any, Any] = {}
 VALUES: dict[str, Any] = {}
 FOLLOWING: set[str] = set()
 # settings}
-POINTERS: dict[str, list[str]] = {}  # the Triton functions of this file, with the parameters that are tables
+KERNELS: list[str] = []  # the Triton functions of this file
 
 
 def jit(function: Callable[..., Any]) -> Any:
     """Mark a Triton function; it stays as it is until a parameter is on a GPU."""
-    parameters = inspect.signature(function).parameters.values()
-    POINTERS[function.__name__] = [each.name for each in parameters if each.annotation is inspect.Parameter.empty]
+    KERNELS.append(function.__name__)
     return function
 
 
@@ -76,9 +75,10 @@ def load_triton() -> None:
     for name in CONSTANTS:
         globals()[name] = triton.language.constexpr(globals()[name])
     # constants}
-    for name, pointers in POINTERS.items():
+    for name in KERNELS:
         # One build serves all addresses: kernels look at the alignment themselves.
-        globals()[name] = triton.jit(globals()[name], do_not_specialize_on_alignment=pointers)
+        tables = [key for key in inspect.signature(globals()[name]).parameters if not key.isupper()]
+        globals()[name] = triton.jit(globals()[name], do_not_specialize_on_alignment=tables)
 
 
 # {kernels
@@ -89,28 +89,30 @@ def norm_total(partials, partial_count, total_norm): ...  # type: ignore[no-unty
 # kernels}
 # {formulas
 # formulas}
+# {formats_buffer
 class Buffer(NamedTuple):
     """A tensor like the parameter, as formulas see it, and what keeps it."""
 
     name: str
     begins: float | str  # a number, "param" for the parameter's values, or the name of a hyperparameter
-    # {plain_buffer
-    dtype: torch.dtype
-    # plain_buffer}
-    # {formats_buffer
     arrays: tuple[tuple[str, torch.dtype, int], ...] = ()  # key, dtype, and of how many neighbours an entry is
-    # formats_buffer}
     # {codec_fields
     load: Callable[..., Any] | None = None  # from these tensors to numbers; None for one tensor as it is
     store: Callable[..., Any] | None = None  # from numbers to these tensors
     # codec_fields}
 
 
+# formats_buffer}
 class Kind(NamedTuple):
     """Parameters that have the same kernels."""
 
     formula: Callable[..., Any]
+    # {formats_buffers
     buffers: tuple[Buffer, ...]
+    # formats_buffers}
+    # {plain_buffers
+    buffers: tuple[tuple[str, float | str, torch.dtype], ...]  # name, what it begins with ("param": a copy), dtype
+    # plain_buffers}
     arrays: tuple[str, ...]  # what kernels read and write beside the gradient, in the order of their table
     hypers: tuple[str, ...]  # columns of the table of hyperparameters
     columns: int  # numbers that the scalar passes leave for the tiles of a tensor
@@ -121,7 +123,9 @@ class Kind(NamedTuple):
     # {stages_kind
     stages: tuple[tuple[tuple[str, str, dict[str, Any]], ...], ...]  # launches: kernel, grid, constants and options
     # stages_kind}
-    scalars: tuple[tuple[str, float | str, torch.dtype], ...] = ()  # states of one number: name, beginning, dtype
+    # {scalar_kind
+    scalars: tuple[tuple[str, float | str, torch.dtype], ...] = ()  # states of one number, the same of them
+    # scalar_kind}
     # {sizes_kind
     sizes: tuple[int, ...] = ()  # sizes that kernels read, from the last dimension as 1; 0 for their product
     # sizes_kind}
@@ -133,12 +137,19 @@ class Kind(NamedTuple):
     # across_kind}
 
 
+# {averages
+def weights_to_evaluate(param: Any) -> dict[str, Any]:
+    """The weights to evaluate and save, from those that train."""
+    return {"param": param}
+
+
+# averages}
 # {kinds
-KINDS: dict[str, Kind] = {}
+KINDS: dict[Any, Kind] = {}
 
 
-def kind_of(param: Any) -> str:
-    """The kind of a parameter."""
+def kind_of(param: Any) -> Any:
+    """The key of a parameter's kind."""
     return ""
 
 
@@ -250,20 +261,22 @@ def keep(buffer: Buffer, tensors: dict[str, Any], shape: Any, values: torch.Tens
 
 # formats_shape}
 # {clip_shares
-def shares(params: list[Any]) -> tuple[Any, list[float]]:
-    """The mesh over which squares are added up, and how much each part counts: one over the ranks that hold it."""
-    meshes = {param.device_mesh for param in params if hasattr(param, "placements")}
-    if not meshes:
-        return None, [1.0] * len(params)
-    largest = max(meshes, key=lambda mesh: mesh.size())
-    ranks, counts = set(largest.mesh.flatten().tolist()), []
-    for param in params:
-        mesh, placements = getattr(param, "device_mesh", largest), getattr(param, "placements", ())
-        if not ranks.issuperset(mesh.mesh.flatten().tolist()) or any(one.is_partial() for one in placements):
-            raise ValueError(f"a parameter is {placements} on {mesh}; the norm adds up shards and copies on {largest}")
-        parts = [size for size, placement in zip(mesh.shape, placements) if not placement.is_replicate()]
-        counts.append(math.prod(parts) / largest.size())
-    return largest, counts
+def mesh_of(groups: list[dict[str, Any]]) -> Any:
+    """The largest mesh of parameters, over which squares are added up; None where no parameter has one."""
+    params = [param for group in groups for param in group["params"]]
+    meshes = dict.fromkeys(param.device_mesh for param in params if hasattr(param, "placements"))
+    return max(meshes, key=lambda mesh: mesh.size(), default=None)
+
+
+def share(param: Any, mesh: Any) -> float:
+    """How much this rank's squares of a parameter count: one over the ranks that hold the same part of it."""
+    if mesh is None:
+        return 1.0
+    own, placements = getattr(param, "device_mesh", mesh), getattr(param, "placements", ())
+    ranks = set(mesh.mesh.flatten().tolist())
+    if not ranks.issuperset(own.mesh.flatten().tolist()) or any(one.is_partial() for one in placements):
+        raise ValueError(f"a parameter is {placements} on {own}; the norm adds up shards and copies on {mesh}")
+    return math.prod(size for size, one in zip(own.shape, placements) if not one.is_replicate()) / mesh.size()
 
 
 def add_up(total: torch.Tensor, mesh: Any) -> torch.Tensor:
@@ -301,30 +314,19 @@ def upload(device: torch.device, values: list[Any], dtype: torch.dtype = torch.i
 
 def tiles_of(lengths: list[int], size: int) -> tuple[list[int], list[int]]:
     """Tensors of these lengths in tiles: the first tile of each tensor, and the tensor of each tile."""
-    first: list[int] = []
-    owners: list[int] = []
-    for place, length in enumerate(lengths):
-        first.append(len(owners))
-        owners += [place] * -(-length // size)
-    return first, owners
+    counts = [-(-length // size) for length in lengths]
+    owners = [place for place, count in enumerate(counts) for _ in range(count)]
+    return [0, *accumulate(counts)][:-1], owners
 
 
 class Tables:
     """What the kernels of one kind read: tensors, tiles, addresses and hyperparameters."""
 
-    def __init__(self, kind: Kind, members: list[Any], grads: torch.Tensor, total: int) -> None:
+    def __init__(self, kind: Kind, members: list[Any], device: torch.device) -> None:
         self.kind, self.members = kind, members
-        table, zeros = partial(upload, grads.device), partial(torch.zeros, device=grads.device)
+        table, zeros = partial(upload, device), partial(torch.zeros, device=device)
         count = len(members)
         lengths = [local(param).numel() for param, _, _ in members]
-        # {clip_elements
-        # {blocks_lengths
-        elements = lengths
-        # blocks_lengths}
-        tile = 16384 if total < 2**28 else 32768
-        self.norm = {"ELEMENT": members[0][0].dtype, "TILE": tile, "STEP": 2048, "enable_fp_fusion": True}
-        norm_first, norm_owners = tiles_of(lengths, tile)
-        # clip_elements}
         # {blocks_tables
         columns = [0] * count
         if any(elements > 1 for buffer in kind.buffers for _, _, elements in buffer.arrays):
@@ -342,19 +344,8 @@ class Tables:
         # sizes_tables}
         self.groups = sorted({group for _, _, group in members})
         self.programs = {"tensors": count, "blocks": -(-count // 128), "tiles": len(owners)}
-        # {clip_tiles
-        self.programs["norm"] = len(norm_owners)
-        # clip_tiles}
         self.tables = {
-            # {clip_tables
-            # {blocks_elements
-            "elements": table(elements),
-            # blocks_elements}
-            "norm_first": table(norm_first),
-            "norm_owner": table(norm_owners, torch.int32),
-            # clip_tables}
             "counts": table([count]),
-            "grads": grads,
             "group": table([self.groups.index(group) for _, _, group in members], torch.int32),
             "numel": table(lengths),
             # {sizes_table
@@ -375,39 +366,62 @@ class Tables:
             "columns": table(columns),
             # blocks_columns}
         }
-        self.addresses: list[int] = []
-        self.hypers: list[float] = []
+        self.known: dict[str, list[Any]] = {}  # what changes from step to step, as in its tables
         # Numbers of all tensors lie side by side for kernels; a state has views of its own.
+        # {no_scalar_tables
+        self.tables["step"] = torch.stack([state["step"].to(device, torch.float32) for _, state, _ in members])
+        for (_, state, _), view in zip(members, self.tables["step"].unbind()):
+            state["step"] = view
+        # no_scalar_tables}
+        # {scalar_tables
         for name, dtype in [("step", torch.float32), *((name, dtype) for name, _, dtype in kind.scalars)]:
-            numbers = torch.stack([state[name].to(grads.device, dtype) for _, state, _ in members])
+            numbers = torch.stack([state[name].to(device, dtype) for _, state, _ in members])
             self.tables[name if name == "step" else f"{name}_state"] = numbers
             for (_, state, _), view in zip(members, numbers.unbind()):
                 state[name] = view
+        # scalar_tables}
         self.kept = [list(state.values()) for _, state, _ in members]  # alive, so that no other tensor gets their ids
 
-    def refresh(self, groups: list[dict[str, Any]]) -> None:
+    # {clip_for_norm
+    def for_norm(self, mesh: Any, tile: int) -> int:
+        """Make the tables of the norm; returns the number of its tiles."""
+        params, table = [param for param, _, _ in self.members], partial(upload, self.tables["rows"].device)
+        lengths = [local(param).numel() for param in params]
+        first, owners = tiles_of(lengths, tile)
+        self.norm = {"ELEMENT": params[0].dtype, "TILE": tile, "STEP": 2048, "enable_fp_fusion": True}
+        self.programs["norm"] = len(owners)
+        self.tables |= {"norm_numel": table(lengths), "norm_first": table(first)}
+        self.tables["norm_owner"] = table(owners, torch.int32)
+        self.tables["weights"] = table([share(param, mesh) for param in params], torch.float64)
+        return len(owners)
+
+    # clip_for_norm}
+    def refresh(self, groups: list[dict[str, Any]], gradients: list[Any]) -> None:
         """Bring addresses and hyperparameters up to date."""
-        addresses, device = list[int](), self.tables["rows"].device
-        for param, state, _ in self.members:
-            addresses += [local(param if key == "param" else state[key]).data_ptr() for key in self.kind.arrays]
-        if addresses != self.addresses:
-            self.addresses, self.tables["addresses"] = addresses, upload(device, addresses)
-        hypers = [number_of(groups[group], name) for group in self.groups for name in self.kind.hypers]
-        if hypers != self.hypers:
-            self.hypers, self.tables["hyper"] = hypers, upload(device, hypers, torch.float64)
+        keys, now = self.kind.arrays, dict[str, list[Any]]()
+        arrays = [local(param if key == "param" else state[key]) for param, state, _ in self.members for key in keys]
+        now["grads"] = [0 if grad is None else grad.data_ptr() or 1 for grad in gradients]
+        now["addresses"] = [array.data_ptr() for array in arrays]
+        now["hyper"] = [number_of(groups[group], name) for group in self.groups for name in self.kind.hypers]
+        for name, values in now.items():
+            if values != self.known.get(name):
+                dtype = torch.float64 if name == "hyper" else torch.int64
+                self.known[name], self.tables[name] = values, upload(self.tables["rows"].device, values, dtype)
 
     def launch(self, name: str, grid: str, options: dict[str, Any]) -> None:
         """Launch a kernel with the tables that its parameters name."""
         if self.programs[grid]:
-            pointers = [self.tables[pointer] for pointer in POINTERS[name]]
+            kernel = globals()[name]
+            pointers = [self.tables[pointer] for pointer in kernel.arg_names if pointer in self.tables]
             types = {key: getattr(tl, str(value)[6:]) for key, value in options.items() if key == "ELEMENT"}
             functions = {key: globals()[value] for key, value in options.items() if key == "MATH"}
             options = {"enable_fp_fusion": False, **options, **types, **functions}
-            globals()[name][(self.programs[grid],)](*pointers, **options)
+            kernel[(self.programs[grid],)](*pointers, **options)
 
 
-def identities(members: list[Any]) -> list[Any]:
+def identities(found: dict[Any, list[Any]]) -> list[Any]:
     """What tables are made for: parameters, their groups and the tensors of their states."""
+    members = [member for pairs in found.values() for member, _ in pairs]
     return [(id(param), group, *map(id, state.values())) for param, state, group in members]
 
 
@@ -442,13 +456,11 @@ class Ejected(torch.optim.Optimizer):
 
     # signature}
 
-    tables: list[Tables] | None = None  # for kernels; made again when parameters or states are other ones
+    tables: Sequence[Tables] = ()  # for kernels; made again when parameters or states are other ones
     known: list[Any] | None = None  # what they were made for
-    grads: torch.Tensor
-    addresses: list[int]  # of gradients, as in their table
     # {clip_attributes
     grad_norm: torch.Tensor | None = None  # of the gradients of the last step
-    mesh: Any  # of the ranks that share it
+    mesh: Any = None  # of the ranks that share it
     # clip_attributes}
     # {versions_attribute
     versions: dict[Any, int] | None = None  # of parameters after their last step
@@ -458,12 +470,15 @@ class Ejected(torch.optim.Optimizer):
         """Add a param group, as torch's."""
         check({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        self.known = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint, as torch's; states keep the dtypes and the order in memory that they have here."""
+        before, saved = self.param_groups, state_dict["state"]
         super().load_state_dict(state_dict)
-        self.tables, self.known, saved = None, None, state_dict["state"]
-        for group, other in zip(self.param_groups, state_dict["param_groups"]):
+        self.known = None
+        for group, other, own in zip(self.param_groups, state_dict["param_groups"], before):
+            group.update({**own, **group})  # another optimizer's checkpoint does not have every hyperparameter
             for param, number in zip(group["params"], other["params"]):
                 if number in saved:
                     self.state[param] = self.begin(param, group, saved[number])
@@ -487,17 +502,21 @@ class Ejected(torch.optim.Optimizer):
             raise ValueError(f"a parameter has the strides {part.stride()}; make it contiguous")
         # rows}
         state: dict[str, Any] = {}
+        # {no_scalar_begin
+        state["step"] = torch.as_tensor(values.get("step", 0.0), dtype=torch.float32).to(part.device, copy=True)
+        # no_scalar_begin}
+        # {scalar_begin
         for name, begins, dtype in (("step", 0.0, torch.float32), *kind.scalars):
             value: Any = values.get(name, group[begins] if isinstance(begins, str) else begins)
             state[name] = torch.as_tensor(value, dtype=dtype).to(part.device, copy=True)
+        # scalar_begin}
         # {plain_begin
-        for name, begins, dtype, *_ in kind.buffers[1:]:
+        for name, begins, dtype in kind.buffers[1:]:
             if values and name not in values:
                 raise ValueError(f"the checkpoint has no state {name!r}: it is of another optimizer")
             value = values.get(name, param.detach() if begins == "param" else group.get(str(begins), begins))
             state[name] = torch.empty_like(param, dtype=dtype)
             state[name].copy_(value) if isinstance(value, torch.Tensor) else state[name].fill_(value)
-        unknown = values.keys() - state.keys()
         # plain_begin}
         # {formats_begin
         for buffer in kind.buffers:
@@ -523,8 +542,15 @@ class Ejected(torch.optim.Optimizer):
             for key, _, elements in buffer.arrays:
                 if key != "param":
                     state[key] = placed(tensors[key], param, shape_of(param.shape, elements))
-        unknown = values.keys() - state.keys() - {buffer.name for buffer in kind.buffers}
         # formats_begin}
+        # {averages_begin
+        if "training_param" in values:
+            state["training_param"] = torch.empty_like(param).copy_(values["training_param"])
+        # averages_begin}
+        unknown = values.keys() - state.keys()
+        # {formats_unknown
+        unknown -= {buffer.name for buffer in kind.buffers}
+        # formats_unknown}
         if unknown:
             raise ValueError(f"the checkpoint has the states {sorted(unknown)}, which this optimizer does not keep")
         return state
@@ -532,30 +558,75 @@ class Ejected(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have gradients."""
+        # {averages_step
+        if any("training_param" in state for state in self.state.values()):
+            raise RuntimeError("parameters hold the weights to evaluate: call train() before step()")
+        # averages_step}
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for group in self.param_groups:
             check(group)
-        members, gradients = self.members()
+        found = self.members()
+        members = [member for pairs in found.values() for member, _ in pairs]
         # {versions
         for param, state, _ in members:
             if (self.versions or {}).get(param, version_of(param)) != version_of(param):
                 for key in FOLLOWING & state.keys():
                     local(state[key]).zero_()  # other code has written to the parameter
         # versions}
-        if members:
-            run = self.step_by_kernels if local(members[0][0]).is_cuda else self.step_in_torch
-            run(members, gradients)
-        written = [param for (param, _, _), grad in zip(members, gradients) if grad is not None]
+        params = [param for param, _, _ in members]
+        # {clip_joins
+        if not params:  # a rank without gradients joins the sum of the norm
+            params = [param for group in self.param_groups for param in group["params"]]
+        # clip_joins}
+        if params:
+            device = local(params[0]).device
+            run = self.step_by_kernels if device.type == "cuda" else self.step_in_torch
+            run(found, device)
+        written = [param for pairs in found.values() for (param, _, _), grad in pairs if grad is not None]
         torch.autograd.graph.increment_version(written)
         # {versions_record
         self.versions = {param: version_of(param) for param, _, _ in members}
         # versions_record}
         return loss
 
-    def members(self) -> tuple[list[Any], list[Any]]:
-        """Parameters with their states and groups, and the gradients; by kinds, as kernels have them."""
-        found: dict[str, list[Any]] = {name: [] for name in KINDS}
+    # {averages_methods
+    def eval(self) -> None:
+        """Put the weights to evaluate and save into the parameters."""
+        self.train(False)
+
+    @torch.no_grad()
+    def train(self, mode: bool = True) -> None:
+        """Put the weights that train back into the parameters; with False, those to evaluate and save."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                state, part = self.state.get(param, {}), local(param).detach()
+                if not state or mode is not ("training_param" in state):
+                    continue
+                if mode:
+                    part.copy_(local(state.pop("training_param")))
+                else:
+                    tensors, kind = {**state, "param": part}, KINDS[kind_of(param)]
+                    given = {name: as_numbers(group[name]) for name in VALUES}
+                    # {plain_average
+                    given.update({name: local(tensors[name]).float() for name, *_ in kind.buffers})
+                    # plain_average}
+                    # {formats_average
+                    given.update({buffer.name: values_of(buffer, tensors, part.shape) for buffer in kind.buffers})
+                    # formats_average}
+                    given["step"] = state["step"].double()
+                    wanted = inspect.signature(weights_to_evaluate).parameters
+                    state["training_param"] = param.detach().clone()
+                    part.copy_(weights_to_evaluate(**{name: given[name] for name in wanted})["param"])
+                torch.autograd.graph.increment_version([param])
+                # {versions_average
+                self.versions = {**(self.versions or {}), param: version_of(param)}
+                # versions_average}
+
+    # averages_methods}
+    def members(self) -> dict[Any, list[Any]]:
+        """Parameters with their states and groups, and the gradients, by kind."""
+        found: dict[Any, list[Any]] = {name: [] for name in KINDS}
         devices = set()
         for number, group in enumerate(self.param_groups):
             for param in group["params"]:
@@ -564,9 +635,12 @@ class Ejected(torch.optim.Optimizer):
                 part, grad = local(param), local(param.grad)
                 devices.add(part.device)
                 if grad is not None:
-                    if grad.layout is not torch.strided or (grad.dtype, grad.shape) != (part.dtype, part.shape):
-                        what = f"{grad.layout}, {grad.dtype}, {tuple(grad.shape)}"
-                        raise ValueError(f"a gradient is {what}; its parameter is {part.dtype}, {tuple(part.shape)}")
+                    kinds = [
+                        (one.layout, one.dtype, tuple(one.shape), getattr(whole, "placements", None))
+                        for one, whole in ((grad, param.grad), (part, param))
+                    ]
+                    if kinds[0] != kinds[1]:
+                        raise ValueError(f"a gradient is {kinds[0]}; its parameter is {kinds[1]}")
                     if grad.stride() != part.stride():  # kernels walk both in the order of their memory
                         grad = torch.empty_like(part).copy_(grad)
                 if not self.state.get(param):
@@ -574,25 +648,22 @@ class Ejected(torch.optim.Optimizer):
                 found[kind_of(param)].append(((param, self.state[param], number), grad))
         if len(devices) > 1:
             raise ValueError(f"parameters lie on {devices}: give each device an optimizer of its own")
-        pairs = [pair for pairs in found.values() for pair in pairs]
-        return [member for member, _ in pairs], [grad for _, grad in pairs]
+        return {name: pairs for name, pairs in found.items() if pairs}
 
-    def step_in_torch(self, members: list[Any], gradients: list[Any]) -> None:
+    def step_in_torch(self, found: dict[Any, list[Any]], device: torch.device) -> None:
         """A step tensor by tensor: what CPUs run, and the same numbers as kernels compute."""
+        pairs = [pair for own in found.values() for pair in own if pair[1] is not None]
         # {clip_in_torch
-        norm = torch.zeros((), dtype=torch.float64, device=members[0][1]["step"].device)
         if any(group["max_grad_norm"] is not None for group in self.param_groups):
-            mesh, counts = shares([param for param, _, _ in members])
-            for grad, count in zip(gradients, counts):
-                norm += 0 if grad is None else grad.double().square().sum() * count
+            mesh, norm = mesh_of(self.param_groups), torch.zeros((), dtype=torch.float64, device=device)
+            for (param, _, _), grad in pairs:
+                norm += grad.double().square().sum() * share(param, mesh)
             self.grad_norm = norm = add_up(norm, mesh).sqrt()
         # clip_in_torch}
         # {formats_all
         running: list[Any] = []
         # formats_all}
-        for (param, state, number), grad in zip(members, gradients):
-            if grad is None:
-                continue
+        for (param, state, number), grad in pairs:
             state["step"] += 1
             group, part, kind = self.param_groups[number], local(param).detach(), KINDS[kind_of(param)]
             tensors = {**state, "param": part}
@@ -633,24 +704,21 @@ class Ejected(torch.optim.Optimizer):
             for buffer in kind.buffers:
                 if buffer.name in results:
                     keep(buffer, tensors, shape, results[buffer.name])
+            # {scalar_keep
             for name, _, _ in kind.scalars:
                 if name in results:
                     tensors[name].copy_(results[name])
+            # scalar_keep}
         # formats_keep}
 
-    def step_by_kernels(self, members: list[Any], gradients: list[Any]) -> None:
+    def step_by_kernels(self, found: dict[Any, list[Any]], device: torch.device) -> None:
         """A step by a few launches over all tensors; the host waits for nothing."""
         if tl is None:
             load_triton()
-        if self.known != identities(members):
-            self.build(members)
-        addresses = [0 if grad is None else grad.data_ptr() or 1 for grad in gradients]
-        if addresses != self.addresses:
-            self.addresses = addresses
-            self.grads.copy_(upload(self.grads.device, addresses))
-        assert self.tables is not None
-        for tables in self.tables:
-            tables.refresh(self.param_groups)
+        if self.known != identities(found):
+            self.build(found, device)
+        for tables, pairs in zip(self.tables, found.values()):
+            tables.refresh(self.param_groups, [grad for _, grad in pairs])
         # {clip_by_kernels
         if any(group["max_grad_norm"] is not None for group in self.param_groups):
             for tables in self.tables:
@@ -662,7 +730,7 @@ class Ejected(torch.optim.Optimizer):
             self.grad_norm = self.norm[0].clone()
         # clip_by_kernels}
         # {stages_launches
-        for stage in range(max(len(tables.kind.stages) for tables in self.tables)):
+        for stage in range(max((len(tables.kind.stages) for tables in self.tables), default=0)):
             running = [tables for tables in self.tables if stage < len(tables.kind.stages)]
             for tables in running:
                 tables.launch(*tables.kind.stages[stage][0])
@@ -679,34 +747,19 @@ class Ejected(torch.optim.Optimizer):
                 tables.launch(*launch)
         # single_launches}
 
-    def build(self, members: list[Any]) -> None:
+    def build(self, found: dict[Any, list[Any]], device: torch.device) -> None:
         """Make the tables of these parameters."""
-        device = local(members[0][0]).device
-        self.tables, self.addresses = [], list[int]()
-        self.grads = torch.zeros(len(members), dtype=torch.int64, device=device)
-        total = sum(local(param).numel() for param, _, _ in members)
-        # {clip_weights
-        self.mesh, counts = shares([param for param, _, _ in members])
-        weights = upload(device, counts, torch.float64)
-        # clip_weights}
-        start = 0
-        for name, kind in KINDS.items():
-            own = [member for member in members if kind_of(member[0]) == name]
-            stop = start + len(own)
-            if own:
-                self.tables.append(Tables(kind, own, self.grads[start:stop], total))
-                # {clip_weight
-                self.tables[-1].tables["weights"] = weights[start:stop]
-                # clip_weight}
-            start = stop
+        self.tables = [Tables(KINDS[name], [member for member, _ in pairs], device) for name, pairs in found.items()]
         # {clip_build
-        tiles = [tables.programs["norm"] for tables in self.tables]
+        self.mesh = mesh_of(self.param_groups)
+        total = sum(local(param).numel() for tables in self.tables for param, _, _ in tables.members)
+        tiles = [tables.for_norm(self.mesh, 16384 if total < 2**28 else 32768) for tables in self.tables]
         self.partials = torch.zeros(sum(tiles), dtype=torch.float64, device=device)
         self.norm, self.tile_count = self.partials.new_zeros(1), upload(device, [sum(tiles)])
         for tables, partials in zip(self.tables, self.partials.split(tiles)):
             tables.tables |= {"norm_partials": partials, "total_norm": self.norm}
         # clip_build}
-        self.known = identities(members)
+        self.known = identities(found)
 
 
 # {across_combine
