@@ -292,7 +292,7 @@ class Kind(NamedTuple):
     """Parameters that have the same kernels."""
 
     formula: Callable[..., Any]
-    buffers: tuple[tuple[str, float | str, torch.dtype], ...]  # name, what it begins with ("param": a copy), dtype
+    buffers: tuple[Any, ...]  # the parameter and its states: name, what it begins with, dtype or arrays
     arrays: tuple[str, ...]  # what kernels read and write beside the gradient, in the order of their table
     hypers: tuple[str, ...]  # columns of the table of hyperparameters
     columns: int  # numbers that the scalar passes leave for the tiles of a tensor
