@@ -34,12 +34,12 @@ def jit(function: Callable[..., Any]) -> Any:
 
 def load_triton() -> None:
     """Import Triton and compile the marked functions at their first launch."""
+    global tl
+    global libdevice
     import triton
-    import triton.language
+    import triton.language as tl
     from triton.language.extra import libdevice
 
-    globals().update(tl=triton.language)
-    globals().update(libdevice=libdevice)
     for name in KERNELS:
         # One build serves all addresses: kernels look at the alignment themselves.
         tables = [key for key in inspect.signature(globals()[name]).parameters if not key.isupper()]
@@ -113,37 +113,28 @@ def norm_tiles(
     result = tl.sum(total).to(tl.float64)
     if not (result < float("inf")):
         # Finite elements may have squares that are not: again, of elements times 2 ** -80.
-        finite = tl.full((STEP,), 1, tl.int32)
         total = tl.zeros((STEP,), tl.float32)
         place = count * 0
         while place < count:
             value = tl.load(pointer + place + lane, mask=place + lane < count, other=0).to(tl.float32)
-            finite &= (tl.abs(value) < float("inf")).to(tl.int32)
             small = value * 8.271806125530277e-25
             total += small * small
             place += STEP
-        if tl.min(finite) == 1:
-            result = tl.sum(total).to(tl.float64) * 1.461501637330903e48
+        result = tl.sum(total).to(tl.float64) * 1.461501637330903e48
     tl.store(norm_partials + tile, result * tl.load(weights + t))
 
 
 @jit
-def norm_total(partials, partial_count, total_norm, ROOT: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up tiles in a fixed order; with ROOT the norm, else its square."""
+def norm_total(partials, partial_count, total_norm, BLOCK: tl.constexpr):
+    """Add up the squares of all tiles in a fixed order."""
     count = tl.load(partial_count)
     lane = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float64)
     begin = count * 0
     while begin < count:
-        left = tl.load(partials + begin + lane, mask=begin + lane < count, other=0.0)
-        right = tl.load(partials + begin + BLOCK + lane, mask=begin + BLOCK + lane < count, other=0.0)
-        total += left
-        total += right
-        begin += 2 * BLOCK
-    result = tl.sum(total)
-    if ROOT:
-        result = tl.sqrt(result)
-    tl.store(total_norm, result)
+        total += tl.load(partials + begin + lane, mask=begin + lane < count, other=0.0)
+        begin += BLOCK
+    tl.store(total_norm, tl.sum(total))
 
 
 @jit
@@ -300,7 +291,7 @@ class Kind(NamedTuple):
     launches: tuple[tuple[str, str, dict[str, Any]], ...]  # kernel, grid, constants and options
 
 
-def kind_of_dtype(dtype: torch.dtype, *functions: str) -> Kind:
+def kind_of_dtype(dtype: torch.dtype, *maths: str) -> Kind:
     """The kind of one dtype, with the formulas that are its own."""
     return Kind(
         formula=adamw,
@@ -311,11 +302,7 @@ def kind_of_dtype(dtype: torch.dtype, *functions: str) -> Kind:
         span=1536,
         launches=(
             ("scalar_pass_0", "blocks", {"BLOCK": 128, "num_warps": 4}),
-            (
-                "tile_pass_0",
-                "tiles",
-                {"TILE": 512, "SPAN": 1536, "ELEMENT": dtype, "MATH": functions[0], "num_warps": 4},
-            ),
+            ("tile_pass_0", "tiles", {"TILE": 512, "SPAN": 1536, "ELEMENT": dtype, "MATH": maths[0], "num_warps": 4}),
         ),
     )
 
@@ -354,6 +341,18 @@ def check(group: dict[str, Any]) -> None:
 def local(tensor: Any) -> Any:
     """This rank's part of a DTensor; another tensor as it is."""
     return tensor.to_local() if hasattr(tensor, "placements") else tensor
+
+
+def check_state(kind: Kind, param: Any, state: dict[str, Any]) -> None:
+    """Raise where other code has made a parameter or its state other tensors than kernels take."""
+    part = local(param)
+    wanted = [(name, dtype, part.shape) for name, _, dtype in kind.buffers]
+    for name, dtype, shape in wanted:
+        array = local(param if name == "param" else state[name])
+        strides = part.stride() if shape == part.shape else torch.empty(shape, device="meta").stride()
+        found, right = (array.dtype, array.shape, array.stride(), array.device), (dtype, shape, strides, part.device)
+        if found != right:
+            raise ValueError(f"{name} is {found}; its parameter needs {right}: delete the state to begin anew")
 
 
 def mesh_of(groups: list[dict[str, Any]]) -> Any:
@@ -403,11 +402,10 @@ class Tables:
         count = len(members)
         lengths = [local(param).numel() for param, _, _ in members]
         first, owners = tiles_of(lengths, kind.span)
-        self.groups = sorted({group for _, _, group in members})
         self.programs = {"tensors": count, "blocks": -(-count // 128), "tiles": len(owners)}
         self.tables = {
             "counts": table([count]),
-            "group": table([self.groups.index(group) for _, _, group in members], torch.int32),
+            "group": table([group for _, _, group in members], torch.int32),
             "numel": table(lengths),
             "tile_tensor": table(owners, torch.int32),
             "first_tile": table(first),
@@ -438,7 +436,10 @@ class Tables:
         arrays = [local(param if key == "param" else state[key]) for param, state, _ in self.members for key in keys]
         now["grads"] = [0 if grad is None else grad.data_ptr() or 1 for grad in gradients]
         now["addresses"] = [array.data_ptr() for array in arrays]
-        now["hyper"] = [number_of(groups[group], name) for group in self.groups for name in self.kind.hypers]
+        if now["addresses"] != self.known.get("addresses"):
+            for param, state, _ in self.members:
+                check_state(self.kind, param, state)
+        now["hyper"] = [number_of(group, name) for group in groups for name in self.kind.hypers]
         for name, values in now.items():
             if values != self.known.get(name):
                 dtype = torch.float64 if name == "hyper" else torch.int64
@@ -456,9 +457,12 @@ class Tables:
 
 
 def identities(found: dict[Any, list[Any]]) -> list[Any]:
-    """What tables are made for: parameters, their groups and the tensors of their states."""
-    members = [member for pairs in found.values() for member, _ in pairs]
-    return [(id(param), group, *map(id, state.values())) for param, state, group in members]
+    """What tables are made for: parameters, their kinds, groups and shapes, and the tensors of their states."""
+    return [
+        (name, id(param), group, param.shape, *map(id, state.values()))
+        for name, pairs in found.items()
+        for (param, state, group), _ in pairs
+    ]
 
 
 def fixed(value: Any) -> Any:
@@ -521,14 +525,21 @@ class AdamW(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint, as torch's; states keep the dtypes and the order in memory that they have here."""
-        before, saved = self.param_groups, state_dict["state"]
-        super().load_state_dict(state_dict)
-        self.known = None
-        for group, other, own in zip(self.param_groups, state_dict["param_groups"], before):
-            group.update({**own, **group})  # another optimizer's checkpoint does not have every hyperparameter
+        own, states, saved = self.param_groups, dict[Any, Any](), state_dict["state"]
+        # Another optimizer's checkpoint does not have every hyperparameter.
+        groups = [
+            {**group, **other, "params": group["params"]} for group, other in zip(own, state_dict["param_groups"])
+        ]
+        for group, other in zip(groups, state_dict["param_groups"]):
+            check(group)
             for param, number in zip(group["params"], other["params"]):
                 if number in saved:
-                    self.state[param] = self.begin(param, group, saved[number])
+                    states[param] = self.begin(param, group, saved[number])
+        super().load_state_dict(state_dict)
+        self.known = None
+        self.state.update(states)
+        for group, whole in zip(self.param_groups, groups):
+            group.update({**whole, **group})
 
     def begin(self, param: Any, group: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
         """The state of a parameter, with the values that a checkpoint has of it."""
@@ -561,9 +572,9 @@ class AdamW(torch.optim.Optimizer):
         if not params:  # a rank without gradients joins the sum of the norm
             params = [param for group in self.param_groups for param in group["params"]]
         if params:
-            device = local(params[0]).device
-            run = self.step_by_kernels if device.type == "cuda" else self.step_in_torch
-            run(found, device)
+            first = local(params[0])
+            run = self.step_by_kernels if first.is_cuda else self.step_in_torch
+            run(found, first.device)
         written = [param for pairs in found.values() for (param, _, _), grad in pairs if grad is not None]
         torch.autograd.graph.increment_version(written)
         return loss
@@ -597,6 +608,8 @@ class AdamW(torch.optim.Optimizer):
     def step_in_torch(self, found: dict[Any, list[Any]], device: torch.device) -> None:
         """A step tensor by tensor: what CPUs run, and the same numbers as kernels compute."""
         pairs = [pair for own in found.values() for pair in own if pair[1] is not None]
+        for (param, state, _), _ in pairs:
+            check_state(KINDS[kind_of(param)], param, state)
         if any(group["max_grad_norm"] is not None for group in self.param_groups):
             mesh, norm = mesh_of(self.param_groups), torch.zeros((), dtype=torch.float64, device=device)
             for (param, _, _), grad in pairs:
@@ -628,17 +641,17 @@ class AdamW(torch.optim.Optimizer):
         if any(group["max_grad_norm"] is not None for group in self.param_groups):
             for tables in self.tables:
                 tables.launch("norm_tiles", "norm", tables.norm)
-            constants = {"ROOT": self.mesh is None, "BLOCK": 8192, "num_warps": 32, "enable_fp_fusion": False}
-            norm_total[(1,)](self.partials, self.tile_count, self.norm, **constants)
-            if self.mesh is not None:
-                add_up(self.norm, self.mesh).sqrt_()
-            self.grad_norm = self.norm[0].clone()
+            options = {"num_warps": 32, "enable_fp_fusion": False}
+            norm_total[(1,)](self.partials, self.tile_count, self.norm, BLOCK=8192, **options)
+            self.grad_norm = add_up(self.norm, self.mesh).sqrt_()[0].clone()
         for tables in self.tables:
             for launch in tables.kind.launches:
                 tables.launch(*launch)
 
     def build(self, found: dict[Any, list[Any]], device: torch.device) -> None:
         """Make the tables of these parameters."""
+        if len({id(param) for pairs in found.values() for (param, _, _), _ in pairs}) < sum(map(len, found.values())):
+            raise ValueError("a parameter is listed twice in its group")
         self.tables = [Tables(KINDS[name], [member for member, _ in pairs], device) for name, pairs in found.items()]
         self.mesh = mesh_of(self.param_groups)
         total = sum(local(param).numel() for tables in self.tables for param, _, _ in tables.members)

@@ -332,12 +332,12 @@ def _alike(
         text = str(listed[kind.name]).replace(str(kind.dtype), "dtype")
         maths = [name for base, name in names[kind.name].items() if base.startswith("math_")]
         for place, name in enumerate(maths):
-            text = text.replace(f'"{name}"', f"functions[{place}]")
+            text = text.replace(f'"{name}"', f"maths[{place}]")
         texts.add(text)
         calls[kind.name] = Code(f"kind_of_dtype({', '.join([str(kind.dtype), *map(_quoted, maths)])})")
     if len(texts) > 1:
         return []
-    head = ["def kind_of_dtype(dtype: torch.dtype, *functions: str) -> Kind:"]
+    head = ["def kind_of_dtype(dtype: torch.dtype, *maths: str) -> Kind:"]
     head.append('    """The kind of one dtype, with the formulas that are its own."""')
     return [
         *head,

@@ -199,37 +199,28 @@ def norm_tiles(
     result = tl.sum(total).to(tl.float64)
     if not (result < float("inf")):
         # Finite elements may have squares that are not: again, of elements times 2 ** -80.
-        finite = tl.full((STEP,), 1, tl.int32)
         total = tl.zeros((STEP,), tl.float32)
         place = count * 0
         while place < count:
             value = tl.load(pointer + place + lane, mask=place + lane < count, other=0).to(tl.float32)
-            finite &= (tl.abs(value) < float("inf")).to(tl.int32)
             small = value * 8.271806125530277e-25
             total += small * small
             place += STEP
-        if tl.min(finite) == 1:
-            result = tl.sum(total).to(tl.float64) * 1.461501637330903e48
+        result = tl.sum(total).to(tl.float64) * 1.461501637330903e48
     tl.store(norm_partials + tile, result * tl.load(weights + t))
 
 
 @jit
-def norm_total(partials, partial_count, total_norm, ROOT: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up tiles in a fixed order; with ROOT the norm, else its square."""
+def norm_total(partials, partial_count, total_norm, BLOCK: tl.constexpr):
+    """Add up the squares of all tiles in a fixed order."""
     count = tl.load(partial_count)
     lane = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float64)
     begin = count * 0
     while begin < count:
-        left = tl.load(partials + begin + lane, mask=begin + lane < count, other=0.0)
-        right = tl.load(partials + begin + BLOCK + lane, mask=begin + BLOCK + lane < count, other=0.0)
-        total += left
-        total += right
-        begin += 2 * BLOCK
-    result = tl.sum(total)
-    if ROOT:
-        result = tl.sqrt(result)
-    tl.store(total_norm, result)
+        total += tl.load(partials + begin + lane, mask=begin + lane < count, other=0.0)
+        begin += BLOCK
+    tl.store(total_norm, tl.sum(total))
 
 
 @jit

@@ -49,8 +49,15 @@ def constexpr_function(function: Callable[..., Any]) -> Any:
 # constexpr}
 def load_triton() -> None:
     """Import Triton and compile the marked functions at their first launch."""
+    global tl
+    # {libdevice_set
+    global libdevice
+    # libdevice_set}
+    # {capability_set
+    global cuda_capability_geq
+    # capability_set}
     import triton
-    import triton.language
+    import triton.language as tl
 
     # {libdevice
     from triton.language.extra import libdevice
@@ -58,15 +65,8 @@ def load_triton() -> None:
     # libdevice}
     # {capability
     from triton.language.target_info import cuda_capability_geq
-    # capability}
 
-    globals().update(tl=triton.language)
-    # {libdevice_set
-    globals().update(libdevice=libdevice)
-    # libdevice_set}
-    # {capability_set
-    globals().update(cuda_capability_geq=cuda_capability_geq)
-    # capability_set}
+    # capability}
     # {constexpr_load
     for name in SHAPES:
         globals()[name] = triton.constexpr_function(globals()[name])
@@ -255,6 +255,24 @@ def keep(buffer: Buffer, tensors: dict[str, Any], shape: Any, values: torch.Tens
 
 
 # formats_shape}
+def check_state(kind: Kind, param: Any, state: dict[str, Any]) -> None:
+    """Raise where other code has made a parameter or its state other tensors than kernels take."""
+    part = local(param)
+    # {plain_check
+    wanted = [(name, dtype, part.shape) for name, _, dtype in kind.buffers]
+    # plain_check}
+    # {formats_check
+    arrays = [array for buffer in kind.buffers for array in buffer.arrays]
+    wanted = [(key, dtype, shape_of(part.shape, elements)) for key, dtype, elements in arrays]
+    # formats_check}
+    for name, dtype, shape in wanted:
+        array = local(param if name == "param" else state[name])
+        strides = part.stride() if shape == part.shape else torch.empty(shape, device="meta").stride()
+        found, right = (array.dtype, array.shape, array.stride(), array.device), (dtype, shape, strides, part.device)
+        if found != right:
+            raise ValueError(f"{name} is {found}; its parameter needs {right}: delete the state to begin anew")
+
+
 # {clip_shares
 def mesh_of(groups: list[dict[str, Any]]) -> Any:
     """The largest mesh of parameters, over which squares are added up; None where no parameter has one."""
@@ -337,11 +355,10 @@ class Tables:
             for place in kind.sizes
         ]
         # sizes_tables}
-        self.groups = sorted({group for _, _, group in members})
         self.programs = {"tensors": count, "blocks": -(-count // 128), "tiles": len(owners)}
         self.tables = {
             "counts": table([count]),
-            "group": table([self.groups.index(group) for _, _, group in members], torch.int32),
+            "group": table([group for _, _, group in members], torch.int32),
             "numel": table(lengths),
             # {sizes_table
             "sizes": table(sizes),
@@ -397,7 +414,10 @@ class Tables:
         arrays = [local(param if key == "param" else state[key]) for param, state, _ in self.members for key in keys]
         now["grads"] = [0 if grad is None else grad.data_ptr() or 1 for grad in gradients]
         now["addresses"] = [array.data_ptr() for array in arrays]
-        now["hyper"] = [number_of(groups[group], name) for group in self.groups for name in self.kind.hypers]
+        if now["addresses"] != self.known.get("addresses"):
+            for param, state, _ in self.members:
+                check_state(self.kind, param, state)
+        now["hyper"] = [number_of(group, name) for group in groups for name in self.kind.hypers]
         for name, values in now.items():
             if values != self.known.get(name):
                 dtype = torch.float64 if name == "hyper" else torch.int64
@@ -415,9 +435,12 @@ class Tables:
 
 
 def identities(found: dict[Any, list[Any]]) -> list[Any]:
-    """What tables are made for: parameters, their groups and the tensors of their states."""
-    members = [member for pairs in found.values() for member, _ in pairs]
-    return [(id(param), group, *map(id, state.values())) for param, state, group in members]
+    """What tables are made for: parameters, their kinds, groups and shapes, and the tensors of their states."""
+    return [
+        (name, id(param), group, param.shape, *map(id, state.values()))
+        for name, pairs in found.items()
+        for (param, state, group), _ in pairs
+    ]
 
 
 def fixed(value: Any) -> Any:
@@ -469,14 +492,21 @@ class Ejected(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint, as torch's; states keep the dtypes and the order in memory that they have here."""
-        before, saved = self.param_groups, state_dict["state"]
-        super().load_state_dict(state_dict)
-        self.known = None
-        for group, other, own in zip(self.param_groups, state_dict["param_groups"], before):
-            group.update({**own, **group})  # another optimizer's checkpoint does not have every hyperparameter
+        own, states, saved = self.param_groups, dict[Any, Any](), state_dict["state"]
+        # Another optimizer's checkpoint does not have every hyperparameter.
+        groups = [
+            {**group, **other, "params": group["params"]} for group, other in zip(own, state_dict["param_groups"])
+        ]
+        for group, other in zip(groups, state_dict["param_groups"]):
+            check(group)
             for param, number in zip(group["params"], other["params"]):
                 if number in saved:
-                    self.state[param] = self.begin(param, group, saved[number])
+                    states[param] = self.begin(param, group, saved[number])
+        super().load_state_dict(state_dict)
+        self.known = None
+        self.state.update(states)
+        for group, whole in zip(self.param_groups, groups):
+            group.update({**whole, **group})
         # {versions_load
         self.versions = {param: version_of(param) for group in self.param_groups for param in group["params"]}
         # versions_load}
@@ -575,9 +605,9 @@ class Ejected(torch.optim.Optimizer):
             params = [param for group in self.param_groups for param in group["params"]]
         # clip_joins}
         if params:
-            device = local(params[0]).device
-            run = self.step_by_kernels if device.type == "cuda" else self.step_in_torch
-            run(found, device)
+            first = local(params[0])
+            run = self.step_by_kernels if first.is_cuda else self.step_in_torch
+            run(found, first.device)
         written = [param for pairs in found.values() for (param, _, _), grad in pairs if grad is not None]
         torch.autograd.graph.increment_version(written)
         # {versions_record
@@ -648,6 +678,8 @@ class Ejected(torch.optim.Optimizer):
     def step_in_torch(self, found: dict[Any, list[Any]], device: torch.device) -> None:
         """A step tensor by tensor: what CPUs run, and the same numbers as kernels compute."""
         pairs = [pair for own in found.values() for pair in own if pair[1] is not None]
+        for (param, state, _), _ in pairs:
+            check_state(KINDS[kind_of(param)], param, state)
         # {clip_in_torch
         if any(group["max_grad_norm"] is not None for group in self.param_groups):
             mesh, norm = mesh_of(self.param_groups), torch.zeros((), dtype=torch.float64, device=device)
@@ -718,11 +750,9 @@ class Ejected(torch.optim.Optimizer):
         if any(group["max_grad_norm"] is not None for group in self.param_groups):
             for tables in self.tables:
                 tables.launch("norm_tiles", "norm", tables.norm)
-            constants = {"ROOT": self.mesh is None, "BLOCK": 8192, "num_warps": 32, "enable_fp_fusion": False}
-            norm_total[(1,)](self.partials, self.tile_count, self.norm, **constants)
-            if self.mesh is not None:
-                add_up(self.norm, self.mesh).sqrt_()
-            self.grad_norm = self.norm[0].clone()
+            options = {"num_warps": 32, "enable_fp_fusion": False}
+            norm_total[(1,)](self.partials, self.tile_count, self.norm, BLOCK=8192, **options)
+            self.grad_norm = add_up(self.norm, self.mesh).sqrt_()[0].clone()
         # clip_by_kernels}
         # {stages_launches
         for stage in range(max((len(tables.kind.stages) for tables in self.tables), default=0)):
@@ -744,6 +774,8 @@ class Ejected(torch.optim.Optimizer):
 
     def build(self, found: dict[Any, list[Any]], device: torch.device) -> None:
         """Make the tables of these parameters."""
+        if len({id(param) for pairs in found.values() for (param, _, _), _ in pairs}) < sum(map(len, found.values())):
+            raise ValueError("a parameter is listed twice in its group")
         self.tables = [Tables(KINDS[name], [member for member, _ in pairs], device) for name, pairs in found.items()]
         # {clip_build
         self.mesh = mesh_of(self.param_groups)
