@@ -121,7 +121,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(optimizer, Optimizer):
             return super()._unscale_grads_(optimizer, *args, **kwargs)
-        return optimizer.unscale_with(super()._unscale_grads_, *args, **kwargs)
+        return optimizer.execution.unscale(optimizer, super()._unscale_grads_, *args, **kwargs)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer with the unscaled gradients; with an overflow nothing but the scale will change.

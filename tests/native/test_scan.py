@@ -440,12 +440,12 @@ def test_one_look_at_parameters_gradients_and_states(
     assert looked() == MOVED
     held = states[1399].data
     states[1399].data = torch.zeros(3)
-    assert looked() == CHANGED and not table.states_are_same() and table.look_at_params() == SAME
+    assert looked() == CHANGED and not table.states_are_same() and table.params.look() == SAME
     states[1399].data = held
     assert looked() == SAME
     held = params[699].data
     params[699].data = torch.zeros(3)
-    assert looked() == CHANGED and table.look_at_params() == MOVED and table.states_are_same()
+    assert looked() == CHANGED and table.params.look() == MOVED and table.states_are_same()
     params[699].data = held
     assert looked() == SAME and table.look(threads) == SAME
     params[3].grad = None

@@ -114,7 +114,7 @@ class Table:
         if addresses is not None and is_host(addresses.device):
             self.host, self._target = addresses.numpy(), None
         """The addresses on the host; for a CPU the same memory as `addresses`."""
-        self._params, self._states = _Described(params, fixed=True), _Described(states, fixed=True)
+        self.params, self._states = _Described(params, fixed=True), _Described(states, fixed=True)
         self.is_large = len(params) >= _LARGE  # whether several threads look
         self._written = written
         self.places: list[int] = []  # rows with a gradient
@@ -149,7 +149,7 @@ class Table:
 
         Returns:
             SAME, MOVED for gradients with other addresses, or CHANGED: gradients must be described again by `remember`,
-            or a parameter or state has changed (`look_at_params`, `states_are_same`).
+            or a parameter or state has changed (`params`, `states_are_same`).
         """
         # If this is interrupted, as by Ctrl-C, the device has the addresses of an earlier step.
         was_uploaded, self.is_uploaded = self.is_uploaded, False
@@ -172,7 +172,7 @@ class Table:
             copy_to(self._target, self.host)
 
     def _look(self, gradients: Any, threads: int) -> int:
-        if self.look_at_params() != SAME or not self.states_are_same():
+        if self.params.look() != SAME or not self.states_are_same():
             return CHANGED
         seen = SAME if gradients is False else self._look_at_gradients(gradients)
         if seen != CHANGED and self._native is None:
@@ -208,7 +208,7 @@ class Table:
 
     def _look_natively(self, gradients: Any) -> None:
         """Look in C++ from now on, if it is built and supports the tensors."""
-        params, states = self._params.tensors, self._states.tensors
+        params, states = self.params.tensors, self._states.tensors
         module = native.module(len(params) + len(states) + len(gradients or ()))
         if module is None:
             return
@@ -262,7 +262,7 @@ class Table:
     def look_in_turn(self, turn: int) -> int:
         """As `look`, at a few hundred tensors per turn."""
         if not self._turns:
-            tensors = [*self._params.tensors, *self._states.tensors]
+            tensors = [*self.params.tensors, *self._states.tensors]
             self._turns = [Table(states=tensors[at : at + _AT_ONCE]) for at in range(0, len(tensors), _AT_ONCE)]
         return self._turns[turn % len(self._turns)].look(1) if self._turns else SAME
 
@@ -271,13 +271,9 @@ class Table:
         """Whether C++ looks at the tensors."""
         return bool(self._native) or self.look.func is not Table._look  # type: ignore[attr-defined]
 
-    def look_at_params(self) -> int:
-        """SAME, MOVED or CHANGED, for the parameters alone."""
-        return self._params.look()
-
     def follow_params(self, written: Written) -> None:
         """Remember the parameters' present addresses, and the memory that kernels write."""
-        self._params.follow()
+        self.params.follow()
         self._written = written
         self._forget_native()
 

@@ -74,13 +74,6 @@ from .states import (
 )
 
 
-def graph_of(
-    rule: Rule, group: Mapping[str, Any], shape: torch.Size, dtype: torch.dtype = torch.float32, label: str = ""
-) -> Graph:
-    """The graph of a rule under a param group's hyperparameters; `dtype` is what is computed in."""
-    return seen_by(rule, group, shape, dtype, label)[0].graph
-
-
 def graphs_of(optimizer: Optimizer, index: int) -> list[Graph]:
     """The graphs of a param group's parameters, each once."""
     group, rule = optimizer.param_groups[index], optimizer.rule_of(optimizer.param_groups[index])
@@ -94,7 +87,7 @@ def spec_of(
     rule: Rule, group: Mapping[str, Any], part: torch.Tensor, shape: torch.Size | None = None, label: str = ""
 ) -> KernelSpec:
     """What the kernels of a parameter are built from."""
-    graph = graph_of(rule, group, part.shape if shape is None else shape, compute_dtype(part), label)
+    graph = seen_by(rule, group, part.shape if shape is None else shape, compute_dtype(part), label)[0].graph
     formats = storages(part, group, graph, rule, None, label, shape)
     return kernel_spec(graph, formats, compute_dtype(part), part.device.type)
 
@@ -154,27 +147,32 @@ class _Planned:
     is_unreal: bool = False
 
     @property
-    def graph(self) -> Graph:
-        """The graph for what is seen of it first; all of them keep the same states."""
-        return self.kind.seen[0].graph
-
-    @property
-    def spec(self) -> KernelSpec:
-        """What its kernels are built from."""
-        return self.kind.specs[0]
-
-    @property
     def has_cut_matrices(self) -> bool:
         """Whether it takes whole matrices of which other ranks have parts."""
         holder, lead = self.share.holder, self.kind.lead
         is_cut = not is_whole(holder) and any(dim >= lead for dim in sharded_dims(holder))
-        return bool(self.spec.program.matrices.scratch) and is_cut
+        return bool(self.kind.specs[0].program.matrices.scratch) and is_cut
 
     def work(self, matrices: Matrices | None) -> float:
         """Floating-point operations for such matrices of this rank and of those that it shares them with."""
         lead = self.kind.lead
         shape = (*self.share.local.shape[:lead], *self.share.holder.shape[lead:])
-        return matrix_work(self.spec.program.matrices, self.share.group, shape, matrices)
+        return matrix_work(self.kind.specs[0].program.matrices, self.share.group, shape, matrices)
+
+    def shown(self) -> dict[str, Any]:
+        """The state as users see it: buffers are DTensors or complex as the parameter, numbers plain tensors."""
+        param, state, graph = self.share.holder, self.state, self.kind.seen[0].graph
+        if not is_distributed(param) and not param.is_complex():
+            return state
+        buffers = {*MASTER_KEYS, *graph.states}.difference(graph.scalar_states, graph.matrix_states)
+        overs, entries = graph.slice_states, entries_of(state, graph.states)
+        buffers.update(entries)
+        return {
+            name: distribute(as_complex(value, param), param, overs.get(name), entries.get(name, 1))
+            if name in buffers
+            else value
+            for name, value in state.items()
+        }
 
 
 @dataclass
@@ -337,7 +335,7 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
     planned = [_planned(optimizer, kinds, share, state.get(share.param, {}), requests) for share in stepped]
     for one in planned:
         if one.has_cut_matrices:
-            everywhere = bool(one.graph.matrix_states)
+            everywhere = bool(one.kind.seen[0].graph.matrix_states)
             one.share.exchanges = [
                 take_in_matrix(
                     exchanges,
@@ -354,7 +352,7 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
     fresh = {id(one.state[key]) for key in MASTER_KEYS for one in requests.get(key, ()) if one.source is None}
     unreal = [one for one in planned if one.is_unreal]
     for one in unreal:
-        state[one.share.param] = state.entry(_distributed(one.state, one.share.holder, one.graph))
+        state[one.share.param] = state.entry(one.shown())
     planned = [one for one in planned if not one.is_unreal]
     sharded = [(one.share.label, one.share.param) for one in planned if is_distributed(one.share.param)]
     mesh_ranks = ReductionGroup.of_tensors(sharded, optimizer.control.number) if sharded else None
@@ -364,7 +362,7 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
         is_ahead = ahead or (share.holder.grad is None and not together)
         if before:
             is_ahead = isinstance(before, ParameterState) and before.is_ahead
-        state[share.param] = state.entry(_distributed(one.state, share.holder, one.graph), is_ahead=is_ahead)
+        state[share.param] = state.entry(one.shown(), is_ahead=is_ahead)
     engines, controls, places = _engines(optimizer, planned, mesh_ranks)
     stated = [(one.share.holder, one.share.group, one.state) for one in planned]
     groups, table = list(optimizer.param_groups), engines[0].table if engines else Table()
@@ -405,7 +403,7 @@ def begin_at_once(optimizer: Optimizer) -> None:
     fill_buffers(requests, optimizer.memory)
     state = _watched(optimizer)
     for one in planned:
-        state[one.share.param] = state.entry(_distributed(one.state, one.share.holder, one.graph), is_ahead=True)
+        state[one.share.param] = state.entry(one.shown(), is_ahead=True)
 
 
 def _watched(optimizer: Optimizer) -> WatchedState:
@@ -515,12 +513,7 @@ def loaded_states(
                 "hyperparameters"
             )
     fill_buffers(requests, optimizer.memory)
-    return {
-        one.share.param: one.state
-        if type(one.share.holder) in _PLAIN and not one.share.holder.is_complex()
-        else _distributed(one.state, one.share.holder, one.graph)
-        for one in planned
-    }
+    return {one.share.param: one.shown() for one in planned}
 
 
 def _engines(
@@ -599,21 +592,6 @@ def _entries(optimizer: Optimizer, one: _Planned) -> Iterator[tuple[Entry, Kerne
         entry.only_read = read.union(array.name for array in arrays_of)
         entry.exchange, entry.holds = exchange, matrices
         yield entry, spec
-
-
-def _distributed(state: dict[str, Any], param: torch.Tensor, graph: Graph) -> dict[str, Any]:
-    """A parameter's state as users see it: buffers are DTensors or complex as the parameter, numbers plain tensors."""
-    if not is_distributed(param) and not param.is_complex():
-        return state
-    buffers = {*MASTER_KEYS, *graph.states}.difference(graph.scalar_states, graph.matrix_states)
-    overs, entries = graph.slice_states, entries_of(state, graph.states)
-    buffers.update(entries)
-    return {
-        name: distribute(as_complex(value, param), param, overs.get(name), entries.get(name, 1))
-        if name in buffers
-        else value
-        for name, value in state.items()
-    }
 
 
 def begins_together(optimizer: Optimizer) -> bool:

@@ -322,7 +322,7 @@ class Optimizer(torch.optim.Optimizer):
         own = fill_group(group, rule, self._rule, self.defaults, self._given)
         # The optimizer's defaults are checked already.
         unchecked = {key: group[key] for key in param_group} if rule is self._rule else group
-        about_group(len(self.param_groups), lambda: check_group(rule, unchecked))
+        about_group(len(self.param_groups), partial(check_group, rule, unchecked))
         super().add_param_group(group)
         if self.reports is not None:
             self.reports.watch(group["params"])
@@ -629,10 +629,6 @@ class Optimizer(torch.optim.Optimizer):
             self._current_plan()  # what follows writes to parameters of which there are copies; loading has dropped it
         self.execution.sync_masters(self)
         return self.reports.changes.read(clear=clear, gather=gather)
-
-    def unscale_with(self, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a scaler's function on an object with the gradients in its param groups; returns its overflow flags."""
-        return self.execution.unscale(self, unscale, *args, **kwargs)
 
     def _current_plan(self) -> StepPlan:
         return self.plan or self.rebuild(ahead=True)

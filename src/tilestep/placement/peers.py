@@ -7,6 +7,7 @@ import functools
 import socket
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -108,9 +109,9 @@ def _tried(
     if reason := _together(ranks, lambda: made.append(way(numel, dtype, device))):
         return None, reason
     (memory,), offers = made, ranks.gather_in_shard(made[0].offer)
-    reason = _together(ranks, lambda: memory.find(ranks.rank, offers))
-    reason = reason or _together(ranks, lambda: memory.meet_first(ranks.shard))
-    reason = reason or _together(ranks, lambda: _verify(memory, ranks))
+    reason = _together(ranks, partial(memory.find, ranks.rank, offers))
+    reason = reason or _together(ranks, partial(memory.meet_first, ranks.shard))
+    reason = reason or _together(ranks, partial(_verify, memory, ranks))
     return (None, reason) if reason else (memory, "")
 
 

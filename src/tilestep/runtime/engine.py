@@ -221,7 +221,7 @@ class DeviceEngine:
         """Bring the tables up to date with the addresses of parameters; raise `Stale` for moved state."""
         if self.table.look(1) == SAME:
             return
-        seen = self.table.look_at_params()
+        seen = self.table.params.look()
         if not self.table.states_are_same():
             raise Stale(STATES_MOVED)
         if seen == CHANGED:
@@ -273,7 +273,7 @@ class DeviceEngine:
                 f"{entry.share.label} has no gradient, and a graph would leave it out at every replay: run backward "
                 "first and keep the gradients, zero_grad(set_to_none=False), or run backward inside the capture",
             )
-        unchanged = self.table.look_at_params() == SAME
+        unchanged = self.table.params.look() == SAME
         require(unchanged, f"parameters have moved or changed their shape since the last step; {PREPARE}")
         require(self.table.states_are_same(), f"state was given other memory since the last step; {PREPARE}")
         require(

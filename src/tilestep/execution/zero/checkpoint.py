@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ...optimizer import Optimizer
-from ...optimizer.build import graph_of
+from ...optimizer.matrices import seen_by
 from ...optimizer.memory import StateMemory
 from ...optimizer.parameters import iter_params
 from ...optimizer.states import StateTemplate, fill_buffers, initialize, storages
@@ -53,7 +53,7 @@ def sharded_states(optimizer: Optimizer, sharding: Sharding) -> Iterator[None]:
 def _state_elsewhere(member: Member, label: str, group: Mapping[str, Any], rule: Rule) -> dict[str, Any]:
     """State of a parameter that another rank owns: buffers of which this rank holds nothing."""
     like = torch.empty_like(member.param, device="meta")
-    graph = graph_of(rule, group, like.shape, label=label)
+    graph = seen_by(rule, group, like.shape, label=label)[0].graph
     requests: Any = {}
     template = StateTemplate(like, group, graph, rule, storages(like, group, graph, rule, label=label))
     state = template.begin(member.name, like, group, {}, requests, StateMemory(), like.shape)

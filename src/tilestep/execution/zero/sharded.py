@@ -380,7 +380,7 @@ def shard(
 
 def _route(unscale: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
     """Have torch's scalers unscale a sharded optimizer as it does itself."""
-    return optimizer.unscale_with(unscale, *args, **kwargs)
+    return optimizer.execution.unscale(optimizer, unscale, *args, **kwargs)
 
 
 def _prepared(optimizer: Any, model: Any, mesh: Any) -> tuple[Optimizer, nn.Module]:
