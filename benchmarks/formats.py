@@ -37,11 +37,11 @@ from timing import between_events, result_name
 
 import tilestep
 from tilestep import native
-from tilestep.backends.spec import total_traffic
 from tilestep.backends.triton import text as triton_text
 from tilestep.backends.tuning import TileShape, forced_shape
 from tilestep.bench.results import environment
 from tilestep.graph import Builder, Value
+from tilestep.kernels.spec import total_traffic
 
 CHOICES: dict[str, dict[str, Any]] = {
     "float32 states": {"state_dtype": "float32"},

@@ -29,9 +29,9 @@ from rich.progress import track
 from rich.table import Table
 
 import tilestep
-from tilestep.backends.spec import total_traffic
 from tilestep.backends.tuning import default_shape
 from tilestep.bench.results import environment
+from tilestep.kernels.spec import total_traffic
 
 DISASSEMBLER = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 SHAPE = (1024, 1024)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tilestep
-from tilestep.backends.spec import KernelSpec
+from tilestep.kernels.spec import KernelSpec
 from tilestep.runtime import Entry
 from tilestep.storage import read_arrays
 

@@ -20,7 +20,7 @@ LAYERS = (
     ("errors", "_version", "devices"),
     ("compat", "kernels"),
     ("rules", "graph", "linalg", "storage"),
-    ("backends", "native", "schedule"),
+    ("backends", "native", "schedule", "kernels.spec", "kernels.outputs"),
     ("placement", "timeline"),
     (
         "norm",
@@ -239,7 +239,7 @@ MOST = {
     "wide classes": 4,
     "modules that ask for addresses": 7,
     "functions that C++ exports": 12,
-    "packages that import each other": 1,
+    "packages that import each other": 0,
 }
 """What a reader must hold. A change that adds a mechanism names the one it removes; these numbers only fall."""
 

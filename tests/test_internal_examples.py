@@ -111,7 +111,7 @@ def of_backends() -> None:
     ['update', 'update_2', 'size_2', 'SPAN_', 'start_1_', 'param_array_2']
 
     >>> import torch
-    >>> from tilestep.backends.spec import cut_tiles, pass_traffic
+    >>> from tilestep.kernels.spec import cut_tiles, pass_traffic
     >>> from tilestep.rules import registry
     >>> from tilestep.runtime import graph_for, kernel_spec
     >>> from tilestep.storage import Plain

@@ -14,9 +14,9 @@ from amp_runs import INF, NAN
 from own_limits import Everything, SpikesBeyond
 
 from tilestep import Limit, Sigma, TimesMean, ZClip
-from tilestep.backends.spec import CLIP, CONTROL_SIZE, LARGEST_SUM, SKIP, SKIPPED
 from tilestep.backends.triton.run import DecisionLaunchers, decide_on_device
 from tilestep.errors import GradientError
+from tilestep.kernels.spec import CLIP, CONTROL_SIZE, LARGEST_SUM, SKIP, SKIPPED
 from tilestep.optimizer.control import DeviceControl, decide
 from tilestep.runtime.decision import StepHistory, StepInputs
 

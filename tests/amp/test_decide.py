@@ -8,8 +8,8 @@ import pytest
 import torch
 from scripts import all_equal_in_the_interpreter
 
-from tilestep.backends.spec import CONTROL_SIZE
 from tilestep.backends.triton.run import DecisionLaunchers, decision_launch
+from tilestep.kernels.spec import CONTROL_SIZE
 from tilestep.optimizer.control import decide
 from tilestep.runtime.decision import StepInputs
 

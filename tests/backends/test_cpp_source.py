@@ -18,7 +18,7 @@ from tilestep.backends.cpp import source as cpp
 from tilestep.backends.cpp import text
 from tilestep.backends.cpp.compile import FLAGS, compiler
 from tilestep.backends.cpp.support import PRELUDE
-from tilestep.backends.spec import KernelSpec
+from tilestep.kernels.spec import KernelSpec
 from tilestep.rules import Rule, registry
 from tilestep.runtime import graph_for, kernel_spec
 from tilestep.stats.measures import measured_by

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from remainder_patterns import check_halves, check_joined, edge_patterns, floats, halves, joined, kept_by_kernels
 
 import tilestep
-from tilestep.backends.spec import total_traffic
+from tilestep.kernels.spec import total_traffic
 from tilestep.planning.describe import describe, generated_code, spec_for
 
 ANY_BITS = st.integers(0, 2**32 - 1)

@@ -12,12 +12,12 @@ import pytest
 import torch
 from triton_assembler import require_assembler
 
-from tilestep.backends.spec import KernelSpec
 from tilestep.backends.triton import source as triton_backend
 from tilestep.backends.triton.slices import block_of, build_options, held_rows
 from tilestep.backends.triton.source import FINISH_POINTERS, SLICE_POINTERS, STRIDED_POINTERS, slice_pointers
 from tilestep.backends.triton.text import POINTERS, tile_pointers
 from tilestep.kernels.launch import load_module
+from tilestep.kernels.spec import KernelSpec
 from tilestep.rules import registry, rule
 from tilestep.runtime import graph_for, kernel_spec
 from tilestep.stats.changes import CHANGED

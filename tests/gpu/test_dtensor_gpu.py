@@ -20,7 +20,7 @@ from rank_processes import run_on_ranks
 from sharded_models import LAYOUTS, assert_equal_on_ranks, backward, batch, full
 
 import tilestep
-from tilestep.backends.spec import NORM
+from tilestep.kernels.spec import NORM
 
 GPUS = 2
 

@@ -40,7 +40,7 @@ from parked_states import Device
 from simulated_graph import Simulation
 
 import tilestep
-from tilestep.backends.spec import NORM
+from tilestep.kernels.spec import NORM
 
 
 @pytest.mark.parametrize("name", sorted(tilestep.registry))

@@ -12,7 +12,7 @@ from torch import nn
 
 import tilestep
 from tilestep.backends.eager import EagerPasses
-from tilestep.runtime import engine
+from tilestep.optimizer import build
 
 
 class Net(nn.Module):
@@ -56,7 +56,7 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
 @pytest.mark.parametrize("eager", [False, True], ids=["kernels", "eager"])
 def test_a_step_under_autocast(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if eager:
-        monkeypatch.setattr(engine, "build_passes", lambda device, *arguments: EagerPasses(*arguments))
+        monkeypatch.setattr(build, "build_passes", lambda device, *arguments: EagerPasses(*arguments))
     assert_same(trained(soap, stepping=autocast), trained(soap))
 
 

@@ -16,7 +16,7 @@ from tilestep.backends.eager import EagerPasses
 from tilestep.execution.zero.core import divisions_of
 from tilestep.linalg.orthogonal import work
 from tilestep.linalg.views import find_matrices
-from tilestep.runtime import engine
+from tilestep.optimizer import build
 
 
 class Case(NamedTuple):
@@ -107,7 +107,7 @@ def test_each_matrix_is_a_parameter_of_its_own_to_the_bit(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_eager_steps_see_the_same_matrices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "build_passes", lambda device, *arguments: EagerPasses(*arguments))
+    monkeypatch.setattr(build, "build_passes", lambda device, *arguments: EagerPasses(*arguments))
     rules = [tilestep.registry["Muon"], normalized] if name in ("stack", "heads", "splits") else [normalized]
     for rule in rules:
         twins = Twins(CASES[name], by_group(rule), drawn(CASES[name].shape, 0))

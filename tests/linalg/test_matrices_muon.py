@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilestep
 from tilestep.backends.eager import EagerPasses
-from tilestep.runtime import engine
+from tilestep.optimizer import build
 
 SHAPES = [(16, 16), (16, 40), (40, 16), (16, 40), (8, 64), (1, 12)]
 
@@ -225,7 +225,7 @@ def test_numbers_may_change_between_steps() -> None:
 @pytest.mark.parametrize("eager", [False, True])
 def test_coefficients_are_lists_or_names_and_may_change(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if eager:
-        monkeypatch.setattr(engine, "build_passes", lambda device, *arguments: EagerPasses(*arguments))
+        monkeypatch.setattr(build, "build_passes", lambda device, *arguments: EagerPasses(*arguments))
     rule = tilestep.registry["Muon"]
     (param,) = params_of([(6, 10)], torch.float64)
     expected, buffer = param.detach().clone(), torch.zeros(6, 10, dtype=torch.float64)
@@ -358,7 +358,7 @@ def test_the_number_of_products_depends_on_shapes_not_on_parameters() -> None:
 
 def test_without_a_compiler_the_rule_itself_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     mine, theirs = params_of(), params_of()
-    monkeypatch.setattr(engine, "build_passes", lambda device, *arguments: EagerPasses(*arguments))
+    monkeypatch.setattr(build, "build_passes", lambda device, *arguments: EagerPasses(*arguments))
     ours = tilestep.Muon(mine, lr=0.02)
     train([(ours, mine), (torch.optim.Muon(theirs, lr=0.02), theirs)], range(4))
     assert isinstance(ours.plan.engines[0].passes[0], EagerPasses)

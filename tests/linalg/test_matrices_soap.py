@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tilestep
 from tilestep import StateError
 from tilestep.backends.eager import EagerPasses
-from tilestep.runtime import engine
+from tilestep.optimizer import build
 from tilestep.runtime.batches import StepBounds
 
 SHAPES = [(6, 7), (7, 6), (8, 8), (6, 7), (4, 4)]
@@ -175,7 +175,7 @@ def _mixed(step: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("backend", ["cpp", "eager"])
 def test_long_sides_and_vectors_are_left_alone_as_by_the_authors(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if backend == "eager":
-        monkeypatch.setattr(engine, "build_passes", lambda device, *arguments: EagerPasses(*arguments))
+        monkeypatch.setattr(build, "build_passes", lambda device, *arguments: EagerPasses(*arguments))
     changes: dict[str, Any] = {"precondition_frequency": 3, "max_precond_dim": LIMIT, "lr": 0.01}
     params = [torch.nn.Parameter(start) for start in _mixed(99)]
     published = [Published(param.detach(), **changes) for param in params]
@@ -353,7 +353,7 @@ def test_a_checkpoint_goes_on_where_it_was() -> None:
 def test_without_a_compiler_the_rule_itself_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     params = params_of()
     published = [Published(param.detach(), precondition_frequency=2) for param in params]
-    monkeypatch.setattr(engine, "build_passes", lambda device, *arguments: EagerPasses(*arguments))
+    monkeypatch.setattr(build, "build_passes", lambda device, *arguments: EagerPasses(*arguments))
     optimizer = tilestep.SOAP(params, precondition_frequency=2)
     for step in range(5):
         for place, (param, other) in enumerate(zip(params, published)):

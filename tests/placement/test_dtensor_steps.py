@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilestep
 from tilestep import native
-from tilestep.backends.spec import NORM
+from tilestep.kernels.spec import NORM
 
 STEPS = 3
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import tilestep
 from tilestep.backends.cpp.compile import load_library
 from tilestep.backends.cpp.support import PRELUDE
-from tilestep.backends.spec import MAX_DIMS, cut_tiles
 from tilestep.errors import GradientError
+from tilestep.kernels.spec import MAX_DIMS, cut_tiles
 from tilestep.runtime.segment import check_no_overlap, is_dense, layout_record, overlaps_itself, same_walk
 
 LOCATE = (

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from ..graph import Builder, Value
+from ..kernels.spec import CLIP, INVERSE_SCALE, NORM, SKIP, SKIPPED, UNSCALE
 from ..rules.scalars import scalar_globals, where
 from .floats import Store, TracedLimit, floats_of, input_of, number_of
-from .spec import CLIP, INVERSE_SCALE, NORM, SKIP, SKIPPED, UNSCALE
 
 
 class Decision(NamedTuple):

@@ -10,12 +10,12 @@ import torch
 
 from ..errors import BuildError, GradientError
 from ..graph import REDUCTIONS, Value, ancestors, size_from_end
+from ..kernels.spec import CLIP, INVERSE_SCALE, NORM, SKIP, UNSCALE, KernelSpec
 from ..linalg import MATRIX_OPERATIONS
 from ..runtime.passes import Passes
 from ..runtime.segment import Entry, Segment, strides_of
 from ..storage import random_tensor, stored_in, values_of
 from .decision import gradient_scale
-from .spec import CLIP, INVERSE_SCALE, NORM, SKIP, UNSCALE, KernelSpec
 
 
 class EagerPasses(Passes):

@@ -10,9 +10,9 @@ import torch
 
 from ..errors import BuildError
 from ..kernels import launch
+from ..kernels.spec import KernelSpec
 from ..runtime.passes import Passes
 from .cpp.compile import warn_of_failure
-from .spec import KernelSpec
 
 interpreting = False
 

@@ -21,8 +21,8 @@ import torch
 from .._version import __version__
 from ..devices import has_streams, is_host
 from ..kernels.cache import open_cached, update_cached
+from ..kernels.spec import KernelSpec, total_traffic
 from ..storage import dtype_name, is_coarse
-from .spec import KernelSpec, total_traffic
 
 
 @dataclass(frozen=True)

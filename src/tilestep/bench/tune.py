@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ..backends.spec import KernelSpec
 from ..backends.tuning import TileShape, candidates, forced_shape, save_shapes, signature, tile_shape
 from ..devices import has_streams, is_host
 from ..kernels.launch import build_threads, build_together
+from ..kernels.spec import KernelSpec
 from ..optimizer import Optimizer
 from ..optimizer.plan import StepPlan
 from ..rules import Rule, registry

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from .._version import __version__
-from ..backends.spec import KernelSpec
 from ..backends.triton.run import tile_options
 from ..backends.tuning import default_shape
 from ..graph import trace
+from ..kernels.spec import KernelSpec
 from ..optimizer.groups import check_group
 from ..optimizer.masters import MasterWeights, check_choice, master_kind
 from ..optimizer.states import SHORTEST, SMALLEST, starts_of

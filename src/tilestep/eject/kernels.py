@@ -11,8 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ..backends.spec import KernelSpec
 from ..backends.triton import source as triton_source
+from ..kernels.spec import KernelSpec
 from .layout import formatted, logical_lines
 
 Function = tuple[str, list[str]]

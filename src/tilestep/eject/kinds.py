@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ..backends.spec import KernelSpec
 from ..errors import MatrixError, RuleError
 from ..graph import Graph
+from ..kernels.spec import KernelSpec
 from ..optimizer.states import compute_dtype, storages
 from ..rules import Rule
 from ..runtime import graph_for, kernel_spec

@@ -1,1 +1,1 @@
-"""Built kernels: their cache, and launches of Triton."""
+"""Kernels: what they are built from, their cache, and launches of Triton."""

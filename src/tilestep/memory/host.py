@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..backends.spec import INVERSE_SCALE, SKIP, UNSCALE, KernelSpec, pass_traffic
 from ..devices import copy_to
 from ..errors import OffloadError
+from ..kernels.spec import INVERSE_SCALE, SKIP, UNSCALE, KernelSpec, pass_traffic
 from ..native.host_memory import HostMemory
 from ..native.table import Writes, rows_of
 from ..optimizer.parameters import check_not_shared, check_parameter

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from ..backends.spec import KernelSpec, pass_traffic, total_traffic
 from ..compat import ready
 from ..devices import is_host
 from ..errors import OffloadError
+from ..kernels.spec import KernelSpec, pass_traffic, total_traffic
 from ..native.host_memory import HostMemory, gigabytes
 from ..optimizer import Optimizer
 from ..optimizer.build import spec_of

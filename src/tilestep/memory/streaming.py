@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..backends.spec import KernelSpec
 from ..devices import is_host
 from ..errors import OffloadError
+from ..kernels.spec import KernelSpec
 from ..native.host_memory import HostMemory
 from ..runtime import DeviceEngine, Entry
 from ..runtime.passes import Passes

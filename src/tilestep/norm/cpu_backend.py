@@ -14,9 +14,9 @@ import torch
 from ..backends.cpp.compile import load_library, user_flags, warn_of_failure, wide_vectors
 from ..backends.cpp.support import ELEMENTS, STANDARD
 from ..backends.decision import clip_coefficient
-from ..backends.spec import LARGEST_SUM
 from ..devices import thread_count
 from ..errors import BuildError
+from ..kernels.spec import LARGEST_SUM
 from .tiles import DTYPES, NormTiles, Order, combine, cut, order_of
 
 TILE = 16384  # elements per tile; a partial result does not depend on its thread

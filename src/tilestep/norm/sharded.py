@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ..backends.spec import LARGEST_SUM
 from ..compat import layouts, local_parts, ready
 from ..errors import GradientError
+from ..kernels.spec import LARGEST_SUM
 from ..placement import ReductionGroup, is_distributed
 from ..placement.local import as_real, local_part
 from .plan_cache import Positions, Recipe, find_recipe, name_of

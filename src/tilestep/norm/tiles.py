@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..backends.spec import LARGEST_SUM, cut_tiles
 from ..devices import has_streams
 from ..errors import GradientError
+from ..kernels.spec import LARGEST_SUM, cut_tiles
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Dtypes that have kernels; a dtype's place is its code in the tables."""

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from ..backends.spec import KernelSpec, Output
+from ..backends.registry import build_passes, load_ahead
 from ..compat import fake_mode_is_active, has_memory, is_fake, resolved
 from ..devices.garbage import without_collections
 from ..errors import GradientError, MatrixError, StateError
 from ..graph import Graph
+from ..kernels.spec import KernelSpec, Output
 from ..linalg.views import Cut, Matrices, leading_dims
 from ..native.table import Table
 from ..placement import (
@@ -41,7 +42,7 @@ from ..placement.local import (
 )
 from ..rules import Rule
 from ..rules.protocol import MATRIX_OPTIONS
-from ..runtime import READABLE, DeviceEngine, Entry, GradNorm, grad_dtype, is_dense, kernel_spec, load_ahead
+from ..runtime import READABLE, DeviceEngine, Entry, GradNorm, grad_dtype, is_dense, kernel_spec
 from ..runtime.shared_sums import SharedSums
 from ..storage import entries_of
 from .control import Deciders, DeviceControl
@@ -117,7 +118,8 @@ def build_engines(
         controls.append(control)
         cut = [memory.split_segments(list(own.values())) for own in divided.values()]
         made = [
-            DeviceEngine(device, own, optimizer.param_groups, keys, control.decided, memory.on_passes) for own in cut
+            DeviceEngine(device, own, optimizer.param_groups, keys, control.decided, build_passes, memory.on_passes)
+            for own in cut
         ]
         if len(made) > 1:
             # Bitwise that of one engine: its tensors are added up in their order.

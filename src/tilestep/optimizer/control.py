@@ -19,9 +19,9 @@ import torch.distributed as dist
 from ..backends.decision import Decision
 from ..backends.floats import outcome_of
 from ..backends.registry import control_kernels
-from ..backends.spec import LARGEST_SUM, NORM, SKIPPED, UNSCALE
 from ..devices import combined, moved
 from ..errors import GradientError, StateError
+from ..kernels.spec import LARGEST_SUM, NORM, SKIPPED, UNSCALE
 from ..placement import ReductionGroup, is_distributed, next_number
 from ..placement.combinations import DDP, FSDP1, follow_wrappers, kind_of, refuse, wrappers_around
 from ..placement.local import local_part

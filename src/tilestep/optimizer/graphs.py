@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from ..backends.registry import passes_class
 from ..compat import is_capturing
 from ..errors import CaptureError
 from ..linalg import MATRIX_OPERATIONS
-from ..runtime import Stale, passes_class
+from ..runtime import Stale
 from ..runtime.capturing import PREPARE, require
 from ..stats import Reports
 from .build import graphs_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..backends.spec import KernelSpec
+from ..kernels.spec import KernelSpec
 from ..placement import Share
 from ..placement.local import local_part
 from ..runtime import DeviceEngine, Entry, GradNorm

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..backends.spec import NORM, SKIPPED
 from ..compat import (
     clear_dynamo_frames,
     fake_mode_is_active,
@@ -22,6 +21,7 @@ from ..compat import (
     step_is_watched,
 )
 from ..errors import BuildInterrupted, did_you_mean
+from ..kernels.spec import NORM, SKIPPED
 from ..linalg import keeping_to, operations
 from ..native.table import sum_of_versions, taken_gradients
 from ..placement import LOCAL, Placement, distribute, local_state

@@ -14,8 +14,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from ..backends.spec import total_traffic
 from ..execution.zero.buckets import default_sizes
+from ..kernels.spec import total_traffic
 from ..optimizer.masters import MasterWeights
 from ..optimizer.states import compute_dtype
 from ..placement.matrices import OWNED_IN_A_BUCKET

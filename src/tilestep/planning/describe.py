@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ..backends.outputs import traced
-from ..backends.spec import KernelSpec, Traffic, tile_traffic
 from ..graph import Guard, TilePass, Value
 from ..graph.partition import slice_word
+from ..kernels.outputs import traced
+from ..kernels.spec import KernelSpec, Traffic, tile_traffic
 from ..optimizer.groups import check_flags, check_group
 from ..optimizer.masters import MasterWeights, check_master, master_kind
 from ..optimizer.states import compute_dtype, storages

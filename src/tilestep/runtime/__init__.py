@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ..backends.registry import load_ahead, passes_class
 from .decision import Control, StepInputs
 from .engine import DeviceEngine, build_ahead, pass_calls, run_marked
 from .gradients import READABLE, Stale, grad_dtype

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..backends.spec import CLIP, CONTROL_SIZE, INVERSE_SCALE, SKIP
+from ..kernels.spec import CLIP, CONTROL_SIZE, INVERSE_SCALE, SKIP
 from ..rules.limits import Limit, first_numbers
 
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from ..backends.registry import build_passes
-from ..backends.spec import KernelSpec
 from ..compat import HOST_UPDATE, UPDATE, is_capturing, local_parts, marked
 from ..devices import combined, is_host, moved
 from ..errors import StateError
 from ..kernels.launch import Launch, build_threads, build_together
+from ..kernels.spec import KernelSpec
 from ..native.table import CHANGED, MOVED, SAME, Table, rows_of, same_list
 from ..placement import LocalGradients
 from .capturing import PREPARE, WARM_UP, GraphTables, nothing_skipped, require, require_no_branches
@@ -129,6 +128,7 @@ class DeviceEngine:
         groups: the optimizer's param groups.
         keys: for each group the keys that steps read.
         control: what is decided about steps on the device.
+        build_passes: makes the passes of a segment from its device and arguments, on the device's backend.
         attend: called with the passes of each segment.
     """
 
@@ -139,6 +139,7 @@ class DeviceEngine:
         groups: Sequence[Mapping[str, Any]],
         keys: Sequence[Sequence[str]],
         control: Control,
+        build_passes: Callable[..., Passes],
         attend: Callable[[Passes], None] | None = None,
     ) -> None:
         self.device = device

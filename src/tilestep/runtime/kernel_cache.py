@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from ..backends.spec import KernelSpec, Output
 from ..devices import is_host
 from ..errors import MatrixError
 from ..graph import Graph, known_numbers, outcome, partition, size_from_end, sizes_of, trace
+from ..kernels.spec import KernelSpec, Output
 from ..linalg.scalar_values import PYTHON_TYPES, as_python
 from ..rules import Rule
 from ..storage import Plain, Storage

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import torch
 
-from ..backends.outputs import Traced, traced
-from ..backends.spec import Output
 from ..devices import is_host
+from ..kernels.outputs import Traced, traced
+from ..kernels.spec import Output
 from ..native.table import sum_of_versions
 from ..storage import Leaf, evaluated, values_of
 from .segment import Segment

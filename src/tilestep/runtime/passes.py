@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..backends.spec import KernelSpec, Output
 from ..kernels.launch import Launch
+from ..kernels.spec import KernelSpec, Output
 from .batches import MatrixBatches
 from .outputs import OutputTables
 from .segment import ArrayTable, Segment, TileRange

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..backends.spec import MAX_DIMS, KernelSpec, cut_tiles
 from ..compat import has_memory
 from ..errors import GradientError, StateError
 from ..graph import Program
 from ..graph.tracer import group_value
+from ..kernels.spec import MAX_DIMS, KernelSpec, cut_tiles
 from ..linalg.views import Matrices
 from ..native.table import addresses_of
 from ..placement import Share

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from ..backends.spec import KernelSpec, Output
 from ..compat import is_fake
 from ..devices import is_host
 from ..errors import RuleError
 from ..graph import Graph
+from ..kernels.spec import KernelSpec, Output
 from ..placement import Share
 from ..runtime import DeviceEngine
 from ..runtime.outputs import OutputTables

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..backends.spec import Output
+from ..backends.registry import passes_class
 from ..devices import is_host
+from ..kernels.spec import Output
 from ..native.table import Writes, address_of, addresses_of, sum_of_versions
 from ..placement.local import is_distributed, local_part, logical_coordinates
-from ..runtime import passes_class
 from ..runtime.outputs import WORD, extent_of
 from ..storage import Stored
 

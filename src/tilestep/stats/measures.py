@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ..backends.spec import INVERSE_SCALE, KernelSpec, Output
 from ..compat import is_capturing
 from ..devices import moved
+from ..kernels.spec import INVERSE_SCALE, KernelSpec, Output
 from ..placement.local import is_distributed
 from ..runtime import DeviceEngine
 from ..runtime.passes import Passes

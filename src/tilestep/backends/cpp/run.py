@@ -14,10 +14,10 @@ import torch
 from ... import devices
 from ...devices import thread_count
 from ...errors import BuildError
+from ...kernels.spec import KernelSpec, Output
 from ...runtime.gradients import Stale
 from ...runtime.passes import Passes
 from ...runtime.segment import Block, Entry, Segment, SliceTables, TileRange
-from ..spec import KernelSpec, Output
 from ..tuning import tile_shape
 from . import source
 from .compile import load_library, user_flags, warn_of_failure, wide_vectors

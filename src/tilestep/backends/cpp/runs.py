@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from ...graph import TilePass
+from ...kernels.spec import KernelSpec
 from ...storage import BLOCK, Array, Leaf, codec_of, dtype_name, read_arrays
 from ..emit import Writer
 from ..outputs import PassOutputs
-from ..spec import KernelSpec
 from .text import C_TYPES, CppWriter, Reduced, accumulate, arrays_of, clause_of, neutral, scalar_type
 
 

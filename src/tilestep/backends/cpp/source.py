@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ...graph import ScalarPass, TilePass, Value, scalar_needs
+from ...kernels.spec import KernelSpec, describe
 from ...storage import BLOCK, dtype_name
 from ..decision import gradient_scale
 from ..emit import Writer, scalar_source
 from ..outputs import PassOutputs
-from ..spec import KernelSpec, describe
 from .runs import OutputText, RunBody
 from .support import BLOCKS_PRELUDE, PRELUDE, SLICES_PRELUDE
 from .text import (

@@ -6,8 +6,8 @@ import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ...kernels.spec import CLIP, INVERSE_SCALE, MAX_DIMS, NORM, SKIP, UNSCALE
 from ...storage import BLOCK
-from ..spec import CLIP, INVERSE_SCALE, MAX_DIMS, NORM, SKIP, UNSCALE
 
 _COUNTS = ("tensors", "tiles", "tile_size", "threads", "hyper_count")
 _TABLES = {

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...graph import TilePass, Value, ancestors
+from ...kernels.spec import KernelSpec, describe
 from ...storage import BLOCK, Array, Codec, Storage, bits_graph, codec_of, dtype_name, keys_graph
 from ..decision import graph_of
 from ..emit import SIGNS, Names, Writer
-from ..spec import KernelSpec, describe
 
 _KEYWORDS = """
 alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t char32_t class compl

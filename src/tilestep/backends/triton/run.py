@@ -16,6 +16,7 @@ import torch
 from ...compat import is_capturing
 from ...devices import copy_to
 from ...kernels.launch import EXACT, Launch, Launcher, build_together, load_module
+from ...kernels.spec import KernelSpec, Output, Tiles, cut_tiles
 from ...runtime.capturing import WARM_UP, require
 from ...runtime.decision import StepInputs
 from ...runtime.outputs import chunks_of
@@ -23,7 +24,6 @@ from ...runtime.passes import Passes
 from ...runtime.segment import Entry, Segment, TileRange
 from ..decision import Decision, numbers_of
 from ..outputs import PassOutputs
-from ..spec import KernelSpec, Output, Tiles, cut_tiles
 from ..tuning import TileShape, tile_shape
 from . import source as triton_backend
 from .decision import decision_source

@@ -11,8 +11,8 @@ import torch
 
 from ...graph import TilePass
 from ...kernels.launch import EXACT, Launcher
+from ...kernels.spec import KernelSpec, tile_traffic
 from ...runtime.segment import Block, Entry, SliceTables, ViewTiles
-from ..spec import KernelSpec, tile_traffic
 from .source import FINISH_POINTERS, SLICE_POINTERS, STRIDED_POINTERS, slice_pointers
 
 Launch = tuple[Launcher, list[torch.Tensor]]

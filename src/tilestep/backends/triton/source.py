@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from ...graph import SCALAR_LEVELS, ScalarPass, TilePass, Value, scalar_needs
+from ...kernels.outputs import Traced
+from ...kernels.spec import CLIP, INVERSE_SCALE, MAX_DIMS, NORM, KernelSpec, describe
 from ...storage import BLOCK, Array, Leaf, codec_of, dtype_name, read_arrays
 from ..decision import gradient_scale
 from ..emit import scalar_source
-from ..outputs import PassOutputs, Traced
-from ..spec import CLIP, INVERSE_SCALE, MAX_DIMS, NORM, KernelSpec, describe
+from ..outputs import PassOutputs
 from .text import (
     BLOCKS_SHAPE,
     HELPERS,

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from ...graph import SCALAR_LEVELS, TilePass, Value, ancestors
+from ...kernels.spec import KernelSpec
 from ...storage import BLOCK, Array, Storage, bits_graph, codec_of, dtype_name, is_coarse, keys_graph, read_arrays
 from ..decision import graph_of
 from ..emit import SIGNS, Names, Writer
-from ..spec import KernelSpec
 
 _OF_THE_DEVICE = """
 rsqrt exp exp2 expm1 log log2 log1p log10 sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erfc lgamma trunc
