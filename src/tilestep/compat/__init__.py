@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import BuildInterrupted
 
-# Tensors: fake ones, comparisons, copies and zeros of many in one call.
+# Tensors: fake tensors, comparisons, copies and zeros of many tensors in one call.
 
 TensorDispatch = TorchDispatchMode  # base class of the tracer: sees every ATen call
 
@@ -57,7 +57,7 @@ def fake_mode_is_active() -> bool:
     if not _active_modes():
         return False
     kind = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensorMode", None)
-    # Making a tensor to look at would be seen by other modes.
+    # Other modes would see a tensor made for the check.
     return kind is not None and any(
         isinstance(mode, kind) for mode in _python_dispatch._get_current_dispatch_mode_stack()
     )
@@ -76,7 +76,7 @@ def _unlogged(mode: Any) -> Iterator[None]:
 
 
 def decomposition(overload: Any) -> Callable[..., Any] | None:
-    """torch's decomposition of an ATen operation into simpler ones, or None."""
+    """torch's decomposition of an ATen operation, or None."""
     try:
         from torch._decomp import decomposition_table
     except ImportError:
@@ -85,18 +85,18 @@ def decomposition(overload: Any) -> Callable[..., Any] | None:
 
 
 def wrapper_tensor(kind: type, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-    """A tensor of a subclass that has no memory of its own."""
+    """A tensor of a subclass, without memory."""
     return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
 
 
 def is_copy(operation: Any) -> bool:
-    """Whether an ATen operation copies numbers, possibly to another device or dtype."""
+    """Whether an ATen operation copies a tensor, possibly to another device or dtype."""
     aten = torch.ops.aten
     return operation in (aten.detach.default, aten.clone.default, aten._to_copy.default)
 
 
 def is_empty_like(operation: Any) -> bool:
-    """Whether an ATen operation allocates a tensor like another, as for a checkpoint that is written later."""
+    """Whether an ATen operation allocates a tensor like another, as asynchronous checkpoints do."""
     return operation == torch.ops.aten.new_empty.default
 
 
@@ -105,11 +105,11 @@ def _public(device: int) -> int:
 
 
 current_stream_number: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public)
-"""The current stream of a device as a number, at a tenth of the cost of an object."""
+"""The current stream of a device as a number, which costs a tenth of a stream object."""
 
 
 def tensor_guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """A check that other tensors have the same `description` as these, in one C++ call."""
+    """A check, in one C++ call, whether tensors have the same `description` as these."""
     try:
         from torch._C._dynamo.guards import TensorGuards
 
@@ -124,7 +124,7 @@ def tensor_guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 
 def description(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What a kernel must know of a tensor, apart from its address."""
+    """The metadata of a tensor that kernels depend on, apart from its address."""
     subclass = None if type(tensor) in (torch.Tensor, torch.nn.Parameter) else type(tensor)
     if tensor.layout is not torch.strided or tensor.is_nested:
         return subclass, tensor.dtype, tensor.device, tensor.layout, tensor.is_nested
@@ -133,7 +133,7 @@ def description(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 version_of: Callable[[Any], int] = operator.attrgetter("_version")
-"""The number of writes to a tensor, as autograd counts them."""
+"""The version of a tensor, which counts in-place writes."""
 
 
 is_zero_tensor: Callable[[torch.Tensor], bool] = operator.methodcaller("_is_zerotensor")
@@ -156,19 +156,19 @@ def returns_view(operation: Any) -> bool:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor, if it has any, can be reached by its address."""
+    """Whether a tensor is empty, or its elements can be read at its address."""
     if not tensor.numel():
         return True
     try:
         address, offset = tensor.data_ptr(), tensor.storage_offset() * tensor.element_size()
     except (RuntimeError, NotImplementedError):
         return False
-    # Without memory of the storage, an address is the offset alone.
+    # Without memory the address is the offset in the storage.
     return address != 0 and (address != offset or tensor.untyped_storage().data_ptr() != 0)
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose memory holds its values: negation, conjugation and zeros are no longer lazy."""
+    """The tensor with lazy negation, conjugation and zeros materialized."""
     if is_zero_tensor(tensor):
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return tensor.resolve_conj().resolve_neg()
@@ -178,14 +178,14 @@ _pointers_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
 def addresses_equal(tensors: list[torch.Tensor], addresses: list[int], indices: list[int]) -> bool:
-    """Whether the tensors still begin at these addresses; one C++ call where torch was built with CUDA."""
+    """Whether the tensors have these addresses; one C++ call if torch was built with CUDA."""
     if _pointers_equal is not None:
         return _pointers_equal(tensors, addresses, indices)
     return all(map(operator.eq, map(torch.Tensor.data_ptr, tensors), addresses))
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy tensors into others; on a GPU in a few launches, or without the private call in one launch per tensor."""
+    """Copy tensors into tensors; on a GPU in a few launches, without the private call in a launch per tensor."""
     together = getattr(torch, "_foreach_copy_", None)
     if together is not None and targets:
         together(targets, sources)
@@ -195,9 +195,9 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def zero_all(tensors: list[torch.Tensor]) -> None:
-    """Fill tensors with zeros; on a GPU in a few launches, or without the private call in one launch per tensor."""
+    """Fill tensors with zeros; on a GPU in a few launches, without the private call in a launch per tensor."""
     together = getattr(torch, "_foreach_zero_", None)
-    # It does not take floating point numbers of 8 bits.
+    # It does not support float8.
     tensors = [tensor if tensor.dtype.itemsize > 1 else tensor.view(torch.uint8) for tensor in tensors]
     if together is not None and tensors:
         together(tensors)
@@ -213,31 +213,31 @@ Result = TypeVar("Result")
 
 
 def opaque(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """A function that torch.compile does not trace; the compiler is not imported before it is called."""
+    """Make torch.compile skip a function; the compiler is imported at the first call."""
     lazily = getattr(torch, "_disable_dynamo", None)
     return torch.compiler.disable(function) if lazily is None else lazily(function)
 
 
 def clear_dynamo_frames() -> None:
-    """Once a process, when the first `opaque` function has imported the compiler: free the frames of its callers."""
-    # `torch.fx.wrap`, which that import calls, leaves a frame that refers to itself, hence to all callers and their
-    # variables: the first optimizer of a process and its model would live until the next garbage collection.
+    """Free the frames of callers, once per process, after the first `opaque` function has imported the compiler."""
+    # The import calls `torch.fx.wrap`, whose frame refers to itself, and so to all callers and their variables: the
+    # first optimizer of a process and its model would live until the next garbage collection.
     global _callers_are_held
     if not _callers_are_held:
         return
     _callers_are_held = False
     code = getattr(torch.fx.wrap, "__code__", None)
     for frame in [held for held in gc.get_objects() if type(held) is FrameType and held.f_code is code]:
-        # A frame that another thread is running stays.
+        # A frame that runs in another thread stays.
         with contextlib.suppress(RuntimeError):
             frame.clear()
 
 
-_callers_are_held = "torch._dynamo" not in sys.modules  # else they were imported before this module
+_callers_are_held = "torch._dynamo" not in sys.modules  # otherwise it was imported before this module
 
 
 def fsdp_module_type() -> Any | None:
-    """The class of modules that FSDP2 shards; None if it was not imported, so that there are none."""
+    """The class of modules that FSDP2 shards; None if FSDP2 was not imported."""
     return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
 
 
@@ -248,7 +248,7 @@ def is_flat_part(param: Any) -> bool:
 
 def before_gathering(module: Any, prepare: Callable[[list[Any]], None]) -> bool:
     """Call `prepare` before each gather of an FSDP2 module's parameters. Returns whether torch lets us."""
-    # A hook on the module's forward would miss other modules that prefetch its parameters.
+    # A forward hook would miss other modules that prefetch the parameters.
     state = getattr(module, "_get_fsdp_state", lambda: None)()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     groups = [group for group in groups if group is not None]
@@ -276,15 +276,15 @@ def _gathering_streams(group: Any, async_op: bool) -> list[Any]:
         streams = list(group.comm_ctx.get_all_gather_streams(async_op, group._training_state))
         gathers = group._all_gather_process_group.size() > 1
     except (AttributeError, AssertionError):
-        # Before the first forward, or if torch keeps its streams in another way.
+        # Before the first forward, or in a torch with other attributes.
         attributes = vars(getattr(group, "comm_ctx", None) or object).values()
         streams, gathers = [value for value in attributes if isinstance(value, torch.cuda.Stream)], False
-    # One rank alone copies its parameters on the current stream.
+    # A single rank copies its parameters on the current stream.
     return streams if gathers else [*streams, current]
 
 
 def uncompiled(module: Any) -> Any:
-    """The module inside one that `torch.compile` returned; any other module itself."""
+    """The module inside the result of `torch.compile`; any other module itself."""
     try:
         from torch._dynamo.eval_frame import OptimizedModule
     except ImportError:
@@ -302,12 +302,12 @@ def _name_of_compiled_call(module: torch.nn.Module) -> str:
 
 
 def compiled_call(module: torch.nn.Module) -> Callable[..., Any] | None:
-    """The function that a call of a compiled module runs; None if it is not compiled, or torch keeps it elsewhere."""
+    """The function that a compiled module calls; None if it is not compiled, or in a torch with other attributes."""
     return vars(module).get(_name_of_compiled_call(module))
 
 
 def replace_compiled_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
-    """Run another function in its place, outside of the compiled code."""
+    """Replace the function that a compiled module calls."""
     setattr(module, _name_of_compiled_call(module), call)
 
 
@@ -321,7 +321,7 @@ def guard_parameters(module: torch.nn.Module, guard: Callable[[dict[str, Any]], 
 
 
 def kept_parameters(module: torch.nn.Module) -> dict[str, Any]:
-    """A module's own parameters; empty if it has none, or torch keeps them in another way."""
+    """The dictionary of a module's own parameters; empty if it has none, or in a torch with other attributes."""
     return vars(module).get("_parameters") or {}
 
 
@@ -362,7 +362,7 @@ def watch_all_submodules(before: Callable[[torch.nn.Module, Any], None]) -> Any:
 
 
 def is_dropping_gradients() -> bool:
-    """Whether `Module.zero_grad`, which reads no parameter's values, is among the callers."""
+    """Whether `Module.zero_grad`, which reads no values of parameters, is among the callers."""
     code, frame = torch.nn.Module.zero_grad.__code__, sys._getframe(1)
     for _ in range(10):
         if frame.f_code is code:
@@ -380,7 +380,7 @@ _kept_by = operator.attrgetter(_KEPT)
 
 
 def backward_pass() -> int | None:
-    """The number of the backward pass that this is called in; None outside of one, or if torch does not tell."""
+    """The number of the current backward pass; None outside of backward, or if unknown."""
     current = getattr(torch._C, "_current_graph_task_id", None)
     number = -1 if current is None else current()
     return None if number == -1 else number
@@ -391,7 +391,7 @@ def after_backward(callback: Callable[[], None]) -> bool:
     engine = getattr(torch.autograd.Variable, "_execution_engine", None)
     if engine is None or not hasattr(engine, "queue_callback"):
         return False
-    # A backward compiled as one graph drops callbacks that are queued while its code runs.
+    # A backward compiled as one graph drops callbacks queued while it runs.
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     if getattr(compiled, "in_compiled_autograd_region", False):
         return False
@@ -400,7 +400,7 @@ def after_backward(callback: Callable[[], None]) -> bool:
 
 
 def is_in_another_backward() -> bool:
-    """Whether a function's backward began the current backward pass, as reentrant checkpoints do."""
+    """Whether the current backward pass is nested in a backward, as with reentrant checkpoints."""
     calls = getattr(getattr(torch.autograd.function, "BackwardCFunction", None), "apply", None)
     code, frame = getattr(calls, "__code__", None), sys._getframe(1)
     while code is not None and frame is not None:
@@ -419,7 +419,7 @@ def count_gradient_hooks(params: Iterable[torch.Tensor]) -> int:
 
 
 def is_last_gradient_hook(param: torch.Tensor, handle: Any) -> bool:
-    """Whether a gradient hook is called after all others of its parameter; True if torch does not tell."""
+    """Whether a gradient hook is the last of its parameter; True if unknown."""
     hooks = getattr(param, _KEPT, None)
     return not isinstance(hooks, dict) or handle.id not in hooks or next(reversed(hooks)) == handle.id
 
@@ -427,19 +427,19 @@ def is_last_gradient_hook(param: torch.Tensor, handle: Any) -> bool:
 _profiler_enabled = getattr(torch._C._autograd, "_profiler_enabled", None)
 
 UPDATE = "tilestep::update"
-"""Marks the optimizer's work, wherever it runs: in a step, in backward, before a forward."""
+"""Range of the optimizer's work in traces: in a step, in backward, or before a forward."""
 
-HOST_UPDATE = "tilestep::host_update"  # the same for updates computed by the host, in a training that may be on a GPU
+HOST_UPDATE = "tilestep::host_update"  # updates computed by the host
 
-REPLAY = "tilestep::replay"  # a CUDA graph of a step alone: the optimizer's work too, and the end of an iteration
+REPLAY = "tilestep::replay"  # a CUDA graph of a step: optimizer's work, and the end of an iteration
 
-ITERATION = "tilestep::iteration"  # the end of an iteration where the user says so
+ITERATION = "tilestep::iteration"  # the end of an iteration, marked by the user
 
 _NOTHING: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
 
 def marked(name: str) -> contextlib.AbstractContextManager[object]:
-    """A block whose work carries a name in traces."""
+    """A context that names its work in traces."""
     return record_function(name) if _profiler_enabled is None or _profiler_enabled() else _NOTHING
 
 
@@ -471,7 +471,7 @@ def _seen(original: Any) -> Any:
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(parameters, *args, **kwargs)
-        # A generator could be read only once.
+        # A generator can be read once only.
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         for look in _watched:
             look(listed)
@@ -481,7 +481,7 @@ def _seen(original: Any) -> Any:
 
 
 def load_hooks(optimizer: object) -> tuple[list[Any], list[Any]]:
-    """The hooks before and after a checkpoint is loaded; empty if torch keeps them in another way."""
+    """The hooks before and after a checkpoint is loaded; empty in a torch with other attributes."""
     attributes = vars(optimizer)
     names = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
     before, after = (list(attributes.get(name, {}).values()) for name in names)
@@ -489,7 +489,7 @@ def load_hooks(optimizer: object) -> tuple[list[Any], list[Any]]:
 
 
 def step_is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks, its own or those of all optimizers, or a profiler listen to an optimizer's steps."""
+    """Whether hooks of this or of all optimizers, or a profiler, observe the steps of an optimizer."""
     try:
         hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
         recording = _profiler_enabled
@@ -499,7 +499,7 @@ def step_is_watched(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def step_is_ordinary() -> bool:
-    """Whether a step runs without a profiler, autocast, or a mode that sees operations."""
+    """Whether no profiler, autocast or dispatch mode is active."""
     recording = _profiler_enabled
     return not (
         recording is None
@@ -512,7 +512,7 @@ def step_is_ordinary() -> bool:
 
 def is_capturing() -> bool:
     """Whether launches are being captured into a CUDA graph."""
-    # Without a driver the question itself may fail, with the error of an earlier call, a profiler's for one.
+    # Without a driver the call may raise the error of an earlier call, such as a profiler's.
     return _HAS_CUDA and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -541,7 +541,7 @@ _scaled = [0]
 
 
 def count_scaled_losses() -> int:
-    """The losses that torch's scalers have scaled since the first call of this; 0 if torch scales in another way."""
+    """The number of losses that torch's scalers have scaled since the first call of this function; 0 if unknown."""
     method = getattr(torch.amp.GradScaler, "scale", None)
     if method is None or hasattr(method, "__wrapped__"):
         return _scaled[0]
@@ -560,19 +560,19 @@ def count_scaled_losses() -> int:
 
 
 def root_mesh(mesh: Any) -> Any | None:
-    """The device mesh that a mesh is a slice of; None if torch does not tell."""
+    """The device mesh that a mesh is a slice of; None if unknown."""
     root = getattr(mesh, "_get_root_mesh", None)
     return None if root is None else root()
 
 
 def group_device_types(group: Any) -> set[str] | None:
-    """Device types whose tensors a process group can reduce; None if torch does not tell."""
+    """Device types whose tensors a process group can reduce; None if unknown."""
     devices = getattr(group, "_device_types", None)
     return None if devices is None else {device.type for device in devices}
 
 
 def gather_together(group: Any, wholes: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> tuple[bool, Any]:
-    """Begin to gather several tensors in one message: whether torch can, and the work to wait for."""
+    """Start an all-gather of several tensors in one message; returns whether torch can, and the work to wait for."""
     for name in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"):
         call, options = (
             getattr(group, name, None),
@@ -594,7 +594,7 @@ def checkpoint_chunk(offsets: Sequence[int], sizes: Sequence[int]) -> Any:
 
 
 def checkpoint_items(name: str, shape: torch.Size, dtype: torch.dtype, chunks: Sequence[tuple[Any, Any]]) -> list[Any]:
-    """The items that a checkpoint writes of a tensor: one for each block, given by its offsets and sizes."""
+    """The items that a checkpoint writes of a tensor: one per block, given by offsets and sizes."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -606,7 +606,7 @@ def checkpoint_items(name: str, shape: torch.Size, dtype: torch.dtype, chunks: S
 
 
 def distributed_tensor_type() -> Any | None:
-    """The class of DTensors; None if it was not imported, which takes a while, so that there are none."""
+    """The class of DTensors; None if it was not imported, which takes long."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
@@ -614,12 +614,12 @@ DTENSOR_PARTS = ("_local_tensor", "_spec")  # the attributes of a DTensor's loca
 
 
 def dtensors_have_parts() -> bool:
-    """Whether DTensors have these attributes; else their public methods are used."""
+    """Whether DTensors have these attributes; otherwise public methods are used."""
     return all(hasattr(distributed_tensor_type(), name) for name in DTENSOR_PARTS)
 
 
 def with_part(tensor: Any, part: torch.Tensor) -> Any:
-    """The DTensor, whose local part is replaced by another of the same shape."""
+    """Replace the local part of a DTensor by a tensor of the same shape; returns the DTensor."""
     setattr(tensor, DTENSOR_PARTS[0], part)
     return tensor
 
@@ -627,7 +627,7 @@ def with_part(tensor: Any, part: torch.Tensor) -> Any:
 def local_parts(tensors: Iterable[Any]) -> list[Any]:
     """The local parts of DTensors; any other tensor itself."""
     kind = distributed_tensor_type()
-    # The public `to_local()` costs 50 times as much: it calls autograd, and returns a new tensor at each call.
+    # The public `to_local()` costs 50 times as much: it uses autograd, and returns a new tensor per call.
     if kind is None or dtensors_have_parts():
         return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
     with torch.no_grad():
@@ -635,7 +635,7 @@ def local_parts(tensors: Iterable[Any]) -> list[Any]:
 
 
 def ready(part: Any) -> Any:
-    """The result of an `AsyncCollectiveTensor`, for which the current stream waits, not the host; else the tensor."""
+    """The result of an `AsyncCollectiveTensor`; the current stream waits for it. Other tensors themselves."""
     wait = getattr(part, "wait", None) if type(part) not in (torch.Tensor, torch.nn.Parameter) else None
     return part if wait is None else wait()
 
@@ -670,7 +670,7 @@ def layouts(tensors: Iterable[Any]) -> list[Any]:
     return [Layout(spec.device_mesh, spec.placements) if isinstance(spec, kind) else None for spec in tensors]
 
 
-# Memory of other GPUs of the host, and memory that torch has not allocated.
+# Memory of other GPUs, and memory that torch has not allocated.
 
 
 class SymmetricMemory:
@@ -688,9 +688,9 @@ class SymmetricMemory:
         self._options: dict[str, int] = {}
 
     def meet_first(self, group: Any) -> None:
-        """Find the others' memory; all ranks of the group call it."""
+        """Exchange handles of memory; all ranks of the group call it."""
         self._handle = self._rendezvous(self.memory, group.group_name)
-        # When a rank is gone, the timeout ends the others' processes, as NCCL's watchdog does.
+        # If a rank is gone, the timeout ends the other processes, as NCCL's watchdog does.
         self._options = {"timeout_ms": round(timeout_of(group, self.memory.device).total_seconds() * 1e3)}
 
     def of(self, rank: int, first: int, stop: int) -> torch.Tensor:
@@ -698,12 +698,12 @@ class SymmetricMemory:
         return self._handle.get_buffer(rank, (stop - first,), self.memory.dtype, first)
 
     def meet(self) -> None:
-        """Let the current stream wait until those of all ranks have come to this call."""
+        """Barrier on the current streams of all ranks."""
         self._handle.barrier(**self._options)
 
 
 def timeout_of(group: Any, device: torch.device) -> timedelta:
-    """The timeout of a process group; torch's default for NCCL if torch does not tell."""
+    """The timeout of a process group; torch's default for NCCL if unknown."""
     try:
         return group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):
@@ -723,14 +723,14 @@ def tensor_at(address: int, numel: int, dtype: torch.dtype, device: torch.device
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
 
 
-# Triton: launching a compiled kernel with addresses, compiling several at a time, the hash of its own compiler.
+# Triton: launches with addresses, parallel compilation, the hash of its compiler.
 
 _KNOWN_TRITON = ("3.6.",)
-"""Versions whose compiled launcher takes the arguments of `direct_launch`; kernels of others use the public API."""
+"""Triton versions whose launcher takes the arguments of `direct_launch`; others use the public API."""
 
 
 def by_numpy(name: str, *values: Any) -> Any:
-    """Call a function of numpy, or of Python's `math`, on tensors of Triton's interpreter."""
+    """Call a function of numpy or `math` on tensors of Triton's interpreter."""
     from triton.language import tensor
     from triton.runtime.interpreter import TensorHandle
 
@@ -762,7 +762,7 @@ _MATH = {
 
 
 def reduce_by_halves() -> None:
-    """Let Triton's interpreter reduce by combining arrays, as a GPU does, and not number by number."""
+    """Make Triton's interpreter reduce by combining halves of arrays, as a GPU does."""
     from triton.runtime import interpreter
 
     def generic_reduce(self: Any, operands: tuple[Any, ...]) -> list[Any]:
@@ -808,7 +808,7 @@ def splat_truths() -> None:
 def direct_launch(
     compiled: Any, grid: tuple[int, int, int], device: torch.device, constants: tuple[Any, ...]
 ) -> Callable[[tuple[torch.Tensor | float, ...]], bool] | None:
-    """A function that launches a compiled kernel with addresses in place of tensors; None for untested Tritons."""
+    """A function that launches a compiled kernel with addresses in place of tensors; None for untested versions."""
     import triton
     from triton import knobs
     from triton.runtime import driver
@@ -838,12 +838,12 @@ def _is_hooked(hook: Any) -> bool:
 
 
 def compile_together(compilations: Sequence[Callable[[], object]], threads: int) -> None:
-    """Compile several kernels at a time into Triton's caches; does nothing with untested Tritons."""
+    """Compile kernels in parallel into Triton's caches; does nothing with untested versions."""
     import triton
 
     if threads < 2 or len(compilations) < 2 or not triton.__version__.startswith(_KNOWN_TRITON):
         return
-    # Triton notes in a context variable that compilations are deferred, and does not clear it after some errors.
+    # Triton sets a context variable for deferred compilations, and does not reset it after some errors.
     with contextlib.suppress(Exception):
         contextvars.copy_context().run(_compile_in_threads, compilations, threads)
 
@@ -855,13 +855,13 @@ def _compile_in_threads(compilations: Sequence[Callable[[], object]], threads: i
     mode = triton.AsyncCompileMode(_Compilers(pool), ignore_errors=True)
     waits = True
     try:
-        # Not `with`, which would wait for all kernels after Ctrl-C. The context variable that it sets is a copy's.
+        # Not `with`, which would wait for all kernels after Ctrl-C. The context variable is set in a copy.
         mode.__enter__()
         for compilation in compilations:
             compilation()
         mode.__exit__(None, None, None)
     except KeyboardInterrupt:
-        waits = False  # the interpreter's end joins the threads
+        waits = False  # the interpreter joins the threads at exit
         raise BuildInterrupted(f"while Triton built {len(compilations)} kernels") from None
     finally:
         pool.shutdown(wait=waits, cancel_futures=not waits)
@@ -881,7 +881,7 @@ class _Compilers:
 
     def _compile(self, compilation: Callable[[], Any]) -> Any:
         kernel = compilation()
-        # If it fails, loading the kernel builds it.
+        # If it fails, the launcher is built when the kernel is loaded.
         with contextlib.suppress(Exception):
             self._build_launcher(kernel)
         return kernel

@@ -1,4 +1,4 @@
-"""Update rules: one short function each, found by dropping a module into this folder."""
+"""Update rules, a short function each; modules of this folder are imported automatically."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Rules made from rules: each function takes one and returns another, which traces to one fused kernel as ever.
+"""Compositions: functions from a rule to a rule, which is traced to one fused kernel like any other.
 
-A composed rule has its inner rule's states and hyperparameters, then its own.
+A composed rule has the states and hyperparameters of its inner rule, followed by new ones.
 """
 
 from __future__ import annotations
@@ -317,7 +317,7 @@ def lookahead(rule: Rule, k: int = 5, alpha: float = 0.5) -> Rule:
 
 
 _LARGEST = 2.0**15
-"""What a scaled state's largest element becomes: half of what float16 can hold."""
+"""The largest element of a scaled state: half of float16's range."""
 
 
 def scaled_states(rule: Rule) -> Rule:
@@ -362,7 +362,7 @@ def scaled_states(rule: Rule) -> Rule:
         for name in scaled:
             value = new[name]
             if value is None or (value is wide[name] and version_of(value) == versions[name]):
-                # The rule has no use for it with these hyperparameters.
+                # The rule does not use it with these hyperparameters.
                 new[name] = kept[name]
                 continue
             largest = value.abs().amax()
@@ -402,14 +402,14 @@ def _(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
 def _update(
     rule: Rule, param: Any, grad: Any, states: tuple[Any, ...], hyper: Mapping[str, Any]
 ) -> tuple[Any, tuple[Any, ...]]:
-    """What the rule adds to the parameter, and its new states."""
-    # Copies, because a rule may work in place; in a kernel they cost nothing.
+    """The change of the parameter by the rule, and the new states."""
+    # Copies, since a rule may work in place; they are free in a kernel.
     moved, *states_after = rule(param.clone(), grad.clone(), *states, **hyper)
     return displacement(moved, param), tuple(states_after)
 
 
 def _descending(value: Any, hyper: Mapping[str, Any]) -> Any:
-    """A gradient's value with the sign it has when minimizing."""
+    """The gradient, negated with `maximize`."""
     return -value if hyper.get("maximize") else value
 
 
@@ -423,7 +423,7 @@ def compose(
     uses_step: bool = False,
     evaluation: Callable[..., Any] | None = None,
 ) -> Rule:
-    """The rule `function` computes: the inner rule's signature, then its own states and hyperparameters."""
+    """Compose a rule of `function`, with the inner rule's signature, then new states and hyperparameters."""
     label = composer.__name__
     _require_rule(label, rule)
     taken = {*rule.state_names, *rule.hyperparameters, *rule.options}

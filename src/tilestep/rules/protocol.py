@@ -1,4 +1,4 @@
-"""What an update rule is: a plain PyTorch function whose parameters say everything.
+"""Update rules: plain PyTorch functions whose signatures declare states and hyperparameters.
 
 The first parameter is the model's parameter, the second its gradient, other positional ones are state buffers (their
 names are the `state_dict` keys), keyword-only ones are hyperparameters with defaults, and `step` is the count from 1.
@@ -87,7 +87,7 @@ def between(
 
 
 Allowed = Callable[[Any], str]
-"""What a hyperparameter must be, if a value is not that; else empty."""
+"""A check of a hyperparameter: what it must be if a value is invalid, otherwise an empty string."""
 
 
 def one_of(*values: Any) -> Allowed:
@@ -133,7 +133,7 @@ NOT_FOR_HYPERPARAMETERS = {
     "params": "the param group's parameters",
     "param_names": "the param group's names",
 }
-"""Names that no hyperparameter can have, with what they are."""
+"""Reserved names of hyperparameters, with their meaning."""
 
 
 registry: dict[str, Rule] = {}
@@ -141,17 +141,17 @@ registry: dict[str, Rule] = {}
 
 
 STATE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""What a buffer like the parameter can be kept in, element by element."""
+"""Dtypes of states with the shape of the parameter."""
 
 
 class Tracer(Protocol):
-    """What a rule needs of the tracer that calls it."""
+    """The tracer, as a rule sees it."""
 
     idle: list[RuleError]
-    """Errors of rules that have returned nothing and changed nothing."""
+    """Messages for rules that return nothing and change nothing."""
 
     def value_of(self, tensor: Any) -> Any:
-        """What a tensor stands for at this moment."""
+        """The current value of a tensor."""
 
 
 traced_by: ContextVar[Tracer | None] = ContextVar("traced_by", default=None)
@@ -302,7 +302,7 @@ class Rule:
         self.state_names: tuple[str, ...] = tuple(rest)
 
     def _check_declaration(self, declared: Mapping[str, State]) -> None:
-        """Raise for names that there are not or that mean something else, defaults of other types, and beginnings."""
+        """Raise for unknown or reserved names, defaults of unsupported types, and invalid initial states."""
         if unknown := sorted(set(declared) - set(self.state_names)):
             raise RuleError(f"{self.where}: states= names {unknown}, which are not parameters of {self.__name__}()")
         for kind, names, taken in (
@@ -345,7 +345,7 @@ class Rule:
 
     @property
     def counts_steps(self) -> bool:
-        """Whether torch's optimizer of this name has a step count in its state; without one it makes missing states.
+        """Whether torch's optimizer of this name stores a step count; without a count, missing states are made.
 
         Example:
             >>> registry["AdamW"].counts_steps, registry["SGD"].counts_steps
@@ -413,7 +413,7 @@ class Rule:
         return interval if isinstance(interval, Interval) else Interval()
 
     def __call__(self, *buffers: Any, **hyperparameters: Any) -> tuple[Any, ...]:
-        """The new values of the parameter and every state buffer, computed by the rule's own PyTorch code."""
+        """The new values of the parameter and of all state buffers, computed by the rule's PyTorch code."""
         names = (self.param_name, self.grad_name, *self.state_names)
         if len(buffers) != len(names):
             raise TypeError(f"{self.__name__}() takes {len(names)} buffers ({', '.join(names)}), got {len(buffers)}")
@@ -528,7 +528,7 @@ def _by_reference(module: str, qualname: str) -> Any:
 
 
 def changes(value: Any) -> bool:
-    """Whether a hyperparameter, or an entry of it, is a function of the step.
+    """Whether a hyperparameter, or an entry of a tuple, is a function of the step.
 
     Example:
         >>> changes(0.1), changes((0.9, lambda step: 1 - 1 / step))
@@ -559,13 +559,13 @@ def at_step(value: Any, step: Any, name: str = "the function") -> Any:
         return tuple(at_step(entry, step, f"{name}[{index}]") for index, entry in enumerate(value))
     if not callable(value):
         return value
-    # Scalars that the function makes are where the step count is, whatever torch's default device.
+    # Scalars that the function makes are on the device of the step count, not on torch's default device.
     with step.device if isinstance(step, torch.Tensor) else torch.device("cpu"):
         try:
             result = as_scalar(scalar_globals(value)(as_scalar(step)))
         except TypeError as error:
             raise RuleError(f"{name} is a function of the step, and cannot be called with it: {error}") from error
-    # The strides, since a graph that asked for dimensions would hold for these dimensions only.
+    # Strides: reading the number of dimensions would bind the graph to it.
     if not isinstance(result, torch.Tensor) or result.stride():
         shown = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else repr(result)
         raise RuleError(f"{name} is a function of the step and must give one number, not {shown}")
@@ -573,7 +573,7 @@ def at_step(value: Any, step: Any, name: str = "the function") -> Any:
 
 
 def _check_free(name: str, made: Rule) -> None:
-    """Raise for a rule by the name of one that comes with the library: optimizers and checkpoints go by names."""
+    """Raise for a rule with the name of a rule of tilestep: optimizers and checkpoints refer to rules by name."""
     own, taken = __name__.rpartition(".")[0], registry.get(name)
     if taken is not None and taken.__module__.startswith(f"{own}.") and made.__module__ != taken.__module__:
         raise RuleError(
