@@ -763,7 +763,7 @@ def _outputs(recorder: Recorder, rule: Rule, results: tuple[Any, ...], shape: tu
     names = ("param", *rule.state_names)
     shapes = [shape, *(_lies(rule.states[name].shape, shape)[2] for name in rule.state_names)]
     for name, result, wanted in zip(names, results, shapes):
-        label = rule.param_name if name == "param" else name
+        label = rule.buffer_names[0] if name == "param" else name
         if not isinstance(result, torch.Tensor):
             raise RuleError(f"{rule.where}: {rule.name} returns {type(result).__name__} for {label}, not a tensor")
         if tuple(result.shape) != wanted and result.dim() > 0:
@@ -792,7 +792,7 @@ def _check_kept(recorder: Recorder, rule: Rule, results: Sequence[Any], outputs:
     own = {f"{code.co_filename}:{line}" for *_, line in code.co_lines()} if code else set()
     buffers = (recorder.buffers[0], *recorder.buffers[2:])
     for name, result, buffer in zip(("param", *rule.state_names), results, buffers):
-        label = rule.param_name if name == "param" else name
+        label = rule.buffer_names[0] if name == "param" else name
         if result is not buffer or name in outputs:
             continue
         # A clone of a buffer, or a cast to its dtype, is the buffer's value.

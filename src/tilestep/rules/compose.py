@@ -429,7 +429,7 @@ def compose(
     taken = {*rule.state_names, *rule.hyperparameters, *rule.options}
     if clash := sorted(taken & {*states, *hyperparameters}):
         raise RuleError(f"{label}({rule.name}): the rule already has {', '.join(clash)}")
-    buffers = (rule.param_name, rule.grad_name, *rule.state_names, *states)
+    buffers = (*rule.buffer_names, *states)
     defaults = {name: default for name, (default, _) in hyperparameters.items()}
     numbers = {**rule.hyperparameters, **defaults}
     parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in buffers]

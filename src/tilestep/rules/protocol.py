@@ -6,6 +6,7 @@ names are the `state_dict` keys), keyword-only ones are hyperparameters with def
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -254,10 +255,8 @@ class Rule:
         composition: tuple[Any, ...] | None = None,
     ) -> None:
         self.function = function
-        self.__name__ = getattr(function, "__name__", "rule")
-        self.__doc__ = function.__doc__
-        self.__module__ = function.__module__
-        self.__wrapped__ = function
+        functools.update_wrapper(self, function, updated=())
+        self.__name__: str = getattr(function, "__name__", "rule")
         self.name = name or self.__name__
         self.ranges = dict(ranges or {})
         self.options = dict(options or {})
@@ -298,8 +297,7 @@ class Rule:
                 positional.append(parameter.name)
         if len(positional) < 2:
             raise RuleError(f"{self.where}: {self.__name__}() needs at least a parameter and a gradient, in that order")
-        self.param_name, self.grad_name, *rest = positional
-        self.state_names: tuple[str, ...] = tuple(rest)
+        self.buffer_names, self.state_names = tuple(positional), tuple(positional[2:])
 
     def _check_declaration(self, declared: Mapping[str, State]) -> None:
         """Raise for unknown or reserved names, defaults of unsupported types, and invalid initial states."""
@@ -414,7 +412,7 @@ class Rule:
 
     def __call__(self, *buffers: Any, **hyperparameters: Any) -> tuple[Any, ...]:
         """The new values of the parameter and of all state buffers, computed by the rule's PyTorch code."""
-        names = (self.param_name, self.grad_name, *self.state_names)
+        names = self.buffer_names
         if len(buffers) != len(names):
             raise TypeError(f"{self.__name__}() takes {len(names)} buffers ({', '.join(names)}), got {len(buffers)}")
         device = buffers[0].device if isinstance(buffers[0], torch.Tensor) else None
@@ -434,9 +432,9 @@ class Rule:
         if result is None and tracer.value_of(buffers[0]) is before:
             tracer.idle.append(
                 RuleError(
-                    f"{self.where}: {self.__name__}() returns nothing and does not change {self.param_name}, so "
-                    f"nothing would train; return the new values ({', '.join((self.param_name, *self.state_names))}), "
-                    f"or change {self.param_name} in place ({self.param_name}.sub_(...))"
+                    f"{self.where}: {self.__name__}() returns nothing and does not change {names[0]}, so "
+                    f"nothing would train; return the new values ({', '.join((names[0], *self.state_names))}), "
+                    f"or change {names[0]} in place ({names[0]}.sub_(...))"
                 )
             )
         return self._returned(result, buffers)
@@ -472,7 +470,7 @@ class Rule:
         if not isinstance(result, (tuple, list)):
             result = (result,)
         if len(result) != len(updated):
-            wanted = ", ".join((self.param_name, *self.state_names))
+            wanted = ", ".join((self.buffer_names[0], *self.state_names))
             raise RuleError(
                 f"{self.where}: {self.__name__}() returned {len(result)} value{'s' * (len(result) != 1)}, "
                 f"it must return {len(updated)}: {wanted} (or None when it works in place)"
