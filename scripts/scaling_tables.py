@@ -225,6 +225,34 @@ def muon_table(constants: Constants) -> Rows:
     return table
 
 
+def eight_table(constants: Constants) -> Rows:
+    """Iterations on eight GPUs, and what the plan had said of every mesh before they were measured."""
+    folder = RESULTS.parent
+    planned = json.loads((folder / "plan_meshes_8.json").read_text())
+    rows: Rows = [("iteration", "eager, ms", "plan", "error", "blocks compiled, ms", "plan", "error")]
+    files = {"meshes": "meshes_h200_8.json", "meshes_compiled": "meshes_compiled_h200_8.json"}
+    measured = {part: json.loads((folder / file).read_text())[part]["4"] for part, file in files.items()}
+    for name in measured["meshes"]:
+        row = [f"`shard`, {name.removeprefix('sharded_').replace('x', ' x ')}" if "x" in name else OTHERS[name]]
+        for part, figures in measured.items():
+            found = figures[name]["iteration_ms"]["median"] if name in figures else None
+            said = planned[part]["4"].get(name, {}).get("iteration_ms")
+            row.append(f"{found:.1f}" if found else "")
+            row.append(f"{said:.1f}" if said else "")
+            row.append(f"{100 * (said / found - 1):+.1f}%" if said and found else "")
+        rows.append(tuple(row))
+    return rows
+
+
+OTHERS = {
+    "data_parallel_master": "DDP, fused AdamW of float32 masters",
+    "fully_sharded": "FSDP2, torch's fused AdamW",
+    "fully_sharded_ours": "FSDP2, tilestep",
+    "fully_sharded_forward": 'FSDP2, tilestep, `overlap("forward")`',
+    "megatron": "Megatron-Core's distributed optimizer",
+}
+"""Contenders of benchmarks/shard_figures.py of which no plan is made."""
+
 TABLES: dict[str, Callable[[Constants], Rows]] = {
     "constants": constants_table,
     "errors": errors_table,
@@ -232,6 +260,7 @@ TABLES: dict[str, Callable[[Constants], Rows]] = {
     "traffic": traffic_table,
     "buckets": buckets_table,
     "meshes": meshes_table,
+    "eight": eight_table,
 }
 
 
