@@ -271,4 +271,8 @@ test_two_gpus = pytest.mark.two_gpus(each_passes(TWO, 2, backend="nccl", default
 test_four_gpus = pytest.mark.four_gpus(each_passes(FOUR, 4, backend="nccl", default_gpu=True))
 
 
-test_eight_gpus = pytest.mark.eight_gpus(each_passes(TWO, 8, backend="nccl", default_gpu=True))
+EXACT_ON_FEW = ("masters", "parameters_in_every_dtype", "remainders", "parameters_that_travel_as_bytes")
+"""Sums of their gradients in 16 bits are exact on up to four ranks."""
+EIGHT = [check for check in TWO if check.__name__ not in EXACT_ON_FEW]
+
+test_eight_gpus = pytest.mark.eight_gpus(each_passes(EIGHT, 8, backend="nccl", default_gpu=True))

@@ -175,7 +175,7 @@ def gradients_summed_in_float32() -> None:
     pair.optimizer.step()
     masters = [values["master_param"] for values in pair.optimizer.full_state_dict()["state"].values()]
     for before, param, master in zip(start, pair.twin.parameters(), masters, strict=True):
-        wanted = (before - 0.1 * param.sums / 2).cpu()  # type: ignore[attr-defined]
+        wanted = (before - 0.1 * param.sums / torch.distributed.get_world_size()).cpu()  # type: ignore[attr-defined]
         torch.testing.assert_close(master, wanted, rtol=1e-6, atol=1e-7)
 
 
