@@ -256,11 +256,11 @@ OTHERS = {
 TABLES: dict[str, Callable[[Constants], Rows]] = {
     "constants": constants_table,
     "errors": errors_table,
+    "eight": eight_table,
     "muon": muon_table,
     "traffic": traffic_table,
     "buckets": buckets_table,
     "meshes": meshes_table,
-    "eight": eight_table,
 }
 
 
