@@ -263,7 +263,13 @@ FOUR = [
     meshes.states_have_the_same_bits_on_any_mesh,
     *captures.CHECKS,
     *OWN,
-]
+]ON_FOUR = (
+    "split_over_two_and_copied_over_two",
+    "a_bad_value_on_one_copy_skips_everywhere",
+    "stages_that_share_a_norm",
+)
+"""Their meshes are of four ranks."""
+
 
 test_two_gpus = pytest.mark.two_gpus(each_passes(TWO, 2, backend="nccl", default_gpu=True))
 
@@ -271,8 +277,6 @@ test_two_gpus = pytest.mark.two_gpus(each_passes(TWO, 2, backend="nccl", default
 test_four_gpus = pytest.mark.four_gpus(each_passes(FOUR, 4, backend="nccl", default_gpu=True))
 
 
-EXACT_ON_FEW = ("masters", "parameters_in_every_dtype", "remainders", "parameters_that_travel_as_bytes")
-"""Sums of their gradients in 16 bits are exact on up to four ranks."""
-EIGHT = [check for check in TWO if check.__name__ not in EXACT_ON_FEW]
+EIGHT = [check for check in FOUR if check.__name__ not in ON_FOUR]
 
 test_eight_gpus = pytest.mark.eight_gpus(each_passes(EIGHT, 8, backend="nccl", default_gpu=True))
