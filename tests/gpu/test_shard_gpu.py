@@ -263,12 +263,14 @@ FOUR = [
     meshes.states_have_the_same_bits_on_any_mesh,
     *captures.CHECKS,
     *OWN,
-]ON_FOUR = (
+]
+ON_FOUR = (
     "split_over_two_and_copied_over_two",
     "a_bad_value_on_one_copy_skips_everywhere",
     "stages_that_share_a_norm",
 )
 """Their meshes are of four ranks."""
+EIGHT = [check for check in FOUR if check.__name__ not in ON_FOUR]
 
 
 test_two_gpus = pytest.mark.two_gpus(each_passes(TWO, 2, backend="nccl", default_gpu=True))
@@ -276,7 +278,5 @@ test_two_gpus = pytest.mark.two_gpus(each_passes(TWO, 2, backend="nccl", default
 
 test_four_gpus = pytest.mark.four_gpus(each_passes(FOUR, 4, backend="nccl", default_gpu=True))
 
-
-EIGHT = [check for check in FOUR if check.__name__ not in ON_FOUR]
 
 test_eight_gpus = pytest.mark.eight_gpus(each_passes(EIGHT, 8, backend="nccl", default_gpu=True))
