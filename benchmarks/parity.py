@@ -70,11 +70,11 @@ def run_row(row: Row | Resume | Offloaded, device: torch.device) -> dict[str, An
         return {"failure": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
 
 
-def run_layouts(names: list[str], ranks: int, until: float, record: Any) -> None:
+def run_layouts(names: list[str], ranks: int, until: float, record: Any, start_method: str = "spawn") -> None:
     """Run rows of several ranks. After a row that hangs or ends its process, new processes run the next rows."""
     while names and time.monotonic() < until:
         with tempfile.TemporaryDirectory() as folder:
-            context = mp.get_context("spawn")
+            context = mp.get_context(start_method)
             processes = [
                 context.Process(target=run_rank, args=(rank, ranks, folder, names, until)) for rank in range(ranks)
             ]

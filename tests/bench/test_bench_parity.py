@@ -21,6 +21,7 @@ from parity_rows import (
     train_by_formula,
     update_error,
 )
+from scripts import run_function
 
 import tilestep
 
@@ -116,11 +117,17 @@ def test_missing_libraries_and_errors_are_told_apart() -> None:
     assert parity_page.failure_text(skipped) == "needs a GPU"
 
 
-def test_rows_of_two_ranks_run_on_after_ranks_that_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def rows_of_two_ranks(names: list[str]) -> dict[str, Any]:
+    """In a process that can be forked: new interpreters would take twenty seconds of a core."""
     found: dict[str, Any] = {}
-    monkeypatch.setattr(parity, "run_rank", run_rank_that_ends)
+    parity.run_rank = run_rank_that_ends
+    parity.run_layouts(names, 2, float("inf"), found.__setitem__, "fork")
+    return found
+
+
+def test_rows_of_two_ranks_run_on_after_ranks_that_end() -> None:
     names = ["fsdp2/AdamW", "tp/Muon", "zero/AdamW"]
-    parity.run_layouts(names, 2, float("inf"), found.__setitem__)
+    found = run_function(rows_of_two_ranks, names)
     assert found["fsdp2/AdamW"]["ours"] == found["zero/AdamW"]["ours"] == {"bits": True, "error": 0.0}
     assert "error" in found["fsdp2/AdamW"]["theirs"]
     assert found["tp/Muon"] == {"failure": "ranks hang or end"} and list(found) == names

@@ -478,9 +478,12 @@ def _checked(optimizer: Optimizer, label: str, param: torch.Tensor) -> torch.Ten
 
 @without_collections()
 def loaded_states(
-    optimizer: Optimizer, saved: Mapping[torch.Tensor, Mapping[str, Any]]
+    optimizer: Optimizer, saved: Mapping[torch.Tensor, Mapping[str, Any]], has_states: bool
 ) -> dict[torch.Tensor, dict[str, Any]]:
-    """States with a checkpoint's values, which are copied unless they are the optimizer's own buffers."""
+    """States with a checkpoint's values, which are copied unless they are the optimizer's own buffers.
+
+    `has_states` tells whether the checkpoint has a state on any rank; then all parameters that train together get one.
+    """
     kinds, requests = _Kinds(), BufferRequests()
     together = begins_together(optimizer)
     begun = [
@@ -498,7 +501,7 @@ def loaded_states(
     planned = [
         _planned(optimizer, kinds, one, saved.get(one.param, {}), requests, live.get(one.param, {}))
         for one in begun
-        if saved and not one.param.is_meta
+        if has_states and not one.param.is_meta
     ]
     absent = [
         (request.blocks[1] if request.blocks else name, id(request.state))

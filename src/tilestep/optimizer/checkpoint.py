@@ -226,7 +226,11 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> set[torch.Tenso
             for group in groups:
                 without_defaults(group)
             saved = _saved_states(optimizer, state_dict)
-            states = loaded_states(optimizer, saved)
+            keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            entries = {param: state_dict["state"].get(key, {}) for key, param in zip(keys, params)}
+            begun = {param for param, values in entries.items() if not _NOTHING.issuperset(map(type, values.values()))}
+            states = loaded_states(optimizer, saved, bool(begun))
             for param, values in saved.items():
                 state, holder = states.setdefault(param, dict(values)), optimizer.placement.holder(param)
                 if values.get(TRAINING) is not None:
@@ -240,9 +244,7 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> set[torch.Tenso
             optimizer.take_states({**states, **others}, ahead, state_dict["param_groups"])
             for hook in load_hooks(optimizer)[1]:
                 hook(optimizer)
-            keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            return {param for key, param in zip(keys, params) if state_dict["state"].get(key)}
+            return begun
     except BaseException:
         if not optimizer.memory.on_device:
             # The memory has freed buffers of the plan.

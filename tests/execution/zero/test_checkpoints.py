@@ -236,7 +236,7 @@ def named_alike(saved: dict[str, Any]) -> dict[Any, set[str]]:
     """The names of each parameter's states, but for the step count, which are those of the other rank."""
     names: list[Any] = [None, None]
     dist.all_gather_object(names, {key: {*values} - {"step"} for key, values in saved["state"].items()})
-    assert names[0] == names[1]
+    assert names[0] == names[1], names
     return names[0]
 
 
@@ -261,6 +261,71 @@ def states_that_one_rank_has_are_named_on_all() -> None:
         dcp.load(loaded, checkpoint_id=folder)
         set_optimizer_state_dict(fresh, again, loaded["optimizer"])
         assert_same(again.full_state_dict(), optimizer.full_state_dict())
+
+
+def full_states_are_for_the_rank_that_asks() -> None:
+    """And they are copies, whatever is done with them."""
+    model = model_for("muon")
+    optimizer = tilestep.shard(muon(model.parameters()), model, bucket_cap_mb=TINY)
+    trained("muon", range(3), optimizer, model)
+    _, plain = trained("muon", range(3))
+    everywhere = optimizer.full_state_dict()
+    for rank in range(dist.get_world_size()):
+        full = optimizer.full_state_dict(rank)
+        assert not full if dist.get_rank() != rank else full["state"].keys() == everywhere["state"].keys()
+        if full:
+            assert_same(full, plain.state_dict())
+    for values in everywhere["state"].values():
+        for value in values.values():
+            value.fill_(7)
+    assert_same(optimizer.full_state_dict(), plain.state_dict())
+
+
+def state_that_has_begun_has_begun_on_all_ranks() -> None:
+    """That of whole matrices, of which each rank holds some: frozen, loaded, with gradients that come late."""
+
+    def made(sharded: bool = True) -> tuple[list[nn.Parameter], Any]:
+        torch.manual_seed(0)
+        model = nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(5))
+        model[1].requires_grad_(False)
+        optimizer = tilestep.Muon(model.parameters(), lr=0.1)  # type: ignore[attr-defined]
+        return list(model.parameters()), tilestep.shard(optimizer, model) if sharded else optimizer
+
+    def step(params: list[nn.Parameter], optimizer: Any, *places: int) -> None:
+        for place in places:
+            params[place].grad = torch.ones_like(params[place]) + torch.eye(6)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def begun(optimizer: Any) -> set[Any]:
+        keys = named_alike(optimizer.state_dict()).keys()
+        assert optimizer.full_state_dict()["state"].keys() == keys
+        return set(keys)
+
+    params, optimizer = made()
+    assert begun(optimizer) == {0, 2, 3, 4}
+    step(params, optimizer, 0, 2)
+    assert begun(optimizer) == {0, 2, 3, 4}
+    params[1].requires_grad_(True)
+    step(params, optimizer, 0)
+    assert begun(optimizer) == {0, 2, 3, 4}
+    step(params, optimizer, 1)
+    step(params, optimizer, 0)
+    assert begun(optimizer) == {0, 1, 2, 3, 4}
+    everything = optimizer.full_state_dict()
+
+    others, plain = made(sharded=False)
+    step(others, plain, 0, 2)
+    params, optimizer = made()
+    optimizer.load_state_dict(plain.state_dict())
+    assert begun(optimizer) == {0, 2, 3, 4}
+    step(params, optimizer, 0)
+    assert begun(optimizer) == {0, 2, 3, 4}
+    step(params, optimizer, 0)
+    optimizer.load_state_dict(everything)
+    assert begun(optimizer) == {0, 1, 2, 3, 4}
+    optimizer.load_state_dict(plain.state_dict())
+    assert begun(optimizer) == {0, 2, 3, 4}
 
 
 def averages_are_saved_before_a_step_as_they_would_begin() -> None:
@@ -495,6 +560,8 @@ CHECKS = [
     full_states_go_to_torch_and_back,
     state_by_name_as_torch_gives_it,
     states_that_one_rank_has_are_named_on_all,
+    full_states_are_for_the_rank_that_asks,
+    state_that_has_begun_has_begun_on_all_ranks,
     averages_are_saved_before_a_step_as_they_would_begin,
     checkpoints_of_torch_s_optimizer_are_loaded_strictly,
     momentum_of_torch_s_optimizer_is_loaded_in_place,

@@ -211,12 +211,16 @@ class ShardedExecution(Execution):
         self.sharding.require_groups(optimizer)
         if held_averages:
             self.sync_masters(optimizer)
+        for member in self.sharding.members:
+            if member.piece is not None:
+                member.piece.requires_grad_(member.param.requires_grad)
         begun = plain(state_dict)
         if held_averages:
             self.parameters.gather()
         for member in self.sharding.members:
-            # Other parameters that train get state at the next step.
-            member.has_begun = True if member.param in begun else None
+            # A checkpoint with any state gives state to all parameters that train.
+            has_state = member.param in begun or (begun and member.param.requires_grad)
+            member.has_begun = True if has_state else None
         self._begun = None
 
     def add_param_group(self, param_group: dict[str, Any], plain: Callable[[dict[str, Any]], None]) -> None:
