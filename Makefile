@@ -54,7 +54,7 @@ fuzz: $(READY)
 	TILESTEP_FUZZ_SEEDS=$(or $(SEEDS),500) TILESTEP_FUZZ_FIRST=$(or $(FIRST),0) $(VENV)/bin/python -m pytest -o timeout=0 tests/fuzz $(ARGS)
 
 gpu-test: $(READY)
-	$(VENV)/bin/python -m pytest -rs tests/gpu $(ARGS)
+	$(VENV)/bin/python -m pytest -rs -m gpu tests $(ARGS)
 
 bench: $(READY)
 	$(VENV)/bin/tilestep bench $(or $(ARGS),all)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 LONGEST = (
@@ -88,7 +89,18 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(FailureFile(Path(path)))
 
 
+GPUS = {"gpu": 1, "two_gpus": 2, "four_gpus": 4, "eight_gpus": 8}
+"""What tests are marked by, wherever they lie, and how many GPUs they need: `pytest -m gpu` selects all of them."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    there = torch.cuda.device_count()
+    for item in items:
+        needed = max((count for name, count in GPUS.items() if item.get_closest_marker(name)), default=0)
+        if needed:
+            item.add_marker(pytest.mark.gpu)
+        if there < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device{'s' * (needed > 1)}"))
     if hasattr(config, "workerinput"):  # one of several test processes
         order = {f"tests/{name}": place for place, name in enumerate(LONGEST)}
         items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
@@ -106,6 +118,19 @@ def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of this test's own for kernels and tables, which this process asks for anew before and after."""
+    import kernel_folders
+
+    chosen = tmp_path / "kernels"
+    monkeypatch.setenv("TILESTEP_CACHE_DIR", str(chosen))
+    kernel_folders.forget()
+    yield chosen
+    monkeypatch.undo()
+    kernel_folders.forget()
 
 
 @pytest.fixture

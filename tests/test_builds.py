@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+import kernel_folders
 import pytest
 import torch
 from filelock import FileLock
@@ -32,9 +33,7 @@ MODULES = Path(compile.__file__).parents[3]
 
 
 def forget() -> None:
-    cache.forget_directory()
-    compile.compiler.cache_clear()
-    compile.compiler_version.cache_clear()
+    kernel_folders.forget()
     compile._failures.clear()
     compile._told.clear()
     cpu_backend._loaded.cache_clear()

@@ -9,12 +9,12 @@ import shutil
 import signal
 import stat
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kernel_folders import forget
 from scripts import run_function
 
 import tilestep
@@ -27,20 +27,9 @@ from tilestep.kernels.cache import cache_directory, cached, content_key, find_ca
 ANSWER = 'extern "C" int answer() { return 42; }\n'
 
 
-def forget() -> None:
-    cache.forget_directory()
-    compile.compiler.cache_clear()
-    compile.compiler_version.cache_clear()
-
-
 @pytest.fixture(autouse=True)
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    chosen = tmp_path / "kernels"
-    monkeypatch.setenv("TILESTEP_CACHE_DIR", str(chosen))
-    forget()
-    yield chosen
-    monkeypatch.undo()
-    forget()
+def directory(own_cache: Path) -> Path:
+    return own_cache
 
 
 def cached_file(name: str, build: Any) -> Path:

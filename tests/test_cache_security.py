@@ -14,12 +14,12 @@ import sys
 import tempfile
 import uuid
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kernel_folders import forget
 
 import tilestep
 from tilestep.backends import tuning
@@ -36,23 +36,11 @@ STRANGER = 4321
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
 
 
-def forget() -> None:
-    cache.forget_directory()
-    tuning.known_table.cache_clear()
-    compile.compiler.cache_clear()
-    compile.compiler_version.cache_clear()
-
-
 @pytest.fixture(autouse=True)
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def directory(own_cache: Path) -> Path:
     if compile.compiler() is None:
         pytest.skip("no C++ compiler")
-    chosen = tmp_path / "kernels"
-    monkeypatch.setenv("TILESTEP_CACHE_DIR", str(chosen))
-    forget()
-    yield chosen
-    monkeypatch.undo()
-    forget()
+    return own_cache
 
 
 def the_library(directory: Path) -> Path:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,20 +24,12 @@ from tilestep.backends.tuning import (
 )
 from tilestep.bench import tune as tune_module
 from tilestep.bench.tune import KINDS, jobs, tune
-from tilestep.kernels import cache
 from tilestep.planning.describe import spec_for
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("TILESTEP_CACHE_DIR", str(tmp_path))
-    cache.forget_directory()
-    tuning.known_table.cache_clear()
-    yield tmp_path
-    cache.forget_directory()
-    tuning.known_table.cache_clear()
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def spec_of(name: str, **kwargs: object) -> tuning.KernelSpec:

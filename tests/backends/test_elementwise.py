@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from elementwise_rules import inputs, misses, rules
+from elementwise_rules import misses_of, rules
 from scripts import all_equal_in_the_interpreter
 
-import tilestep
 from tilestep import Rule
 from tilestep.backends import registry
 from tilestep.backends.eager import EagerPasses
@@ -19,13 +18,7 @@ BOUNDS = {torch.float32: 2e-6, torch.float64: 1e-14}
 
 
 def check(rule: Rule, names: list[str], dtype: torch.dtype) -> None:
-    left, right = inputs(dtype)
-    param = torch.nn.Parameter(right.clone())
-    optimizer = tilestep.Optimizer([param], rule)
-    param.grad = left.clone()
-    optimizer.step()
-    state = optimizer.state[param]
-    wrong = [text for name in names for text in misses(name, state[f"of_{name}"], left, right, BOUNDS[dtype])]
+    wrong = misses_of(rule, names, dtype, BOUNDS[dtype])
     assert not wrong, "\n".join(wrong[:20])
 
 

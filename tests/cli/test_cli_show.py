@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,9 +11,7 @@ import typer
 
 import tilestep
 from tilestep import cli
-from tilestep.backends import tuning
 from tilestep.cli.arguments import load_rule, parse_settings
-from tilestep.kernels import cache
 from tilestep.planning.describe import describe
 
 AUTHORED = Path(__file__).with_name("authored.py")
@@ -170,16 +168,6 @@ def test_an_import_error_inside_the_module_is_not_hidden(tmp_path: Path, monkeyp
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="module_that_is_not_there"):
         load_rule("imports_nothing_real:rule")
-
-
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("TILESTEP_CACHE_DIR", str(tmp_path))
-    cache.forget_directory()
-    tuning.known_table.cache_clear()
-    yield tmp_path
-    cache.forget_directory()
-    tuning.known_table.cache_clear()
 
 
 def test_tune_prints_before_and_after_and_keeps_the_shapes(run: Run, own_cache: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from ejected_modules import Pair, imported, made, names
 from rank_processes import all_pass
-from scripts import all_equal_in_the_interpreter
+from scripts import all_equal_in_the_interpreter, run_python
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -362,8 +362,7 @@ def test_the_command_and_the_tests_that_it_writes(
         main(["eject", name, "-o", str(tmp_path / "fused_one.py"), "--clip", "--test"])
     assert not end.value.code
     assert capsys.readouterr().out.count("written: ") == 2
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
+    done = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", str(tmp_path), cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:]
 
 
@@ -374,8 +373,7 @@ def test_the_tests_fail_for_a_wrong_file(tmp_path: Path) -> None:
     assert wrong != right
     (tmp_path / "adamw.py").write_text(wrong)
     (tmp_path / "test_adamw.py").write_text(ejected_test(request, "adamw"))
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path)
+    done = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", str(tmp_path), cwd=tmp_path)
     assert done.returncode == 1 and "test_steps_agree_with_torch" in done.stdout
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
-import stateful
+import random_trainings
+import torch
+from random_trainings import FIRST, SEEDS
 
 from tilestep import native
-
-SEEDS = int(os.environ.get("TILESTEP_FUZZ_SEEDS", "30"))
-FIRST = int(os.environ.get("TILESTEP_FUZZ_FIRST", "0"))
 
 
 @pytest.mark.parametrize("look", ["native", "python"])
@@ -20,12 +17,12 @@ def test_random_trainings(look: str, monkeypatch: pytest.MonkeyPatch) -> None:
     elif not native.wait():
         pytest.skip("no C++ compiler, or TILESTEP_NATIVE=0")
     for seed in range(FIRST, FIRST + SEEDS):
-        stateful.fuzz(seed)
+        random_trainings.fuzz(seed)
 
 
 def test_a_write_beside_a_tensor_is_noticed() -> None:
-    guards = stateful.Guarded()
-    tensor = guards.copy(stateful.torch.ones(3, 2), [1, 0])
+    guards = random_trainings.Guarded()
+    tensor = guards.copy(torch.ones(3, 2), [1, 0])
     assert tensor.stride() == (1, 3)
     guards.check()
     tensor.as_strided((8,), (1,))[7] = 0.0

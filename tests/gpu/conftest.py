@@ -12,14 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 TESTS = Path(__file__).parents[1]
 FOLDERS = (
     "amp",
     "combinations",
-    "eject",
-    "fuzz",
     "memory",
     "placement",
     "execution/overlap",
@@ -29,15 +26,11 @@ FOLDERS = (
 )
 sys.path.extend(str(TESTS / folder) for folder in FOLDERS)
 
-GPUS = {"gpu": 1, "two_gpus": 2, "four_gpus": 4, "eight_gpus": 8}
 
-
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test of this folder, and skip what needs more GPUs than there are."""
+    """Mark every test of this folder, before those that need more GPUs than there are get skipped."""
     folder = Path(__file__).parent
     for item in items:
         if folder in item.path.parents:
             item.add_marker(pytest.mark.gpu)
-        needed = max((count for name, count in GPUS.items() if item.get_closest_marker(name)), default=0)
-        if torch.cuda.device_count() < needed:
-            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device{'s' * (needed > 1)}"))

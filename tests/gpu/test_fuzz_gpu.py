@@ -6,11 +6,11 @@ TILESTEP_FUZZ_SEEDS=200 python -m pytest tests/gpu/test_fuzz_gpu.py
 from __future__ import annotations
 
 import pytest
-import stateful
-from test_stateful import FIRST, SEEDS
+import random_trainings
+from random_trainings import FIRST, SEEDS
 
 
 @pytest.mark.parametrize("tenth", range(10))
 def test_random_trainings(tenth: int) -> None:
     for seed in range(FIRST + tenth, FIRST + SEEDS, 10):
-        stateful.fuzz(seed, device="cuda")
+        random_trainings.fuzz(seed, device="cuda")

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import tilestep
-from tilestep import Rule
+from tilestep import Optimizer, Rule
 
 __all__ = ["OPERATIONS", "inputs", "misses", "rules"]
 
@@ -170,6 +170,17 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     pairs = torch.cartesian_prod(special, special).T
     left, right = torch.cat((drawn, pairs), dim=1).to(dtype)
     return left.contiguous(), right.contiguous()
+
+
+def misses_of(rule: Rule, names: list[str], dtype: torch.dtype, bound: float, device: str = "cpu") -> list[str]:
+    """What a step of one of `rules` gets wrong."""
+    left, right = (each.to(device) for each in inputs(dtype))
+    param = torch.nn.Parameter(right.clone())
+    optimizer = Optimizer([param], rule)
+    param.grad = left.clone()
+    optimizer.step()
+    state = optimizer.state[param]
+    return [text for name in names for text in misses(name, state[f"of_{name}"], left, right, bound)]
 
 
 def misses(name: str, found: torch.Tensor, left: torch.Tensor, right: torch.Tensor, bound: float) -> list[str]:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from float64_reference import check_steps
-from matrix_rules import MATRIX_RULES
 from matrix_states import STATES, check_states
 from remainder_patterns import check_halves, check_joined, edge_patterns, floats, kept_by_kernels
+from rule_cases import NAMES
 
 import tilestep
 from tilestep.backends.cpp import compile
@@ -22,9 +22,6 @@ from tilestep.kernels import cache
 from tilestep.native import build as native_build
 from tilestep.norm import cpu_backend
 from tilestep.rules import registry
-
-OWN = {name for name, rule in registry.items() if rule.__module__.startswith("tilestep.")}
-NAMES = sorted(OWN - {*MATRIX_RULES, "Prodigy"})
 
 
 @pytest.fixture(autouse=True)

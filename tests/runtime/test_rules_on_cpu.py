@@ -10,6 +10,7 @@ import torch
 from float64_reference import Run, check_steps
 from format_rows import backend
 from matrix_rules import MATRIX_RULES
+from rule_cases import NAMES, STORAGES
 from torch.overrides import TorchFunctionMode
 
 import tilestep
@@ -18,18 +19,6 @@ from tilestep.optimizer.masters import MasterWeights
 from tilestep.rules import registry
 from tilestep.rules.compose import scaled_states
 
-# Rules of matrices, and Prodigy, whose reference needs all parameters at once, are tested on their own.
-OWN = {name for name, rule in registry.items() if rule.__module__.startswith("tilestep.")}
-NAMES = sorted(OWN - {*MATRIX_RULES, "Prodigy"})
-STORAGES: dict[str, tuple[torch.dtype, MasterWeights]] = {
-    "float32": (torch.float32, False),
-    "float64": (torch.float64, False),
-    "bfloat16": (torch.bfloat16, False),
-    "float16": (torch.float16, False),
-    "bfloat16-master": (torch.bfloat16, True),
-    "bfloat16-remainder": (torch.bfloat16, "remainder"),
-    "float16-master": (torch.float16, True),
-}
 # Each storage with rules that between them use every kind of state; float32 and bfloat16 with float32 masters with all.
 SAMPLED = ["ASGD", "Adafactor", "AdamW", "LAMB", "Lion", "NAdam", "Rprop"]
 CASES = [

@@ -315,7 +315,7 @@ def state_that_has_begun_has_begun_on_all_ranks() -> None:
     everything = optimizer.full_state_dict()
 
     others, plain = made(sharded=False)
-    step(others, plain, 0, 2)
+    step(others, plain, 0)  # of one rank alone
     params, optimizer = made()
     optimizer.load_state_dict(plain.state_dict())
     assert begun(optimizer) == {0, 2, 3, 4}

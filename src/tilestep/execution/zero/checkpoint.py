@@ -79,9 +79,7 @@ def full_state_dict(
     own = {number: packed["state"].get(number, {}) for number, member in wholes.items() if member.piece is not None}
     described: dict[Any, dict[str, Any]] = {}
     if wholes:
-        for values_of_rank in reversed(
-            ranks.gather_in_shard({number: _described(values) for number, values in own.items()})
-        ):
+        for values_of_rank in ranks.gather_in_shard({number: _described(values) for number, values in own.items()}):
             described.update(values_of_rank)
     state: dict[Any, Any] = {}
     for number in numbers:

@@ -21,7 +21,8 @@ STORAGES: dict[str, tuple[torch.dtype, MasterWeights]] = {
     "float16-master": (torch.float16, True),
 }
 # Rules of matrices, and Prodigy, whose reference needs all parameters at once, are tested on their own.
-NAMES = sorted(set(registry) - {*MATRIX_RULES, "Prodigy"})
+OWN = {name for name, rule in registry.items() if rule.__module__.startswith("tilestep.")}
+NAMES = sorted(OWN - {*MATRIX_RULES, "Prodigy"})
 
 
 def check_case(name: str, storage: str, device: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 import random
 from collections.abc import Callable, Sequence
@@ -12,6 +13,10 @@ from typing import Any
 import torch
 
 import tilestep
+
+SEEDS = int(os.environ.get("TILESTEP_FUZZ_SEEDS", "30"))
+FIRST = int(os.environ.get("TILESTEP_FUZZ_FIRST", "0"))
+"""Which trainings a test runs: so many, from this on."""
 
 __all__ = ["GUARD", "Guarded", "Session", "fuzz"]
 
