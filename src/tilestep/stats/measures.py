@@ -96,9 +96,8 @@ class Stats:
         outputs: further columns, sums or maxima over the elements of each parameter.
 
     Raises:
-        ValueError: unless `every` is an integer of 1 or more; for outputs that are not a sum or maximum per parameter,
-        or
-            outputs of the same name.
+        ValueError: unless `every` is an integer of 1 or more; for outputs that are not a sum or maximum per parameter;
+            for two outputs of the same name.
 
     Example:
         >>> import torch, tilestep
