@@ -33,6 +33,7 @@ LONGEST = (
     "bench/test_bench_sections.py",
     "execution/capture/test_compile.py",
     "placement/test_dtensor_matrices.py",
+    "placement/test_muon_layouts.py",
     "execution/zero/test_gathers_together.py",
     "placement/test_dtensor_slices.py",
     "placement/test_dtensor_steps.py",

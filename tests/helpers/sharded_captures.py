@@ -109,6 +109,10 @@ def lamb(params: Any) -> tilestep.Optimizer:
     return tilestep.LAMB(params, lr=0.1, max_grad_norm=1.0, skip_nonfinite=True)  # type: ignore[attr-defined]
 
 
+def muon(params: Any) -> tilestep.Optimizer:
+    return tilestep.Muon(params, lr=0.1, max_grad_norm=1.0, skip_nonfinite=True)  # type: ignore[attr-defined]
+
+
 def compare(mine: Training, other: Training) -> None:
     mine.optimizer.wait()
     other.optimizer.wait()
@@ -151,7 +155,7 @@ def warmed(make: Callable[[Any], Any], work: str, **options: Any) -> Training:
 def steps_alone() -> None:
     """Backward outside the graph, microbatches too; the step and its gathers inside."""
     with graphs():
-        for make in (adamw,) if SIMULATED else (adamw, lamb):
+        for make in (adamw,) if SIMULATED else (adamw, lamb, muon):
             mine, other = warmed(make, "iteration"), warmed(make, "iteration")
             mine.backward()
             before = [param.detach().clone() for param in mine.model.parameters()]
