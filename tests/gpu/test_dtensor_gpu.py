@@ -6,6 +6,7 @@ python -m pytest tests/gpu/test_dtensor_gpu.py
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import test_dtensor_checkpoints as checkpoints
@@ -14,13 +15,18 @@ import test_dtensor_decisions as decisions
 import test_dtensor_matrices as matrices
 import test_dtensor_slices as slices
 import test_dtensor_steps as steps
+import test_muon_layouts as layouts
 import torch
 import torch.distributed as dist
 from rank_processes import run_on_ranks
 from sharded_models import LAYOUTS, assert_equal_on_ranks, backward, batch, full
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import tilestep
 from tilestep.kernels.spec import NORM
+from tilestep.placement import matrices as exchanges
+from tilestep.runtime import batches
 
 GPUS = 2
 
@@ -60,6 +66,41 @@ def matrices_travel_without_waiting() -> None:
             net.zero_grad()
         for param in inside:
             assert_equal_on_ranks(full(param))
+
+
+def work_on_buckets_is_recorded() -> None:
+    """Recordings of the work on each bucket are the work, and the host waits for nothing between two of them."""
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    shapes = [(256, 128), (128, 256), (192, 192), (64, 320)] * 3
+    for placement in (Shard(0), Shard(1)):
+        results = []
+        for least in (1, 10**9):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(batches, "LEAST_MATRICES", least)
+                patch.setattr(exchanges, "OWNED_IN_A_BUCKET", 2 * 256 * 128)
+                params = [
+                    torch.nn.Parameter(distribute_tensor(_drawn(shape, at), mesh, [placement]))
+                    for at, shape in enumerate(shapes)
+                ]
+                optimizer = tilestep.Muon(params, lr=0.02)
+                for step in range(6):
+                    for at, param in enumerate(params):
+                        gradient = distribute_tensor(_drawn(param.shape, 100 * step + at), mesh, [placement])
+                        param.grad = None if (step, at) == (4, 3) else gradient
+                    if step > 3:
+                        torch.cuda.set_sync_debug_mode("error")
+                    optimizer.step()
+                    torch.cuda.set_sync_debug_mode("default")
+            engine = optimizer._current_plan().engines[0]
+            shared = [passes.matrices.shared for passes in engine.passes]
+            recorded = [each.is_recorded for own in shared for each in own._recorded.values()]
+            assert (len(recorded) >= 2 and all(recorded)) if least == 1 else not recorded
+            results.append([full(param).detach().clone() for param in params])
+        assert all(map(torch.equal, *results))
+
+
+def _drawn(shape: Any, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).cuda()
 
 
 def keeps_ranks_together() -> None:
@@ -102,6 +143,7 @@ def loads_remainders_that_it_saves() -> None:
 OWN = (
     steps_without_waiting,
     matrices_travel_without_waiting,
+    work_on_buckets_is_recorded,
     keeps_ranks_together,
     clips_without_waiting,
     loads_what_it_saves,
@@ -112,6 +154,8 @@ CHECKS = {
     **{name: check for name, check in decisions.CHECKS.items() if name != "agrees_over_meshes"},
     **slices.CHECKS,
     **matrices.CHECKS,
+    "each_layout_has_one_update": layouts.each_layout_has_one_update,
+    "each_addition_has_one_update": layouts.each_addition_has_one_update,
     **{name: check for name, check in checkpoints.ON_FOUR.items() if not name.startswith("saves_")},
     "dtensors_have_what_we_know": compat.dtensors_have_what_we_know,
     "meshes_have_what_we_know": compat.meshes_have_what_we_know,

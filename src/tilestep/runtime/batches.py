@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import chain
@@ -32,11 +31,10 @@ _RUNS_BEFORE = 2
 
 
 class RecordedPass:
-    """A pass that launches the same work on the same memory at every step, recorded at its third run."""
+    """Work that launches the same on the same memory at every step, recorded at its third run."""
 
-    def __init__(self, device: torch.device, work: Callable[[], None], pool: Any) -> None:
+    def __init__(self, device: torch.device, pool: Any) -> None:
         self._device = device
-        self._work = work
         self._pool = pool
         self._runs = 0
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -47,21 +45,21 @@ class RecordedPass:
         """Whether runs replay a graph."""
         return self._graph is not None
 
-    def run(self) -> None:
-        """Launch the pass on the current stream."""
+    def run(self, work: Callable[[], object]) -> None:
+        """Launch the work, which is the same at each call, on the current stream."""
         if torch.cuda.is_current_stream_capturing() or self._fails:
-            self._work()
+            work()
             return
         self._runs += 1
         if self._graph is None and self._runs > _RUNS_BEFORE:
-            self._record()
+            self._record(work)
         if self._graph is None:
-            self._work()
+            work()
         else:
             self._graph.replay()
 
-    def _record(self) -> None:
-        """Record the pass; nothing runs meanwhile, so a pass that cannot be recorded is launched as before."""
+    def _record(self, work: Callable[[], object]) -> None:
+        """Record the work; nothing runs meanwhile, so what cannot be recorded is launched as before."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device):
             current, side = torch.cuda.current_stream(), _side_stream(self._device)
@@ -71,7 +69,7 @@ class RecordedPass:
                 with without_collections(), torch.cuda.stream(side):
                     graph.capture_begin(self._pool, capture_error_mode="thread_local")
                     try:
-                        self._work()
+                        work()
                     finally:
                         graph.capture_end()
             except RuntimeError:
@@ -130,9 +128,10 @@ class SharedMatrices:
         members: Mapping[Exchange, Mapping[int, int]],
         keys: Sequence[tuple[Any, ...]],
         batches: Callable[[Sequence[int]], list[Batch]],
+        records: bool,
     ) -> None:
         # `members` are places of tensors in the segment by their numbers in an exchange, those of one key side by side;
-        # `batches` makes the batches of such places.
+        # `batches` makes the batches of such places. `records` if every step launches the same for a bucket.
         self._scratch = {
             name: dtype or segment.spec.compute for name, dtype in segment.spec.program.matrices.scratch.items()
         }
@@ -149,6 +148,31 @@ class SharedMatrices:
                 made = batches([numbered[number] for run in bucket.own for number in run.places])
                 shapes = [{at: runs[at] for at in runs if numbered[at] in set(batch.members)} for batch in made]
                 self._stages.append((bucket, list(zip(made, shapes)), memory))
+        self._device = segment.device
+        self._pool = torch.cuda.graph_pool_handle() if records else None
+        self._recorded: dict[tuple[int, int], RecordedPass] = {}
+        """The work on a bucket, by pass and place, if it is recorded: exchanges are not."""
+        sizes = ([_padded(_elements(batch)) for batch in self._batches_of(at)] for at in range(len(self._stages)))
+        largest = max(map(sum, sizes), default=0)
+        self._room = {
+            name: torch.zeros(largest, dtype=dtype, device=segment.device)
+            for name, dtype in self._scratch.items()
+            if records
+        }
+        """Memory for whole matrices of one bucket after the other: recordings work on the same addresses."""
+
+    def _batches_of(self, place: int) -> list[Batch]:
+        return [batch for batch, _ in self._stages[place][1]]
+
+    def _launch(self, matrix_pass: MatrixPass, place: int, batches: Sequence[Batch], work: Callable[[], None]) -> None:
+        """Do the work on some batches, recorded if it can be and launches anything."""
+        if self._pool is None or not any(map(_elements, batches)):
+            work()
+            return
+        key = id(matrix_pass), place
+        if key not in self._recorded:
+            self._recorded[key] = RecordedPass(self._device, self._pool)
+        self._recorded[key].run(work)
 
     @property
     def batches(self) -> list[Batch]:
@@ -158,14 +182,14 @@ class SharedMatrices:
     def run(
         self,
         matrix_pass: MatrixPass,
-        meanwhile: Callable[[], None],
+        own: Sequence[Batch],
         compute: Callable[[Sequence[Batch]], None],
     ) -> None:
         """Run a matrix pass: a bucket arrives and another returns while a third is worked on.
 
         Args:
             matrix_pass: the pass.
-            meanwhile: work that needs no exchange, done while the first bucket arrives.
+            own: batches that need no exchange, worked on while the first bucket arrives.
             compute: the work of batches; of matrices that it leaves out zeros are sent.
         """
         inputs, outputs = (list(dict.fromkeys(names.values())) for names in (matrix_pass.inputs, matrix_pass.outputs))
@@ -176,13 +200,14 @@ class SharedMatrices:
             ]
 
         arriving, returning = begin(0), list[Callable[[], object]]()
-        meanwhile()
+        self._launch(matrix_pass, -1, own, partial(compute, own))
         for place, (bucket, batches, memory) in enumerate(self._stages):
             arrived, arriving = arriving, begin(place + 1)
             for name, finish in zip(inputs, arrived):
                 finish(self._wholes(name, batches, torch.empty))
             made = {name: self._wholes(name, batches, torch.zeros) for name in outputs}
-            compute([batch for batch, _ in batches])
+            listed = self._batches_of(place)
+            self._launch(matrix_pass, place, listed, partial(compute, listed))
             for batch, _ in batches:
                 batch.arrays = {}
             for wait in returning:
@@ -194,10 +219,14 @@ class SharedMatrices:
     def _wholes(
         self, name: str, batches: Sequence[tuple[Batch, Mapping[int, list[int]]]], make: Callable[..., torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """New arrays of batches, seen as whole tensors, those of a run in one, by the number of its first."""
-        wholes = {}
+        """Arrays of batches, seen as whole tensors, those of a run in one, by the number of its first."""
+        wholes, begin, room = {}, 0, self._room.get(name)
         for batch, shapes in batches:
-            array = make(sum(batch.counts), *batch.shape, dtype=self._scratch[name], device=batch.device)
+            shape, size = (sum(batch.counts), *batch.shape), _elements(batch)
+            if room is None:
+                array = make(shape, dtype=self._scratch[name], device=batch.device)
+            else:
+                array, begin = room[begin : begin + size].view(shape), begin + _padded(size)
             batch.arrays[name] = array
             parts = array.view(-1).split([math.prod(shape) for shape in shapes.values()])
             wholes.update({at: part.view(shape) for (at, shape), part in zip(shapes.items(), parts)})
@@ -426,6 +455,10 @@ class Conditions:
 _ALIGNMENT = 128  # elements between which the arrays of batches begin
 
 
+def _elements(batch: Batch) -> int:
+    return sum(batch.counts) * math.prod(batch.shape)
+
+
 def _padded(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
@@ -467,18 +500,20 @@ class MatrixBatches:
         for member in chain.from_iterable(self._sorted(apart).values()):
             exchange, number = self.entries[member].exchange
             shared.setdefault(exchange, {})[number] = member
-        self.shared = SharedMatrices(segment, shared, self.keys, self._batches) if shared else None
         work = self.passes.values()
         self.waits = any(_waits(value) for matrix_pass in work for value in matrix_pass.values)
         """Whether the host waits for the device in steps that need all values."""
         conditional = any(matrix_pass.needed for matrix_pass in work)
         self.conditions = Conditions(self.groups) if conditional else None
         """Decides on the host which values a step does not need; None if it always needs all."""
+        records = self._records()
+        self.shared = SharedMatrices(segment, shared, self.keys, self._batches, records) if shared else None
         self.skipped_values: SkippedValues | None = None
         """The values that steps leave out, set while a step is captured; None lets the host decide."""
         self.active = np.ones(0, dtype=bool)  # which tensors took part in the last step, if conditions need it
         self.is_built = False  # whether all passes have run and nothing is left to compile
-        self._recorded = self._recordings()
+        pool = torch.cuda.graph_pool_handle() if records and not shared else None
+        self._recorded = {index: RecordedPass(segment.device, pool) for index in self.passes if pool is not None}
 
     def _keys(self) -> list[tuple[Any, ...]]:
         """The shape and numbers of each tensor's matrices, and how many it holds."""
@@ -527,7 +562,7 @@ class MatrixBatches:
         # Batches run in this order: no result reaches an operand that is still to be read.
         for name, replaced in self._replacements().items():
             dtype = self.program.scratch[name] or self.spec.compute
-            sizes = [sum(batch.counts) * math.prod(batch.shape) for batch in self.batches]
+            sizes = [_elements(batch) for batch in self.batches]
             chunks = [_padded(batch.chunk * math.prod(batch.shape)) for batch in self.batches if replaced]
             spare = max(chunks, default=0)
             memory = torch.zeros(spare + sum(map(_padded, sizes)), dtype=dtype, device=self.segment.device)
@@ -612,24 +647,14 @@ class MatrixBatches:
     def run(self, index: int) -> None:
         """Run the matrix pass after tile pass `index`, if there is one; nothing is waited for."""
         if index in self._recorded:
-            self._recorded[index].run()
+            self._recorded[index].run(partial(self._run, index, self.skipped_values, stores=True))
         elif index in self.passes:
             self._run(index, self.skipped_values, stores=True)
 
-    def _recordings(self) -> dict[int, RecordedPass]:
-        """Recordings of the passes, if every step launches the same and the host saves enough by them."""
-        device = self.segment.device
-        differs = self.waits or self.conditions is not None or self.shared is not None
-        if not has_streams(device) or differs or len(self.entries) < LEAST_MATRICES:
-            return {}
-        pool, this = torch.cuda.graph_pool_handle(), weakref.ref(self)
-
-        def work(index: int) -> None:
-            batches = this()
-            assert batches is not None
-            batches._run(index, batches.skipped_values, stores=True)
-
-        return {index: RecordedPass(device, partial(work, index), pool) for index in self.passes}
+    def _records(self) -> bool:
+        """Whether every step launches the same, and the host saves enough by recordings."""
+        differs = self.waits or self.conditions is not None
+        return has_streams(self.segment.device) and not differs and len(self.entries) >= LEAST_MATRICES
 
     def _active(self) -> np.ndarray:
         """Which tensors take part in this step."""
@@ -658,21 +683,22 @@ class MatrixBatches:
             if decides:
                 self.conditions.look(self.segment.numbers.step, self.active)
 
-        def compute(batches: Sequence[Batch], fixed: SkippedValues | None = None) -> None:
+        def compute(batches: Sequence[Batch]) -> None:
+            known = fixed if batches is self.batches else None
             for place, batch in enumerate(batches):
                 if not (all(batch.shape) and len(batch.index)) or not self._takes_part(batch):
                     continue
-                if fixed is None:
+                if known is None:
                     skipped = self._skipped_values(matrix_pass, batch)
                 else:
-                    skipped = fixed.get((index, place), frozenset())
+                    skipped = known.get((index, place), frozenset())
                 for start in range(0, len(batch.index), batch.chunk):
                     run_chunk(self.segment, matrix_pass, batch, slice(start, start + batch.chunk), skipped, stores)
 
         if self.shared is None or not stores:
-            compute(self.batches, fixed)
+            compute(self.batches)
         else:
-            self.shared.run(matrix_pass, partial(compute, self.batches, fixed), compute)
+            self.shared.run(matrix_pass, self.batches, compute)
         if self.conditions is not None and decides and is_last:
             self.conditions.launched(self.active, self.segment.control.may_skip)
         self.is_built = self.is_built or is_last
