@@ -243,9 +243,9 @@ def of_norm() -> None:
     """The package `norm`.
 
     >>> import torch
-    >>> from tilestep.norm.table import NormTable
+    >>> from tilestep.norm.table import norm_table
     >>> tensors = [torch.tensor([3.0, 0.0]), torch.tensor([4.0], dtype=torch.bfloat16)]
-    >>> table = NormTable(torch.device("cpu"), [2, 1], [tensor.dtype for tensor in tensors])
+    >>> table = norm_table(torch.device("cpu"), [2, 1], [tensor.dtype for tensor in tensors])
     >>> addresses = torch.tensor([tensor.data_ptr() for tensor in tensors])
     >>> out = torch.empty(1, dtype=torch.float64)
     >>> table.launch(addresses, out, root=True)

@@ -13,7 +13,7 @@ from norm_referee import DTYPES, ORDERS, drawn, referee, tolerance
 from synchronization import no_synchronization
 
 from tilestep.bench.measure import trace
-from tilestep.norm import NormTable, clip_grad_norm_, tiles, total_norm
+from tilestep.norm import clip_grad_norm_, norm_table, tiles, total_norm
 
 SIZES = [1, 7, 8192, 8193, 40000, 0, 33, 1024]
 
@@ -75,7 +75,7 @@ def test_empty_lists_and_tensors() -> None:
     assert total_norm([empty, empty.clone()]).item() == 0
     assert total_norm([empty], float("inf")).item() == 0
     out = torch.ones(1, dtype=torch.float64, device="cuda")
-    table = NormTable(torch.device("cuda"), [], [])
+    table = norm_table(torch.device("cuda"), [], [])
     table.launch(torch.empty(0, dtype=torch.int64, device="cuda"), out)
     assert out.item() == 0
 

@@ -34,10 +34,10 @@ def norms(tensors: list[torch.Tensor], label: str, absent: int | None = None) ->
     for norm_type in ORDERS:
         out = torch.empty(1, dtype=torch.float64)
         for _ in range(2):
-            table.norm(addresses, out, norm_type, True)
+            table.launch(addresses, out, norm_type, True)
             check((label, norm_type), out.item(), referee(present, norm_type))
     out = torch.empty(1, dtype=torch.float32)
-    table.norm(addresses, out, 2.0, False)
+    table.launch(addresses, out, 2.0, False)
     check((label, "squares"), out.item(), referee(present, 2.0) ** 2)
 
 
@@ -48,7 +48,7 @@ def nonfinite() -> None:
         table, addresses = table_of(tensors)
         out = torch.empty(1, dtype=torch.float64)
         for norm_type in (2.0, 1.0, math.inf, -math.inf):
-            table.norm(addresses, out, norm_type, True)
+            table.launch(addresses, out, norm_type, True)
             check((bad, norm_type), out.item(), referee(tensors, norm_type))
 
 
@@ -60,15 +60,15 @@ def large() -> None:
             tensors = [torch.full((9000,), value, dtype=dtype), torch.ones(3, dtype=dtype)]
             table, addresses = table_of(tensors)
             out = torch.empty(1, dtype=torch.float64)
-            table.norm(addresses, out, 2.0, True)
+            table.launch(addresses, out, 2.0, True)
             check((value, dtype), out.item(), referee(tensors, 2.0))
     largest = sys.float_info.max
     for values, total in (([1e300], largest), ([0.9 * most] * 2, largest), ([1e300, math.inf], math.inf)):
         tensors = [torch.full((3,), value / 3**0.5, dtype=torch.float64) for value in values]
         table, addresses = table_of(tensors)
-        table.norm(addresses, out, 2.0, True)
+        table.launch(addresses, out, 2.0, True)
         check(values, out.item(), math.inf)
-        table.norm(addresses, out, 2.0, False)
+        table.launch(addresses, out, 2.0, False)
         check(values, out.item(), total)
 
 

@@ -14,7 +14,16 @@ from norm_referee import drawn, referee
 
 from tilestep.backends.cpp import compile
 from tilestep.errors import BuildError, GradientError
-from tilestep.norm import NormTable, clip_grad_norm_, cpu_backend, forget_recipes, plan_cache, tiles, total_norm
+from tilestep.norm import (
+    NormTable,
+    clip_grad_norm_,
+    cpu_backend,
+    forget_recipes,
+    norm_table,
+    plan_cache,
+    tiles,
+    total_norm,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -26,13 +35,13 @@ def no_recipes() -> None:
 def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tensors each table made during the test has."""
     counts: list[int] = []
-    original = plan_cache.NormTable
+    original = plan_cache.norm_table
 
     def counting(device: torch.device, numels: list[int], dtypes: list[torch.dtype]) -> NormTable:
         counts.append(len(numels))
         return original(device, numels, dtypes)
 
-    monkeypatch.setattr(plan_cache, "NormTable", counting)
+    monkeypatch.setattr(plan_cache, "norm_table", counting)
     return counts
 
 
@@ -124,7 +133,9 @@ def test_two_threads_share_a_recipe() -> None:
 
 def test_table_with_absent_tensors() -> None:
     tensors = drawn([100, 20000, 7], torch.float32)
-    table = NormTable(torch.device("cpu"), [tensor.numel() for tensor in tensors], [tensor.dtype for tensor in tensors])
+    table = norm_table(
+        torch.device("cpu"), [tensor.numel() for tensor in tensors], [tensor.dtype for tensor in tensors]
+    )
     addresses = torch.tensor([tensors[0].data_ptr(), 0, tensors[2].data_ptr()])
     present = [tensors[0], tensors[2]]
     out = torch.empty(1, dtype=torch.float64)
@@ -141,7 +152,7 @@ def test_table_with_absent_tensors() -> None:
 
 
 def test_table_of_nothing() -> None:
-    table = NormTable(torch.device("cpu"), [], [])
+    table = norm_table(torch.device("cpu"), [], [])
     out = torch.full((1,), 7.0, dtype=torch.float64)
     table.launch(torch.empty(0, dtype=torch.int64), out)
     assert out.item() == 0

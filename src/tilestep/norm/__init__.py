@@ -2,4 +2,4 @@
 
 from .api import clip_grad_norm_, total_norm
 from .plan_cache import forget_recipes
-from .table import NormTable
+from .table import NormTable, norm_table

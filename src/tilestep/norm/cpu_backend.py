@@ -262,7 +262,7 @@ def with_signatures(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
-def cpu_norm(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> CpuNorm | EagerNorm:
+def cpu_norm(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> EagerNorm:
     """The CPU backend that this machine supports."""
     tiles = cut(numels, dtypes, TILE)
     try:
@@ -272,19 +272,61 @@ def cpu_norm(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> CpuNorm | 
         return EagerNorm(tiles)
 
 
-class CpuNorm:
+class EagerNorm:
+    """The norm and the scaling by torch's operations, a tensor at a time."""
+
+    def __init__(self, tiles: NormTiles) -> None:
+        self._tiles = tiles
+
+    def sum_squares(self, addresses: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """`launch` for the 2-norm without its root: written to `out`, float64[1], which is returned."""
+        self.launch(addresses, out)
+        return out
+
+    def launch(self, addresses: torch.Tensor, out: torch.Tensor, norm_type: float = 2.0, root: bool = False) -> None:
+        """Write the norm of the tensors at these addresses to `out`."""
+        parts = [before_root(tensor, norm_type) for tensor in self._tensors(addresses)]
+        total = combine(torch.tensor(parts, dtype=torch.float64, device="cpu"), norm_type, root=root)
+        if not root and order_of(norm_type) is Order.SQUARES and max(parts, default=0.0) < math.inf:
+            total = total.clamp(max=LARGEST_SUM)
+        out.copy_(total)
+
+    def scale(self, addresses: torch.Tensor, norm: torch.Tensor, limit: torch.Tensor | float) -> None:
+        """Multiply the tensors by min(1, limit / (norm + 1e-6)) in place."""
+        coefficient = clip_coefficient(float(norm), float(limit))
+        if coefficient != 1:
+            for tensor in self._tensors(addresses):
+                tensor.mul_(coefficient)
+
+    def launch_tiles(self, addresses: torch.Tensor) -> None:
+        """None: only a GPU sums tiles in a launch of their own, for a caller that adds them up."""
+
+    def tiles_launch(self, addresses: torch.Tensor) -> None:
+        """None, as `launch_tiles`."""
+
+    def tiles_put(self) -> None:
+        """None, as `launch_tiles`."""
+
+    def _tensors(self, addresses: torch.Tensor) -> Iterator[torch.Tensor]:
+        for address, (length, _, code) in zip(addresses.tolist(), self._tiles.rows.tolist()):
+            if address and length:
+                dtype = DTYPES[code]
+                memory = (ctypes.c_char * (length * dtype.itemsize)).from_address(address)
+                yield torch.frombuffer(memory, dtype=dtype)
+
+
+class CpuNorm(EagerNorm):
     """Tables in memory and the built library; `whole` returns a library of all orders if it has the 2-norm only."""
 
     def __init__(self, library: ctypes.CDLL, tiles: NormTiles, whole: Callable[[], ctypes.CDLL] | None = None) -> None:
+        super().__init__(tiles)
         self._library, self._whole = library, whole
-        self._tiles = tiles
         self._partials = torch.empty(max(1, tiles.count), dtype=torch.float64, device="cpu")
         self._most_threads = max(1, int(tiles.rows[:, 0].sum()) // PER_THREAD)
         self._tile_tables = tiles.rows.ctypes.data, tiles.tensor_of.ctypes.data, tiles.count
         self._partials_address = self._partials.data_ptr()
 
     def sum_squares(self, addresses: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """`norm` for the 2-norm without its root: written to `out`, float64[1], which is returned."""
         threads = 1 if self._most_threads == 1 else min(self._most_threads, thread_count())
         tables, order = self._tile_tables, int(Order.SQUARES)
         self._library.tilestep_norm(
@@ -292,7 +334,7 @@ class CpuNorm:
         )
         return out
 
-    def norm(self, addresses: torch.Tensor, out: torch.Tensor, norm_type: float, root: bool) -> None:
+    def launch(self, addresses: torch.Tensor, out: torch.Tensor, norm_type: float = 2.0, root: bool = False) -> None:
         """One call; the result does not depend on the number of threads."""
         total, order = ctypes.c_double(), order_of(norm_type)
         library = self._library
@@ -301,7 +343,7 @@ class CpuNorm:
                 library = self._whole()
             except BuildError as error:  # the 2-norm may come from a cache that a compiler filled
                 warn_of_failure(error)
-                return EagerNorm(self._tiles).norm(addresses, out, norm_type, root)
+                return super().launch(addresses, out, norm_type, root)
         library.tilestep_norm(
             addresses.data_ptr(),
             *self._tile_tables,
@@ -315,7 +357,6 @@ class CpuNorm:
         _put(out, total.value)
 
     def scale(self, addresses: torch.Tensor, norm: torch.Tensor, limit: torch.Tensor | float) -> None:
-        """One call."""
         self._library.tilestep_scale(
             addresses.data_ptr(),
             *self._tile_tables,
@@ -327,40 +368,6 @@ class CpuNorm:
 def _put(out: torch.Tensor, number: float) -> None:
     """Write a number, as infinity beyond float32's range; `fill_` would raise."""
     out.copy_(torch.tensor(number, dtype=torch.float64, device="cpu"))
-
-
-class EagerNorm:
-    """The norm and the scaling by torch's operations, a tensor at a time."""
-
-    def __init__(self, tiles: NormTiles) -> None:
-        self._rows = tiles.rows.tolist()
-
-    def sum_squares(self, addresses: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """The sum of squares."""
-        self.norm(addresses, out, 2.0, False)
-        return out
-
-    def norm(self, addresses: torch.Tensor, out: torch.Tensor, norm_type: float, root: bool) -> None:
-        """The norm of each tensor, then of all."""
-        parts = [before_root(tensor, norm_type) for tensor in self._tensors(addresses)]
-        total = combine(torch.tensor(parts, dtype=torch.float64, device="cpu"), norm_type, root=root)
-        if not root and order_of(norm_type) is Order.SQUARES and max(parts, default=0.0) < math.inf:
-            total = total.clamp(max=LARGEST_SUM)
-        out.copy_(total)
-
-    def scale(self, addresses: torch.Tensor, norm: torch.Tensor, limit: torch.Tensor | float) -> None:
-        """A product in place for each tensor."""
-        coefficient = clip_coefficient(float(norm), float(limit))
-        if coefficient != 1:
-            for tensor in self._tensors(addresses):
-                tensor.mul_(coefficient)
-
-    def _tensors(self, addresses: torch.Tensor) -> Iterator[torch.Tensor]:
-        for address, (length, _, code) in zip(addresses.tolist(), self._rows):
-            if address and length:
-                dtype = DTYPES[code]
-                memory = (ctypes.c_char * (length * dtype.itemsize)).from_address(address)
-                yield torch.frombuffer(memory, dtype=dtype)
 
 
 def before_root(tensor: torch.Tensor, norm_type: float) -> float:

@@ -13,7 +13,7 @@ from ..backends.decision import clip_coefficient
 from ..devices import has_streams
 from ..errors import GradientError
 from ..native.table import CHANGED, Table, addresses_of, count_writes
-from .table import NormTable
+from .table import norm_table
 from .tiles import DTYPES, combine, upload
 
 Positions = Callable[[], Sequence[int]]  # the places of tensors in messages
@@ -127,7 +127,7 @@ class _Part:
         self.device = device
         self.indices = None if len(indices) == len(tensors) else np.array(indices)
         numels = [tensors[index].numel() for index in indices]
-        self.table = NormTable(device, numels, [tensors[index].dtype for index in indices])
+        self.table = norm_table(device, numels, [tensors[index].dtype for index in indices])
         self.addresses: torch.Tensor
 
 

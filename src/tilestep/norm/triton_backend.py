@@ -33,12 +33,13 @@ class TritonNorm:
         self._scales: dict[tuple[torch.dtype, torch.dtype | None], Launcher] = {}
 
     def sum_squares(self, addresses: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Launch the 2-norm without its root."""
-        self.norm(addresses, out, 2.0, False)
+        """`launch` for the 2-norm without its root; returns `out`."""
+        self.launch(addresses, out)
         return out
 
-    def norm(self, addresses: torch.Tensor, out: torch.Tensor, norm_type: float, root: bool) -> None:
-        """Launch the tiles, then the finish."""
+    def launch(self, addresses: torch.Tensor, out: torch.Tensor, norm_type: float = 2.0, root: bool = False) -> None:
+        """Write the norm of the tensors at these addresses to `out`: a launch of the tiles, and one of the finish."""
+        norm_type = float(norm_type)
         order = order_of(norm_type)
         launchers = self._norm_launchers(order, root, out.dtype)
         if order is Order.NONZERO:
@@ -50,14 +51,14 @@ class TritonNorm:
         launchers[0](addresses, self._table, self._tensor_of, partials, norm_type)
         launchers[1](partials, size, out, norm_type)
 
-    def tiles(self, addresses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def launch_tiles(self, addresses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch the tiles of the 2-norm only; returns their sums of squares, and their number."""
         launcher, arguments = self.tiles_launch(addresses)
         launcher(*arguments)
         return self.tiles_put()
 
     def tiles_launch(self, addresses: torch.Tensor) -> Launch:
-        """The launch of `tiles`."""
+        """The launch of `launch_tiles`."""
         launchers = self._norm_launchers(Order.SQUARES, False, torch.float64)
         return launchers[0], (addresses, self._table, self._tensor_of, self.partials, 2.0)
 
@@ -66,7 +67,8 @@ class TritonNorm:
         return self.partials, self._tile_size
 
     def scale(self, addresses: torch.Tensor, norm: torch.Tensor, limit: torch.Tensor | float) -> None:
-        """Launch the scaling."""
+        """Multiply the tensors by min(1, limit / (norm + 1e-6)) in place: one launch."""
+        limit = limit if isinstance(limit, torch.Tensor) else float(limit)
         key = (norm.dtype, limit.dtype if isinstance(limit, torch.Tensor) else None)
         if key not in self._scales:
             source = scale_source(self._tiles.dtypes or (torch.float32,), limit_on_device=key[1] is not None)

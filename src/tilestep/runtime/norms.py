@@ -9,7 +9,7 @@ import torch
 
 from ..compat import is_capturing
 from ..kernels.launch import Launch
-from ..norm import NormTable
+from ..norm import NormTable, norm_table
 from .capturing import WARM_UP, require
 from .segment import Entry
 
@@ -52,7 +52,7 @@ class GradNorm:
             dtypes = [entry.grad_dtype for entry in self._entries]
             for weight in self._weights:
                 numels = [entry.param.numel() if entry.norm_weight == weight else 0 for entry in self._entries]
-                self._made.append(NormTable(self._device, numels, dtypes))
+                self._made.append(norm_table(self._device, numels, dtypes))
         return self._made
 
     def _addresses(self) -> torch.Tensor:

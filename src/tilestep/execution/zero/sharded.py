@@ -13,7 +13,7 @@ from ...backends.decision import clip_coefficient
 from ...compat import route_unscaling, uncompiled
 from ...errors import GradientError
 from ...native.table import addresses_of
-from ...norm import NormTable
+from ...norm import norm_table
 from ...norm.tiles import combine
 from ...optimizer import Optimizer
 from ...optimizer.checkpoint import unchanged_on_error
@@ -183,7 +183,7 @@ class ShardedMethods:
         total = torch.zeros(1, dtype=torch.float64, device=device)
         if gradients:
             numels, dtypes = [one.numel() for one in gradients], [one.dtype for one in gradients]
-            table = NormTable(device, numels, dtypes)
+            table = norm_table(device, numels, dtypes)
             addresses = torch.from_numpy(addresses_of(gradients)).to(device)
             table.launch(addresses, total)
         self._sharding.ranks.with_others(groups).add(total)
