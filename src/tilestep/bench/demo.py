@@ -1,4 +1,4 @@
-"""The demo: a small byte-level GPT trained twice from one seed, with the AdamW of torch and that of tilestep."""
+"""The demo: a small byte-level GPT trained twice from one seed, with the AdamW of torch and of tilestep."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class GPT(nn.Module):
         return self.head(self.norm(hidden))
 
     def loss(self, text: Tensor) -> Tensor:
-        """Return the mean cross-entropy, in nats, of each byte of a (batch, length + 1) text given those before it."""
+        """Return the mean cross-entropy, in nats per byte, of a (batch, length + 1) text."""
         scores = self(text[:, :-1])
         return functional.cross_entropy(scores.flatten(0, 1), text[:, 1:].flatten())
 
@@ -88,17 +88,17 @@ def documentation() -> Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
-TURN = 20  # steps of one training before the next has its turn
-PIECE = 2048  # bytes of text that stay together when some are set aside
+TURN = 20  # consecutive steps of a training
+PIECE = 2048  # bytes of text that stay together in the split
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What both runs share."""
+    """The options of both runs."""
 
     device: torch.device  # where to train
-    steps: int = 600  # how many optimizer steps
-    batch: int = 16  # sequences a step
+    steps: int = 600  # optimizer steps
+    batch: int = 16  # sequences per step
     lr: float = 3e-3  # the highest learning rate, reached after a tenth of the steps and followed by half a cosine
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
     weight_decay: float = 0.1  # of AdamW
@@ -106,7 +106,7 @@ class Recipe:
     seed: int = 0  # of the initial weights and the batches
     state_dtype: str | None = None  # of tilestep's optimizer
     master_weights: bool | str = False  # of tilestep's optimizer, whose model is in bfloat16 then
-    rounding: str = "nearest"  # of tilestep's optimizer, whose model is in bfloat16 where it is another
+    rounding: str = "nearest"  # of tilestep's optimizer, whose model is in bfloat16 unless it is "nearest"
     size: Size = field(default_factory=Size)  # of the model
 
     def rate(self, step: int) -> float:
@@ -127,12 +127,12 @@ class Entry:
 
     name: str
     build: Callable[[Sequence[Tensor], Recipe], tuple[torch.optim.Optimizer, Take]]
-    has_formats: bool = False  # whether state and weights are kept as the recipe says
+    has_formats: bool = False  # whether it uses the formats of the recipe
 
 
 @dataclass
 class Run:
-    """What one training run gave. Times in milliseconds, for every step: until the call returned, until it was done."""
+    """The results of a training run. Times of steps in milliseconds: until the call returned, until it was done."""
 
     name: str
     losses: list[float]
@@ -149,7 +149,7 @@ class Run:
 
 
 def entries() -> list[Entry]:
-    """Return torch's AdamW with `clip_grad_norm_`, in its fastest form, and tilestep's that clips in its step."""
+    """Return torch's AdamW with `clip_grad_norm_`, in its fastest form, and tilestep's, which clips in its step."""
     return [Entry("torch AdamW (fused) + clip", _torch), Entry("tilestep AdamW", _tilestep, has_formats=True)]
 
 
@@ -221,7 +221,7 @@ class _Training:
         return self.losses[-1].item()
 
     def finish(self) -> Run:
-        """Evaluate, then count what one more step does."""
+        """Evaluate, then trace one more step."""
         final = _evaluate(self.model, self.validation, self.recipe)
         losses = [loss.item() for loss in self.losses]
         traced = trace(self.take, self.recipe.device)
@@ -229,7 +229,7 @@ class _Training:
 
 
 def _split(text: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Every twentieth piece of the text is for validation."""
+    """Split the text: every twentieth piece is for validation."""
     pieces = text.split(PIECE)
     training = [piece for index, piece in enumerate(pieces) if index % 20]
     return torch.cat(training).to(device), torch.cat(pieces[::20]).to(device)
@@ -364,7 +364,7 @@ def train_traced(recipe: Recipe, out: Path, rule: Rule | None, bf16: bool = Fals
 
 
 def _one_ahead(device: torch.device) -> Callable[[], None]:
-    """What keeps the host at most one iteration ahead of a GPU, as a loss that is read does: so a trace shows both."""
+    """Keep the host at most one iteration ahead of a GPU, as reading a loss does, so that a trace shows both."""
     ends: list[torch.cuda.Event] = []
 
     def wait() -> None:

@@ -1,4 +1,4 @@
-"""The measuring core: contenders take turns in one process, figures are medians; what memory can do."""
+"""Measurements: contenders take turns in one process, figures are medians; and the bandwidth of memory."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from ..tracing.lanes import exported
 
 @dataclass(frozen=True)
 class Trace:
-    """What one call did."""
+    """The work of a call."""
 
-    kernels: int  # kernels run on the GPU
-    copies: int  # copies and fills run on the GPU, or between host and GPU
-    calls: int  # torch operators that Python called (those that they call in turn do not count)
-    peak_bytes: int  # device memory above what was allocated before, at the highest point
+    kernels: int  # kernels on the GPU
+    copies: int  # copies and fills on the GPU, or between host and GPU
+    calls: int  # torch operators called from Python, without nested operators
+    peak_bytes: int  # peak of device memory, above the memory allocated before
 
     @property
     def launches(self) -> int:
-        """Everything the GPU was asked to run."""
+        """Kernels, copies and fills."""
         return self.kernels + self.copies
 
 
 class NotRecorded(RuntimeError):
-    """The profiler has recorded nothing of the GPU."""
+    """The profiler has recorded no work of the GPU."""
 
 
 def trace(call: Callable[[], object], device: torch.device) -> Trace:
     """Profile one call."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library announces each start on stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library prints each start to stderr
     activities = [ProfilerActivity.CPU]
     gpu = has_streams(device)
     if gpu:
@@ -94,20 +94,20 @@ def _peak(events: Iterable[dict[str, Any]]) -> int:
     return peak
 
 
-# Threads of an OpenMP runtime spin for a few milliseconds after their work and would slow down what is measured next.
+# Threads of an OpenMP runtime spin for a few milliseconds after their work, and would slow down the next contender.
 SETTLE_SECONDS = 0.01
 LEAST_ROUNDS = 3
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to do the work."""
+    """A way to do the work."""
 
-    name: str  # what the tables call it
-    call: Callable[[], object]  # does the work once; on a GPU it may return before the work is done
-    bytes_moved: int = 0  # the least memory traffic the work needs, in bytes; 0 if unknown
+    name: str  # in tables
+    call: Callable[[], object]  # does the work once; may return before a GPU is done
+    bytes_moved: int = 0  # minimal memory traffic of the work, in bytes; 0 if unknown
     prepare: Callable[[], object] | None = None  # run before every call, outside all figures
-    repeat: int = 1  # calls in a row that make one figure
+    repeat: int = 1  # consecutive calls per figure
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,10 @@ class Spread:
 
 @dataclass
 class Row:
-    """What one contender took; a row of tables and of results.
+    """The figures of a contender; a row of tables and of results.
 
     Times in milliseconds, memory in bytes, bandwidth in bytes a second; None where there is no such figure. `host` is
-    the time until the call returns, `wall` until the work is done, `device` what the GPU was busy for when the host is
+    the time until the call returns, `wall` until the work is done, `device` the busy time of the GPU when the host is
     ahead of it. `of_limit` is the bandwidth as a fraction of a limit's. `failure` says why there are no figures.
     End to end, `speedup` is over the baseline, `share` what the step alone would be of the iteration, and
     `setup_seconds` the first three steps with all that is built for them.
@@ -147,7 +147,7 @@ class Row:
     setup_seconds: float | None = None
 
     def note_bandwidth(self, limit: float | None = None) -> Row:
-        """Set the bandwidth, where times and traffic are known, and its fraction of a limit."""
+        """Set the bandwidth, if times and traffic are known, and its fraction of a limit."""
         busy = self.device or self.wall  # device time on a GPU, wall time on a CPU
         self.bandwidth = self.bytes_moved / (busy.median * 1e-3) if busy and busy.median and self.bytes_moved else None
         self.of_limit = self.bandwidth / limit if self.bandwidth and limit else None
@@ -208,7 +208,7 @@ class _Run:
             if self.contender.prepare is not None:
                 self.contender.prepare()
             action(self, *arguments)
-        except Exception as failure:  # any peer may fail in any way; the others' figures still count
+        except Exception as failure:  # a peer may fail in any way; other figures are still valid
             self.row.failure = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
 
     def finish(self) -> None:
@@ -240,7 +240,7 @@ def _wall(run: _Run, device: torch.device, keep: bool) -> None:
 
 
 def _device(run: _Run, delay: _Delay) -> None:
-    """Keep the GPU busy until the host has enqueued everything: the time between the events is then the GPU's own."""
+    """Measure the time of the GPU between events, which it is kept from until the host has enqueued everything."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     delay.enqueue(run.host[-1])
     begin.record()
@@ -251,8 +251,8 @@ def _device(run: _Run, delay: _Delay) -> None:
 
 
 def _traced(run: _Run, device: torch.device) -> None:
-    # Without it the driver goes on telling the profiler of every call: launches measured later take twice the time.
-    # With it a profile that follows another may see nothing; then there are times, but no counts.
+    # Otherwise the driver keeps notifying the profiler of every call: later launches take twice the time.
+    # A profile after another may then be empty: there are times, but no counts.
     os.environ.setdefault("TEARDOWN_CUPTI", "1")
     for pause in (0.0, 0.2, 1.0):
         time.sleep(pause)
@@ -341,7 +341,7 @@ def copy(device: torch.device, size: int) -> Contender:
 
 
 def flat_reads(device: torch.device, size: int) -> list[Contender]:
-    """Return reductions that read one flat fp32 buffer once; the fastest of them is what a read can reach."""
+    """Return reductions that read one flat fp32 buffer once; the fastest is the limit of a read."""
     flat = torch.full((size // 4,), 1e-3, device=device)
     bytes_moved = flat.numel() * 4
     contenders = [

@@ -1,4 +1,4 @@
-"""The result of a section: rows of figures with the environment they were measured in, as JSON."""
+"""The result of a section as JSON: rows of figures, and the environment of the measurement."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def environment(device: torch.device | None = None) -> dict[str, str]:
     """Return the names and versions that a result or a bug report should carry."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     number = torch.ones((), device="cpu")
-    # One kind of GPU is found with hosts of which one takes twice as long.
+    # Hosts of one kind of GPU differ by a factor of two.
     addition = statistics.median(timeit.repeat(lambda: number + number, number=1000, repeat=7))
     described = {
         "tilestep": __version__,
@@ -80,12 +80,12 @@ def _commit() -> str:
 
 
 FORMAT = 1
-OURS = "tilestep"  # what tables call it, or begin with
+OURS = "tilestep"  # its name in tables, or a prefix of it
 
 
 @dataclass
 class Group:
-    """Contenders that did the same work, and the bandwidth (bytes a second, and whose) that they are held against."""
+    """Contenders of the same work, and the bandwidth limit (bytes per second, and its name) they are compared with."""
 
     title: str
     rows: list[Row]
@@ -94,13 +94,13 @@ class Group:
     tags: dict[str, str] = field(default_factory=dict)
 
     def row(self, contender: str) -> Row | None:
-        """Return a contender's row, or None if it did not take part."""
+        """Return the row of a contender, or None without one."""
         return next((row for row in self.rows if row.contender == contender), None)
 
 
 @dataclass
 class Result:
-    """One section of the benchmark; `summary` holds figures over all groups, by what they are."""
+    """A section of the benchmark; `summary` has named figures over all groups."""
 
     section: str
     environment: dict[str, str]
@@ -134,7 +134,7 @@ OURS_COLOUR, OTHER_COLOUR = "#c8553d", "#8a9ba8"
 
 
 def print_result(result: Result, console: Console) -> None:
-    """Print one table per group, but for those that a table over several groups is made of, then the notes."""
+    """Print a table per group, except for groups of a combined table, then the notes."""
     for group in result.groups:
         if not group.tags:
             console.print(_table(group))
@@ -145,7 +145,7 @@ def print_result(result: Result, console: Console) -> None:
 
 
 def _table(group: Group) -> Table:
-    """A column that no row has a figure for is left out."""
+    """A table without empty columns."""
     columns = [
         ("host ms", [_time(row.host) if row.device else "" for row in group.rows]),
         ("wall ms", [_time(row.wall) for row in group.rows]),

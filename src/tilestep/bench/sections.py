@@ -1,4 +1,4 @@
-"""What is measured: lists of parameters, optimizers that take part, and the sections `norm`, `step` and `cpu`."""
+"""Lists of parameters, optimizers that take part, and the sections `norm`, `step` and `cpu`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Workload:
 
 
 def gpu_workloads(quick: bool = False) -> list[Workload]:
-    """Return what `norm` and `step` run: many tensors of random sizes, a language model, many small tensors."""
+    """Return the workloads of `norm` and `step`: many tensors of random sizes, a language model, many small tensors."""
     draw = random.Random(133586)
     count, largest = (40, 4096) if quick else (2000, 128 * 1024)
     return [
@@ -57,7 +57,7 @@ def gpu_workloads(quick: bool = False) -> list[Workload]:
 
 
 def cpu_workloads(quick: bool = False) -> list[Workload]:
-    """Return what `cpu` runs: large tensors, many small ones, all-bf16."""
+    """Return the workloads of `cpu`: large tensors, many small tensors, all in bf16."""
     shrink = 100 if quick else 1
     large = ((250_000 // shrink,),) * 200
     return [
@@ -78,11 +78,11 @@ def llama_of(name: str, layers: int, width: int, key_value: int, inner: int, voc
 
 
 def make_parameters(workload: Workload, device: torch.device, seed: int = 0) -> list[Tensor]:
-    """Return parameters with gradients, each its own allocation as in a model."""
+    """Return parameters with gradients, each an allocation as in a model."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def drawn(deviation: float) -> list[Tensor]:
-        # Parameters first, then gradients, as in a training: a CPU's prefetcher sees which lie beside each other.
+        # Parameters first, then gradients, as in a training: a CPU's prefetcher depends on neighbours in memory.
         empty = [torch.empty(shape, device=device, dtype=workload.dtype) for shape in workload.shapes]
         return [tensor.normal_(0, deviation, generator=generator) for tensor in empty]
 
@@ -108,12 +108,12 @@ WEIGHT_DECAY = 0.01
 
 @dataclass(frozen=True)
 class Peer:
-    """One optimizer in the comparison."""
+    """An optimizer in the comparison."""
 
-    name: str  # what the tables call it
+    name: str  # in tables
     build: Callable[..., Any]  # makes the optimizer for a list of parameters
     module: str = "torch"  # what must be importable
-    compiled: bool = False  # whether its first step compiles for so long that it runs only on request
+    compiled: bool = False  # whether its first step compiles for minutes: it runs on request only
     clips: bool = False  # whether `step()` itself clips, when built with `max_grad_norm`
     gpu_only: bool = False  # whether it has no CPU version
 
@@ -187,17 +187,17 @@ MEBIBYTE = 1 << 20
 
 @dataclass(frozen=True)
 class Settings:
-    """How a section is run."""
+    """Options of a section."""
 
-    device: torch.device  # where; `cpu` and `compile` know their own
+    device: torch.device  # ignored by `cpu` and `compile`
     quick: bool = False  # tiny workloads and few rounds: checks the harness, measures nothing
-    compiled: bool = False  # with the peers that compile for minutes
+    compiled: bool = False  # include peers that compile for minutes
     rounds: int = 15  # timed calls of each contender
-    say: Callable[[str], object] = print  # gets a line about what is being measured
+    say: Callable[[str], object] = print  # receives progress messages
 
     @property
     def buffer_bytes(self) -> int:
-        """Size of the buffers that bandwidth is measured with."""
+        """Bytes of the buffers of bandwidth measurements."""
         if self.quick:
             return MEBIBYTE
         return (1024 if has_streams(self.device) else 256) * MEBIBYTE
@@ -230,7 +230,7 @@ def _norm_groups(workload: Workload, settings: Settings) -> list[Group]:
         Contender(OURS, partial(total_norm, gradients), read),
     ]
 
-    # So that a clip has work to do in every call: after one they would be small enough.
+    # Gradients are restored, so that every call clips.
     enlarge = partial(torch._foreach_mul_, gradients, 1.5)
 
     clips = [
@@ -247,9 +247,9 @@ def _norm_groups(workload: Workload, settings: Settings) -> list[Group]:
 
 
 def run_step(settings: Settings) -> Result:
-    """Measure AdamW with and without a clip: bf16 and float32 parameters, and bf16 ones with float32 masters."""
+    """Measure AdamW with and without a clip: bf16 and float32 parameters, and bf16 parameters with float32 masters."""
     result = Result("step", environment(settings.device))
-    # On a GPU torch's default is its foreach version.
+    # torch's default on a GPU is foreach.
     same = "torch default" if has_streams(settings.device) else ""
     competing = [peer for peer in peers(settings.device, settings.compiled) if peer.name != same]
     for workload in gpu_workloads(settings.quick):
@@ -267,7 +267,7 @@ def run_step(settings: Settings) -> Result:
 def _step_group(
     result: Result, settings: Settings, workload: Workload, clip: float | None, competing: Sequence[Peer] | None
 ) -> None:
-    """Measure one kind of step; no peers means float32 master weights, which only tilestep has."""
+    """Measure one kind of step; without peers with float32 master weights, which only tilestep has."""
     device = settings.device
     master = competing is None
     weights = ", float32 master weights and moments" if master else ""
@@ -326,7 +326,7 @@ def run_cpu(settings: Settings) -> Result:
 
 
 def _step_contender(peer: Peer, workload: Workload, device: torch.device, max_grad_norm: float | None) -> Contender:
-    """Return a contender with parameters and state of its own; building is part of its first, untimed call."""
+    """Return a contender with its own parameters and state; its first, untimed call builds."""
     parameters = make_parameters(workload, device)
     gradients = [parameter.grad for parameter in parameters]
     steps: list[Callable[[], object]] = []
@@ -338,7 +338,7 @@ def _step_contender(peer: Peer, workload: Workload, device: torch.device, max_gr
 
     def prepare() -> None:
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient  # some optimizers drop gradients when they are done
+            parameter.grad = gradient  # some optimizers drop gradients
 
     return Contender(peer.name, call, adamw_bytes(parameters, clip=max_grad_norm is not None), prepare)
 
@@ -351,7 +351,7 @@ def measured_group(
     device: torch.device,
     rounds: int | None = None,
 ) -> Group:
-    """Measure contenders and limits in the same rounds; the fastest limit is what the others are held against."""
+    """Measure contenders and limits in the same rounds; contenders are compared with the fastest limit."""
     rows = settings.measure([*contenders, *limits], device, rounds)
     reached = [(row.bandwidth, row.contender) for row in rows[len(contenders) :] if row.bandwidth]
     limit, limit_name = max(reached, default=(None, ""))
@@ -359,19 +359,19 @@ def measured_group(
 
 
 def _room(settings: Settings, workload: Workload, bytes_an_element: int) -> int:
-    """How many contenders that each hold so many bytes an element there is memory for at once."""
+    """The number of contenders, of so many bytes per element, that fit in memory at once."""
     if has_streams(settings.device):
         free, _ = torch.cuda.mem_get_info(settings.device)
     else:
         available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        free = min(available // 2, 8 << 30)  # a CPU would need minutes for what takes more
-    # While one steps, foreach needs about two parameter copies more; the rest is bandwidth's and the delay's buffers.
+        free = min(available // 2, 8 << 30)  # a CPU would need minutes for more
+    # foreach needs about two more copies of parameters in a step; the rest is buffers of bandwidth and delay.
     passing = 2 * workload.elements * workload.dtype.itemsize + 4 * settings.buffer_bytes
     return max(0, free - passing) // max(workload.elements * bytes_an_element, 1)
 
 
 def free(device: torch.device) -> None:
-    """Give memory that nothing refers to any more back to the device."""
+    """Return unreferenced memory to the device."""
     gc.collect()
     if has_streams(device):
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Measuring tile shapes: one optimizer, rebuilt with each candidate in turn, its step timed in interleaved rounds."""
+"""Measures tile shapes: an optimizer is rebuilt with each candidate, and its step timed in interleaved rounds."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ KINDS: Mapping[str, tuple[torch.dtype, Mapping[str, Any]]] = {
     "bf16 with int8 states and master": (torch.bfloat16, {"state_dtype": "int8", "master_weights": "int8"}),
     "bf16 with int8 states, fp32 master": (torch.bfloat16, {"state_dtype": "int8", "master_weights": True}),
 }
-"""Dtype of the parameters and how they and states are kept, as an optimizer's options say it, by name."""
+"""Dtype of parameters, and options of formats, by name."""
 
-GAIN = 0.01  # a shape replaces the one in use only if it is faster by this part: less is noise
+GAIN = 0.01  # relative gain from which a shape replaces the present shape: less is noise
 
 _CLOSE = 0.05
-"""After its first turn a shape that is slower than the fastest by more than this part is measured no further."""
+"""Relative loss from which a shape is dropped after its first turn."""
 
 _TENSORS = 16
 _COLUMNS = 1024
@@ -43,32 +43,32 @@ _COLUMNS = 1024
 
 @dataclass(frozen=True)
 class Job:
-    """One signature to measure."""
+    """A signature to measure."""
 
-    rule: Rule  # a rule that has it
+    rule: Rule  # a rule with this signature
     kind: str  # a key of `KINDS`
-    signature: str  # what a table knows it by
-    spec: KernelSpec  # what its kernels are built from
+    signature: str  # its key in a table
+    spec: KernelSpec  # of its kernels
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one job gave."""
+    """The result of a job."""
 
     job: Job
-    before: TileShape  # the shape in use so far
-    after: TileShape  # the shape to use from now on; the same if nothing is clearly faster
-    milliseconds: Mapping[TileShape, float]  # median time of a step with each candidate that was measured
+    before: TileShape  # the shape before
+    after: TileShape  # the shape to use; the same if no other is clearly faster
+    milliseconds: Mapping[TileShape, float]  # median time of a step with each measured candidate
 
     @property
     def gain(self) -> float:
-        """How much less time a step takes, as a part of the time before."""
+        """The relative reduction of the time of a step."""
         return 1 - self.milliseconds[self.after] / self.milliseconds[self.before]
 
 
 def _optimizer(rule: Rule, kind: str, elements: int, device: torch.device) -> Optimizer:
     dtype, options = KINDS[kind]
-    # Matrices, since rules may treat other shapes apart; states of smaller ones are float32 in any format.
+    # Matrices, since rules may treat other shapes differently; states of small matrices are float32 in any format.
     rows = max(elements // _TENSORS // _COLUMNS, 4)
     params = [torch.nn.Parameter(torch.ones(rows, _COLUMNS, dtype=dtype, device=device)) for _ in range(_TENSORS)]
     for param in params:
@@ -77,20 +77,20 @@ def _optimizer(rule: Rule, kind: str, elements: int, device: torch.device) -> Op
 
 
 def has_matrix_work(optimizer: Optimizer) -> bool:
-    """Whether a step also works on whole matrices, which a count of bytes says nothing about."""
+    """Whether a step also works on whole matrices, whose time does not follow from bytes."""
     engines = optimizer.fitting_plan(ahead=True).engines
     return any(passes.segment.spec.program.matrices.passes for engine in engines for passes in engine.passes)
 
 
 def tiled_rules() -> list[Rule]:
-    """Every registered rule whose step is tile passes alone, without work on whole matrices."""
+    """All registered rules whose steps are tile passes, without work on whole matrices."""
     parameter = torch.nn.Parameter(torch.ones(2, 2))
     parameter.grad = torch.ones(2, 2)
     return [rule for rule in registry.values() if not has_matrix_work(Optimizer([parameter], rule))]
 
 
 def jobs(rules: Iterable[Rule], device: torch.device) -> list[Job]:
-    """Every signature of these rules, each once."""
+    """The distinct signatures of these rules."""
     by_signature: dict[str, Job] = {}
     for rule in rules:
         for kind in KINDS:
@@ -118,7 +118,7 @@ def timed(call: Callable[[], object], device: torch.device) -> float:
 
 
 class _Turns:
-    """An optimizer of a job's signature, and what its step took with each shape, in milliseconds."""
+    """An optimizer of a job's signature, and the times of its step with each shape, in milliseconds."""
 
     def __init__(self, job: Job, device: torch.device, elements: int, tick: Callable[[str], object]) -> None:
         self._optimizer = _optimizer(job.rule, job.kind, elements, device)
@@ -126,9 +126,9 @@ class _Turns:
         self.milliseconds: dict[TileShape, list[float]] = {}
 
     def build(self, shapes: Sequence[TileShape]) -> None:
-        """Compile the kernels of all shapes, several at a time."""
+        """Compile the kernels of all shapes in parallel."""
         if not has_streams(self._device):
-            return  # on a CPU one kernel has any shape
+            return  # on a CPU one kernel serves all shapes
         self._tick(f"compiling {len(shapes)} shapes")
         launches = []
         for shape in shapes:
@@ -140,12 +140,12 @@ class _Turns:
         """Time a step with this shape."""
         self._tick(str(shape))
         self._rebuilt(shape)
-        self._optimizer.step()  # builds, and moves the tables
+        self._optimizer.step()  # builds, and updates the tables
         taken = timed(self._optimizer.step, self._device) * 1e3
         self.milliseconds.setdefault(shape, []).append(taken)
 
     def rounds(self, shapes: Sequence[TileShape], count: int, until: float, least: int = 0) -> None:
-        """Let shapes take turns, each round beginning with another one, and end early when it is late."""
+        """Let shapes take turns, each round with another first shape; ends early at the time limit."""
         for index in range(count):
             if index >= least and time.monotonic() > until:
                 break
@@ -154,11 +154,11 @@ class _Turns:
                 self.turn(shape)
 
     def medians(self) -> dict[TileShape, float]:
-        """The median of each shape's turns."""
+        """The median time of each shape."""
         return {shape: statistics.median(taken) for shape, taken in self.milliseconds.items()}
 
     def forget(self) -> None:
-        """Drop what was measured, for turns that decide: of many shapes the luckiest has been picked."""
+        """Drop the times before the deciding turns: the best of many shapes was partly lucky."""
         self.milliseconds = {}
 
     def _rebuilt(self, shape: TileShape) -> StepPlan:
@@ -175,12 +175,12 @@ def _measure(
     until: float,
     tick: Callable[[str], object],
 ) -> tuple[dict[TileShape, float], TileShape]:
-    """Milliseconds of a step with the shape in use, the first, and with others; the fastest of them."""
+    """Milliseconds of a step with the shape in use, the first, and with other shapes; and the fastest shape."""
     turns, before = _Turns(job, device, elements, tick), shapes[0]
     decide = until - (until - time.monotonic()) / 4 if math.isfinite(until) else until
     together = build_threads()
     for start in range(0, len(shapes), together):
-        # A few at a time: kernels of states in blocks take seconds each, and what is built late is not measured.
+        # A few at a time: kernels of states in blocks take seconds to build, and late shapes are not measured.
         if start and time.monotonic() >= decide:
             break
         turns.build(shapes[start : start + together])
@@ -208,7 +208,7 @@ def tune(
     seconds: float = 0,
     tick: Callable[[Job, str], object] = lambda job, text: None,
 ) -> Iterator[Outcome]:
-    """Measure jobs one after the other and put what is faster into the device's table, each as soon as it is known."""
+    """Measure jobs one after the other, and store faster shapes in the device's table at once."""
     end = time.monotonic() + seconds if seconds else math.inf
     for index, job in enumerate(listed):
         now = time.monotonic()
@@ -217,7 +217,7 @@ def tune(
         until = now + (end - now) / (len(listed) - index)
         before = tile_shape(job.spec, device)
         shapes = tuple(dict.fromkeys((before, *candidates(job.spec, device))))
-        size = elements or 1 << 24  # enough that no cache holds them, and at most half of the free memory
+        size = elements or 1 << 24  # exceeds caches; at most half of the free memory
         if not elements and has_streams(device):
             element_size = sum(array.dtype.itemsize for array in [job.spec.grad, *job.spec.arrays])
             size = min(1 << 29, torch.cuda.mem_get_info(device)[0] // 2 // element_size)

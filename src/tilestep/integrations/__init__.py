@@ -1,6 +1,6 @@
-"""Other projects: training frameworks, and the checkpoints of other optimizers.
+"""Integrations with training frameworks, and readers of checkpoints of other optimizers.
 
-`accelerate`, `lightning`, `torchtitan` and `transformers` need their framework, and tilestep imports none of them.
+`accelerate`, `lightning`, `torchtitan` and `transformers` need their framework; tilestep does not import them.
 `checkpoints` needs no other library; `import tilestep` registers its readers.
 """
 
@@ -34,17 +34,17 @@ def require(name: str) -> None:
 
 
 def plain_optimizer(optimizer: Any) -> Optimizer | None:
-    """The tilestep optimizer inside a framework's wrappers, which call what they wrap `optimizer`; None for others."""
+    """The tilestep optimizer inside a framework's wrappers, which have an `optimizer`; None for other optimizers."""
     while optimizer is not None and not isinstance(optimizer, Optimizer):
         optimizer = getattr(optimizer, "optimizer", None)
     return optimizer
 
 
-Places = Sequence[tuple[Optimizer, int]]  # param groups, which loading a checkpoint replaces, by their numbers
+Places = Sequence[tuple[Optimizer, int]]  # param groups by index, since loading a checkpoint replaces them
 
 
 def without_limit(optimizers: Iterable[Optimizer], max_norm: float | None = None) -> Places:
-    """Param groups without a limit of their own, or whose limit is the framework's already.
+    """Param groups without a limit, or with the framework's limit.
 
     Args:
         optimizers: the optimizers, before they load a checkpoint.
@@ -55,7 +55,7 @@ def without_limit(optimizers: Iterable[Optimizer], max_norm: float | None = None
 
 
 def set_max_grad_norm(places: Places, max_norm: float | None) -> None:
-    """Have groups clipped inside their steps by what the framework says now, whatever a checkpoint said.
+    """Set the framework's limit on groups, which overrides the limit of a checkpoint.
 
     Args:
         places: the groups.

@@ -19,25 +19,25 @@ from ..amp import GradScaler  # noqa: E402
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
-    """accelerate's wrapper of an optimizer, through which the optimizer's own attributes are seen, `grad_norm` for one.
+    """accelerate's wrapper of an optimizer, which passes on attributes of the optimizer such as `grad_norm`.
 
     Args:
-        optimizer: the optimizer, one of tilestep's.
+        optimizer: a tilestep optimizer.
         device_placement: as accelerate's.
-        scaler: what scales losses, or None.
+        scaler: the scaler of losses, or None.
     """
 
-    _is_accelerate_prepared = True  # accelerate does not wrap what is marked so again
+    _is_accelerate_prepared = True  # marked optimizers are not wrapped again
 
     def __init__(self, optimizer: Any, device_placement: bool = True, scaler: Any = None) -> None:
         self._is_sharded = "shard" in optimizer.attached
         self._is_gathered = False
         self._skipped: tuple[Any, Any] = 0, 0
-        # Pieces lie on their device already.
+        # Pieces are on their device already.
         super().__init__(optimizer, device_placement and not self._is_sharded, scaler)
 
     def __getattr__(self, name: str) -> Any:
-        """What accelerate's wrapper does not have is the optimizer's."""
+        """Look up attributes that accelerate's wrapper does not have on the optimizer."""
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
@@ -49,17 +49,17 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
     @property
     def skipped_steps(self) -> torch.Tensor:
-        """Steps that were skipped so far, a scalar on the device, not yet read."""
+        """The number of skipped steps so far, a scalar on the device, not yet read."""
         return self.optimizer.skipped_steps
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped, with a scaler; waits for the device then. Schedulers ask for it."""
+        """Whether a scaler skipped the last step; waits for the device. Schedulers read it."""
         before, after = self._skipped
         return self.scaler is not None and int(after) > int(before)
 
     def step(self, closure: Any = None) -> None:
-        """As accelerate's; steps that a scaler runs are noted as skipped or not, without a wait."""
+        """As accelerate's; with a scaler the skip is recorded without a wait."""
         if self.scaler is None or not self.gradient_state.sync_gradients:
             super().step(closure)
             return
@@ -69,7 +69,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """A block in which rank 0's `state_dict` has the state of all ranks. All ranks of a sharded one enter it."""
+        """A context in which rank 0's `state_dict` has the state of all ranks, which all enter."""
         if self._is_sharded:
             self.optimizer.consolidate_state_dict()
         self._is_gathered = True
@@ -79,7 +79,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
             self._is_gathered = False
 
     def state_dict(self) -> dict[str, Any]:
-        """As the optimizer's; of a sharded one all ranks call it, as accelerate does, and rank 0 gets all of it."""
+        """As the optimizer's; for a sharded optimizer all ranks call it, and rank 0 gets the whole state."""
         if self._is_gathered or not self._is_sharded:
             return self.optimizer.state_dict()
         with self.gathered():
@@ -113,7 +113,7 @@ class Accelerator(accelerate.Accelerator):
     """
 
     _leaves_sums = False
-    """Whether the models that are being prepared are sharded: their optimizers sum gradients over ranks."""
+    """Whether the models in `prepare` are sharded: their optimizers sum gradients over ranks."""
 
     scaler: Any
 
@@ -158,7 +158,7 @@ class Accelerator(accelerate.Accelerator):
             super().backward(loss, **kwargs)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """As accelerate's; parameters of a sharded optimizer, which share memory, as tensors of their own."""
+        """As accelerate's; parameters of a sharded optimizer, which share memory, are cloned."""
         with self._apart():
             return super().get_state_dict(model, unwrap)
 
@@ -169,7 +169,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """A block in which state_dicts of models hold no tensors that share memory, which safetensors refuses."""
+        """A context in which state_dicts of models have no tensors that share memory, which safetensors refuses."""
         own = [optimizer for optimizer in map(plain_optimizer, self._optimizers) if optimizer is not None]
         models = self._models if any("shard" in optimizer.attached for optimizer in own) else []
         handles = [model.register_state_dict_post_hook(_clone_entries) for model in models]
@@ -180,7 +180,7 @@ class Accelerator(accelerate.Accelerator):
                 handle.remove()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: Any, norm_type: float = 2) -> Any:
-        """As accelerate's; of a sharded optimizer's parameters the gradients that are summed up."""
+        """As accelerate's; for a sharded optimizer the reduced gradients."""
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         trained = {id(param) for param in listed if param.requires_grad}
         for optimizer in self._optimizers:

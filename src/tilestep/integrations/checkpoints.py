@@ -1,6 +1,6 @@
 """Checkpoints of bitsandbytes 0.50, torchao 0.18 and FlashOptim 0.1.4 in low-bit formats, and of dion, read by value.
 
-None of the libraries is needed: this reads what they write.
+The libraries are not needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CORRECTION = "error_bits"  # FlashOptim's correction of a 16-bit parameter
 
 
 def read_bitsandbytes(saved: Saved) -> Mapping[str, Any]:
-    """bitsandbytes' states, which have numbers and no names, under the names of the rule's states."""
+    """bitsandbytes' states, which are numbered, under the names of the rule's states."""
     values = {**saved.values, **saved.values.get(_NESTED, {})}
     values.pop(_NESTED, None)
     if "state1" not in values:
@@ -38,7 +38,7 @@ def read_bitsandbytes(saved: Saved) -> Mapping[str, Any]:
 
 
 def read_torchao(saved: Saved) -> Mapping[str, Any]:
-    """States that are tensors of a library's own class with codes, as torchao's `OptimState8bit`."""
+    """States that are tensors of a library's class with codes, such as torchao's `OptimState8bit`."""
     has_codes = [
         name
         for name, value in saved.values.items()
@@ -110,7 +110,7 @@ def averaged_momentum(state_dict: Mapping[str, Any], momentum: float | None = No
 
 
 def _of_subclass(label: str, name: str, value: Any) -> Any:
-    """The numbers of a state that is a tensor of a library's own class, as torchao's `OptimState8bit`."""
+    """The values of a state that is a tensor of a library's class, such as torchao's `OptimState8bit`."""
     local = local_part(value)
     try:
         numbers = local.dequantize().to(torch.float32)
@@ -123,12 +123,12 @@ def _of_subclass(label: str, name: str, value: Any) -> Any:
 
 
 def _of_groups(label: str, name: str, codes: Any, scales: Any) -> Any:
-    """FlashOptim's states: 32 neighbours of the flattened local tensor have a scale of 16 bits."""
+    """Decode FlashOptim's states: 32 neighbours of the flattened local tensor share a 16-bit scale."""
     # Second moments are stored as roots, in 255 steps; other states as 2x / (1 + |x|), in 127 steps.
     own = local_part(codes)
     scale = None if scales is None else local_part(scales)
     if scale is not None and scale.dtype is torch.bfloat16:
-        # These are the bits of a float16, which FlashOptim hides from the casts of torch's loader.
+        # The bits of a float16, stored as integers to avoid casts of torch's loader.
         scale = scale.view(torch.float16)
     rows, most = _rows(label, name, own, scale, 32)
     if name.endswith("_sq"):
@@ -140,7 +140,7 @@ def _of_groups(label: str, name: str, codes: Any, scales: Any) -> Any:
 
 
 def _of_maps(label: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """bitsandbytes' states: codes of 8 bits index a map, and 256 neighbours are scaled by their largest magnitude."""
+    """Decode bitsandbytes' states: 8-bit codes index a map, and blocks of 256 share a scale, the largest magnitude."""
     others = {
         name: value for name, value in values.items() if not name.startswith(("absmax", "qmap", "state", "unorm"))
     }
@@ -154,7 +154,7 @@ def _of_maps(label: str, values: Mapping[str, Any]) -> dict[str, Any]:
                 f"state{number} of {label} is of bitsandbytes' optimizers without block-wise scales, which are not "
                 "read: let a version of bitsandbytes that has them save float32 states (optim_bits=32)"
             )
-        # AdEMAMix has two states in one.
+        # AdEMAMix stacks two states.
         is_double = scale is not None and scale.dim() == 2
         parts: Any = zip(codes, scale) if scale is not None and is_double else [(codes, scale)]
         read = []
@@ -186,7 +186,7 @@ def _named(label: str, values: dict[str, Any], rule: Rule | None) -> dict[str, A
 def _rows(
     label: str, name: str, codes: torch.Tensor, scale: torch.Tensor | None, block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes as numbers, a row for each scale, and a column of the scales."""
+    """Codes as numbers, a row per scale, and a column of scales."""
     count = -(-codes.numel() // block)
     if scale is None or scale.dim() != 1 or len(scale) != count:
         shape = "no scales" if scale is None else f"scales of shape {tuple(scale.shape)}"
@@ -200,7 +200,7 @@ def _rows(
 
 
 def _corrected(label: str, param: torch.Tensor, correction: Any, group: Mapping[str, Any]) -> Any:
-    """The float32 value of a parameter with FlashOptim's correction: so many 127ths, or 32767ths, of half a unit."""
+    """The float32 value of a parameter with FlashOptim's correction, in 127ths, or 32767ths, of half a unit."""
     bits, local = local_part(correction), local_part(param.detach())
     if bits.is_floating_point():
         if "master_bytewidth" not in group:

@@ -39,11 +39,11 @@ class TilestepCallback(Callback):
         self._only_accumulates = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note which groups have no limit of their own: a checkpoint, which is loaded next, has its training's clip."""
+        """Note groups without a limit: a checkpoint, which is loaded next, has the clip of its training."""
         self._without_limit = without_limit(_own(trainer))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the clip over."""
+        """Move the clip into the step."""
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
         clips = trainer.gradient_clip_val and by_norm and len(_own(trainer)) == len(trainer.optimizers)
         set_max_grad_norm(self._without_limit, trainer.gradient_clip_val if clips else None)
@@ -62,18 +62,18 @@ class TilestepCallback(Callback):
             try:
                 pl_module.log(f"grad_norm{suffix}", optimizer.grad_norm)
             except RuntimeError:
-                continue  # nothing needs the norm, and nothing skips by it
+                continue  # the step computes no norm, and skips nothing
             pl_module.log(f"skipped_steps{suffix}", optimizer.skipped_steps.float())
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        """Only accumulate where no step follows."""
+        """Enter `no_sync` if no step follows."""
         if pl_module.automatic_optimization and self._only_accumulates:
             for optimizer in _own(trainer):
                 if hasattr(optimizer, "no_sync"):
                     self._accumulating.enter_context(optimizer.no_sync())
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The next backward may be the last before a step."""
+        """Leave `no_sync`."""
         self._accumulating.close()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -87,12 +87,12 @@ class TilestepCallback(Callback):
             optimizer.train()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the clip back."""
+        """Restore the clip."""
         if self._clip_val is not None:
             trainer.gradient_clip_val, self._clip_val = self._clip_val, None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave nothing behind."""
+        """Restore the clip and leave `no_sync`."""
         self._accumulating.close()
         self.on_train_end(trainer, pl_module)
 
@@ -126,5 +126,5 @@ class ShardStrategy(DDPStrategy):
 
 
 def _own(trainer: Trainer) -> list[Optimizer]:
-    """tilestep's optimizers of a training."""
+    """The tilestep optimizers of a training."""
     return [optimizer for optimizer in map(plain_optimizer, trainer.optimizers) if optimizer is not None]

@@ -69,7 +69,7 @@ class TilestepOptimizers(OptimizersContainer):
         set_max_grad_norm(self._without_limit, self._max_norm)
 
     def _register_bf16_optimizer_state_hook(self) -> None:
-        """Nothing: groups have a `state_dtype`."""
+        """Register nothing: groups have a `state_dtype`."""
 
     @property
     def grad_norm(self) -> torch.Tensor:

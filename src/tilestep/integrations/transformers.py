@@ -32,10 +32,10 @@ def trainer_optimizer(
         arguments: of the optimizer, before those of `args`: `master_weights`, `state_dtype`, hyperparameters.
 
     Returns:
-        The class, and its arguments but for the parameters.
+        The class, and its arguments without the parameters.
 
     Raises:
-        KeyError: for an optimizer that there is not.
+        KeyError: for an unknown optimizer.
 
     Source: transformers.Trainer.get_optimizer_cls_and_kwargs.
 
@@ -136,14 +136,14 @@ class TilestepTrainerMixin:
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
         if grad_norm is None and self.control.should_log and self._clips_inside():
-            # A norm that nothing needs is not worked out, and not logged.
+            # A norm that no option needs is not computed, and not logged.
             with suppress(RuntimeError):
                 grad_norm = self.optimizer.grad_norm
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if isinstance(self.optimizer, PreparedOptimizer):
-            # All ranks are here, and one of them writes.
+            # All ranks run this, and one writes.
             with self.optimizer.gathered():
                 super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         else:
@@ -156,7 +156,7 @@ class TilestepTrainer(TilestepTrainerMixin, transformers.Trainer):
 
 @contextmanager
 def _made_as(accelerator: type) -> Iterator[None]:
-    """A block in which the Trainer makes this accelerator: it has no argument for it."""
+    """A context in which the Trainer creates this accelerator, for which it has no argument."""
     module: Any = transformers.trainer
     before, module.Accelerator = module.Accelerator, accelerator
     try:
