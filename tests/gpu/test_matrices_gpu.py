@@ -40,8 +40,10 @@ def set_gradients(params: Sequence[torch.Tensor], step: int) -> None:
             param.grad.copy_(value)
 
 
-@pytest.mark.parametrize("blocks", [BLOCKS, Blocks(128, 64, 64, 4, 3), Blocks(256, 128, 64, 8, 3)], ids=str)
-@pytest.mark.parametrize(("rows", "inner"), [(256, 256), (256, 1024), (64, 128), (320, 704), (2048, 5504), (192, 192)])
+@pytest.mark.parametrize("blocks", [BLOCKS, Blocks(64, 64, 4, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "inner"), [(256, 256), (256, 1024), (64, 128), (320, 704), (2048, 5504), (192, 192), (208, 80)]
+)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_symmetric_products(rows: int, inner: int, dtype: torch.dtype, blocks: Blocks) -> None:
     operand = (drawn((3, rows, inner)) / inner**0.5).to(dtype)
@@ -50,15 +52,13 @@ def test_symmetric_products(rows: int, inner: int, dtype: torch.dtype, blocks: B
     scale = torch.tensor([1.0, 0.5, 2.0], device="cuda")
     for tall in {False, inner > rows}:
         stored = operand.mT.contiguous() if tall else operand
-        out, shifted = torch.full_like(square, torch.nan), torch.full_like(square, torch.nan)
-        options = {"base": square, "alpha": 0.5, "beta": -2.0, "scale": scale, "shifted": shifted, "shift": 3.0}
+        out = torch.full_like(square, torch.nan)
+        options = {"base": square, "alpha": 0.5, "beta": -2.0, "scale": scale}
         symmetric_product(stored, stored, out, **options, blocks=blocks)  # type: ignore[arg-type]
         exact = operand.double() @ operand.double().mT
         wanted = scale[:, None, None] * (0.5 * exact - 2.0 * square.double())
-        assert torch.equal(out, out.mT) and torch.equal(shifted, shifted.mT)
+        assert torch.equal(out, out.mT)
         torch.testing.assert_close(out.double(), wanted, rtol=2e-3, atol=2e-3)
-        shift = 3.0 * torch.eye(rows, device="cuda", dtype=torch.float64)
-        torch.testing.assert_close(shifted.double(), wanted + shift, rtol=2e-3, atol=4e-3)
         symmetric_product(stored, stored, out, blocks=blocks)
         torch.testing.assert_close(out.double(), exact, rtol=2e-3, atol=2e-3)
 
@@ -172,7 +172,7 @@ def test_steps_recorded_in_graphs_are_the_steps(dtype: torch.dtype, monkeypatch:
     results = []
     for least in (32, 1000):
         monkeypatch.setattr(batches, "LEAST_MATRICES", least)
-        params = params_of([(256, 256), (64, 192)] * 20, dtype)
+        params = params_of([(256, 256), (64, 192), (96, 32), (512, 128), (48, 48)] * 8, dtype)
         optimizer = tilestep.Muon(params, lr=0.02, skip_nonfinite=True)
         for step in range(6):
             set_gradients(params, step)

@@ -48,6 +48,4 @@ def multiplied(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, **opt
         total = total * options["scale"][:, None, None]
     lower = total.tril()
     total = lower + lower.tril(-1).mT
-    if options.get("shifted") is not None:
-        options["shifted"].copy_(total + options["shift"] * torch.eye(total.size(-1)))
     return out.copy_(total)

@@ -12,7 +12,7 @@ from scripts import all_equal_in_the_interpreter
 from tilestep.linalg import COEFFICIENTS, orthogonal
 from tilestep.linalg.coefficients import NAMES, flat, rows_of
 from tilestep.linalg.orthogonal import gram_newton_schulz, newton_schulz, restarts, takes
-from tilestep.linalg.symmetric import BLOCKS, Blocks
+from tilestep.linalg.symmetric import BLOCKS
 
 
 def test_the_interpreted_kernel_is_the_product() -> None:
@@ -20,8 +20,8 @@ def test_the_interpreted_kernel_is_the_product() -> None:
 
 
 @pytest.mark.parametrize("tall", [False, True])
-@pytest.mark.parametrize("extras", [False, True])
-def test_the_compiled_kernel_loads_ahead_and_multiplies_in_warp_groups(tall: bool, extras: bool) -> None:
+@pytest.mark.parametrize("has_base", [False, True])
+def test_the_compiled_kernel_copies_blocks_and_multiplies_in_warp_groups(tall: bool, has_base: bool) -> None:
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     compiler = pytest.importorskip("triton.backends.nvidia.compiler")
     try:
@@ -31,29 +31,30 @@ def test_the_compiled_kernel_loads_ahead_and_multiplies_in_warp_groups(tall: boo
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from tilestep.linalg.symmetric_triton import POINTERS, symmetric_tiles
+    from tilestep.linalg.symmetric_triton import symmetric_tiles
 
-    constants = {"TALL": tall, "HAS_BASE": extras, "HAS_SHIFTED": extras}
-    constants |= {"BLOCK_M": BLOCKS.rows, "BLOCK_N": BLOCKS.columns, "BLOCK_K": BLOCKS.inner, "EVEN": False}
-    signature = {**dict.fromkeys(POINTERS, "*fp16"), "scale": "*fp32", "sizes": "*i64"}
-    signature |= {**dict.fromkeys(("alpha", "beta", "shift"), "fp32"), **dict.fromkeys(constants, "constexpr")}
+    side, inner = BLOCKS.side, BLOCKS.inner
+    constants = {"TALL": tall, "HAS_BASE": has_base, "BLOCK": side, "BLOCK_K": inner}
+    shapes = dict.fromkeys(("left", "right"), (inner, side) if tall else (side, inner))
+    shapes |= dict.fromkeys(("base", "out"), (side, side))
+    described = {name: f"tensordesc<fp16[1,{rows},{columns}]>" for name, (rows, columns) in shapes.items()}
+    signature = {**dict.fromkeys(symmetric_tiles.arg_names), **described, "scale": "*fp32", "sizes": "*i64"}
+    signature |= {**dict.fromkeys(("alpha", "beta"), "fp32"), **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(fn=symmetric_tiles, signature=signature, constexprs=constants)
     options = {"num_warps": BLOCKS.warps, "num_stages": BLOCKS.stages}
-    text = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-    assert "wgmma.mma_async" in text
-    assert "cp.async.cg.shared.global" in text and "cp.async.ca" not in text
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    text = compiled.asm["ptx"]
+    assert "wgmma.mma_async" in text and "mma.sync" not in text
+    for copies in ("tensor.3d.shared::cluster.global", "tensor.3d.global.shared::cta"):
+        assert f"cp.async.bulk.{copies}" in text
+    assert "stmatrix.sync.aligned.m8n8.x4.trans" in text and "st.shared.b16" not in text
+    assert "ld.local" not in text and compiled.metadata.shared <= (227 << 10) // 2
 
 
-@pytest.mark.parametrize("blocks", [Blocks(128, 128), Blocks(256, 128), Blocks(128, 64)])
-def test_the_programs_are_the_tiles_that_reach_the_lower_triangle(blocks: Blocks) -> None:
+def test_the_programs_are_the_blocks_of_the_lower_triangle() -> None:
     for rows in (16, 128, 208, 512, 2048, 2064, 5504):
-        reached = [
-            (top, left)
-            for top in range(0, rows, blocks.rows)
-            for left in range(0, rows, blocks.columns)
-            if left < top + blocks.rows
-        ]
-        assert blocks.count(rows) == len(reached)
+        starts = range(0, rows, BLOCKS.side)
+        assert BLOCKS.count(rows) == len([(top, left) for top in starts for left in starts if left <= top])
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 7])

@@ -113,21 +113,16 @@ def _factor(
     factor: torch.Tensor | None = None
     for step, (a, b, c) in enumerate(steps):
         is_last = step == len(steps) - 1
-        shifted = torch.empty_like(gram) if factor is None else None
-        if c:
-            update = product(gram, gram, base=gram, alpha=c, beta=b, shifted=shifted, shift=a)
-        else:
-            update = gram * b
-            if shifted is not None:
-                shifted.copy_(update).diagonal(dim1=-2, dim2=-1).add_(a)
-        if factor is None:
-            factor = shifted
-        else:
+        update = product(gram, gram, base=gram, alpha=c, beta=b) if c else gram * b
+        if factor is not None:
             dtype, last_scale = (matrix.dtype, scale) if is_last else (torch.float16, None)
             factor = product(update, factor, dtype, base=factor, beta=a, scale=last_scale)
         if not is_last:
             half = product(update, gram, base=gram, beta=a)
             gram = product(update, half, base=half, beta=a)
+        if factor is None:
+            update.diagonal(dim1=-2, dim2=-1).add_(a)
+            factor = update
     assert factor is not None
     if len(steps) == 1:
         factor = (factor if scale is None else factor * scale[:, None, None]).to(matrix.dtype)
@@ -229,8 +224,11 @@ def _update(
     """b G + c G^2 with G the Gram matrix of the short side."""
     if pays(batch):
         short = min(batch.shape[-2:])
-        gram = multiply(batch, batch, batch.new_empty(batch.size(0), short, short), alpha=1.0 if c else b)
-        return multiply(gram, gram, torch.empty_like(gram), base=gram, alpha=c, beta=b) if c else gram
+        update = batch.new_empty(batch.size(0), short, short)
+        if not c:
+            return multiply(batch, batch, update, alpha=b)
+        gram = multiply(batch, batch, torch.empty_like(update, dtype=torch.float16))
+        return multiply(gram, gram, update, base=gram, alpha=c, beta=b)
     gram = torch.bmm(batch.mT, batch) if is_tall else torch.bmm(batch, batch.mT)
     # Without c there is nothing to multiply; torch's bfloat16 baddbmm on the CPU forgets beta when alpha is 0.
     return torch.baddbmm(gram, gram, gram, beta=b, alpha=c) if c else gram * b

@@ -16,16 +16,15 @@ from .operations import Launch
 class Blocks:
     """How a product is cut up."""
 
-    rows: int = 128  # rows of the result that a program computes, a multiple of `columns`
-    columns: int = 128
+    side: int = 128  # of the square that a program computes
     inner: int = 64  # products it adds up at a time
-    warps: int = 8
-    stages: int = 4  # loads in flight
+    warps: int = 4
+    stages: int = 3  # loads in flight; with these numbers two programs share a multiprocessor
 
     def count(self, rows: int) -> int:
         """Programs for the lower triangle of a square matrix."""
-        high, wide, ratio = -(-rows // self.rows), -(-rows // self.columns), self.rows // self.columns
-        return ratio * high * (high - 1) // 2 + min(ratio * high, wide)
+        high = -(-rows // self.side)
+        return high * (high + 1) // 2
 
 
 BLOCKS = Blocks()
@@ -33,11 +32,9 @@ BLOCKS = Blocks()
 SMALLEST = 1024  # below, half the tiles are no gain: benchmarks/symmetric_products.py
 
 
-def can_multiply(batch: torch.Tensor, blocks: Blocks | None = None) -> bool:
+def can_multiply(batch: torch.Tensor) -> bool:
     """Whether `symmetric_product` takes products of this batch and of squares on its short side."""
-    blocks = blocks or BLOCKS
-    short, long = sorted(batch.shape[-2:])
-    fits = short % max(blocks.inner, 16) == 0 and long % max(blocks.inner, 16) == 0
+    fits = all(side > 0 and side % 16 == 0 for side in batch.shape[-2:])
     return batch.is_cuda and batch.is_contiguous() and fits and _triton() is not None and batch.data_ptr() % 16 == 0
 
 
@@ -55,25 +52,29 @@ def symmetric_launch(
     alpha: float = 1.0,
     beta: float = 0.0,
     scale: torch.Tensor | None = None,
-    shifted: torch.Tensor | None = None,
-    shift: float = 0.0,
     blocks: Blocks | None = None,
 ) -> Launch:
     """The launch of `symmetric_product`, which takes the same."""
-    dtypes = (left.dtype, right.dtype, None if base is None else base.dtype, out.dtype)
-    shifted_dtype = None if shifted is None else shifted.dtype
-    launcher, sizes, ones = _launcher(left.shape, out.size(-1), dtypes, shifted_dtype, blocks, out.device)
+    blocks = blocks or BLOCKS
+    is_tall = left.size(-1) == out.size(-1) and left.size(-2) != out.size(-1)
+    dtypes = left.dtype, right.dtype, None if base is None else base.dtype, out.dtype
+    inner = left.size(-2 if is_tall else -1)
+    launcher, sizes, ones = _launcher(left.size(0), out.size(-1), inner, is_tall, dtypes, blocks, out.device)
+
+    def described(batch: torch.Tensor, rows: int, columns: int) -> Any:
+        return _triton().TensorDescriptor.from_tensor(batch, [1, rows, columns])
+
+    operand = (blocks.inner, blocks.side) if is_tall else (blocks.side, blocks.inner)
+    square = described(out, blocks.side, blocks.side)
     return launcher, (
-        left,
-        right,
-        out if base is None else base,
+        described(left, *operand),
+        described(right, *operand),
+        square if base is None else described(base, blocks.side, blocks.side),
         ones if scale is None else scale,
-        out,
-        out if shifted is None else shifted,
+        square,
         sizes,
         alpha,
         beta,
-        shift,
     )
 
 
@@ -95,30 +96,24 @@ def _triton() -> Any:
 
 @lru_cache(maxsize=1024)
 def _launcher(
-    shape: torch.Size,
+    matrices: int,
     rows: int,
+    inner: int,
+    is_tall: bool,
     dtypes: tuple[torch.dtype | None, ...],
-    shifted: torch.dtype | None,
-    blocks: Blocks | None,
+    blocks: Blocks,
     device: torch.device,
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """A launcher for operands of these dtypes: what it has compiled for one reads another's bits wrongly."""
-    blocks = blocks or BLOCKS
-    matrices = shape[0]
-    is_tall = shape[2] == rows and shape[1] != rows
-    inner = shape[1] if is_tall else shape[2]
     constants = {
         "TALL": is_tall,
         "HAS_BASE": dtypes[2] is not None,
-        "HAS_SHIFTED": shifted is not None,
-        "BLOCK_M": blocks.rows,
-        "BLOCK_N": blocks.columns,
+        "BLOCK": blocks.side,
         "BLOCK_K": blocks.inner,
-        "EVEN": rows % blocks.rows == 0,
     }
     count = blocks.count(rows)
     launcher = Launcher(
         _triton().symmetric_tiles, matrices * count, device, constants, num_warps=blocks.warps, num_stages=blocks.stages
     )
-    sizes = torch.tensor([rows, inner, count], dtype=torch.int64, device=device)
+    sizes = torch.tensor([inner, count], dtype=torch.int64, device=device)
     return launcher, sizes, torch.ones(matrices, dtype=torch.float32, device=device)

@@ -6,117 +6,68 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-POINTERS = ["left", "right", "base", "scale", "out", "shifted", "sizes"]
+__all__ = ["DESCRIPTORS", "TensorDescriptor", "symmetric_tiles"]
 
-
-@triton.jit
-def aligned(pointer):
-    """The pointer with the promise that it lies at a multiple of 16 bytes.
-
-    Triton keeps no promise about an argument, and from 3.8 on none about one that casts alone have left as it was.
-    """
-    return tl.multiple_of((pointer.to(tl.int64, bitcast=True) & -16).to(pointer.dtype, bitcast=True), 16)
+DESCRIPTORS = ["left", "right", "base", "out"]
+"""Arguments that are descriptors of [matrices, rows, columns]: Hopper's copy engine loads and stores their blocks."""
 
 
 @triton.jit
-def write_tile(value, out, at, mirrored, inside, mirror_inside, WHOLE: tl.constexpr):
-    """Write a tile and its mirror image; without masks, which would take the stores apart, where none are needed."""
-    value = value.to(out.dtype.element_ty)
-    if WHOLE:
-        tl.store(out + at, value)
-        tl.store(out + mirrored, tl.trans(value))
-    else:
-        tl.store(out + at, value, mask=inside)
-        tl.store(out + mirrored, tl.trans(value), mask=mirror_inside)
+def block_place(place):
+    """Row and column of a block by its place in the lower triangle, which is numbered row by row."""
+    i = ((tl.sqrt(8.0 * place.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
+    i = tl.where(i * (i + 1) // 2 > place, i - 1, i)
+    i = tl.where((i + 1) * (i + 2) // 2 <= place, i + 1, i)
+    return i, place - i * (i + 1) // 2
 
 
-@triton.jit(do_not_specialize_on_alignment=["left", "right", "base", "scale", "out", "shifted", "sizes"])
+@triton.jit(do_not_specialize_on_alignment=["left", "right", "base", "scale", "out", "sizes"])
 def symmetric_tiles(
     left,
     right,
     base,
     scale,
     out,
-    shifted,
     sizes,
     alpha: tl.float32,
     beta: tl.float32,
-    shift: tl.float32,
     TALL: tl.constexpr,
     HAS_BASE: tl.constexpr,
-    HAS_SHIFTED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr,
 ):
-    """`out = scale * (alpha * left @ right.mT + beta * base)`, and `shifted = out + shift * identity`.
+    """`out = scale * (alpha * left @ right.mT + beta * base)`.
 
-    `sizes`: rows of the result, inner size, tiles of a matrix. Operands are [matrices, rows, inner], or
-    [matrices, inner, rows] where TALL. Inner sizes are multiples of BLOCK_K, rows of 16, and of BLOCK_M where EVEN.
+    `sizes`: inner size, blocks of a matrix. Operands are [matrices, rows, inner], or [matrices, inner, rows] where
+    TALL. Loads past the end are zero, stores there are dropped. A program computes a block and its mirror image.
     """
-    # A matrix has less than 2^31 elements, so offsets inside one take 32 bits.
-    rows = tl.multiple_of(tl.load(sizes).to(tl.int32), 16)
-    inner = tl.multiple_of(tl.load(sizes + 1).to(tl.int32), 16)
-    count = tl.load(sizes + 2).to(tl.int32)
+    inner = tl.load(sizes).to(tl.int32)
+    count = tl.load(sizes + 1).to(tl.int32)
     program = tl.program_id(0)
-    matrix = (program // count).to(tl.int64)
-    tile = program % count
-    # Tiles run along the rows of the lower triangle: row i has RATIO * (i + 1), the last perhaps fewer.
-    RATIO: tl.constexpr = BLOCK_M // BLOCK_N
-    i = ((tl.sqrt(8.0 * (tile // RATIO).to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
-    i = tl.where(RATIO * i * (i + 1) // 2 > tile, i - 1, i)
-    i = tl.where(RATIO * (i + 1) * (i + 2) // 2 <= tile, i + 1, i)
-    j = tile - RATIO * i * (i + 1) // 2
-    row = i * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = j * BLOCK_N + tl.arange(0, BLOCK_N)
-    lane = tl.arange(0, BLOCK_K)
-    if EVEN:
-        m = row
-        n = column
-    else:
-        # Rows past the end read the first ones; they are not written.
-        m = tl.max_contiguous(tl.multiple_of(row % rows, 16), 16)
-        n = tl.max_contiguous(tl.multiple_of(column % rows, 16), 16)
-    first = tl.multiple_of(matrix * rows * inner, 16)
-    left = aligned(left) + first
-    right = aligned(right) + first
-    if TALL:
-        left_at = left + (lane[None, :] * rows + m[:, None])
-        right_at = right + (lane[:, None] * rows + n[None, :])
-        stride = rows * BLOCK_K
-    else:
-        left_at = left + (m[:, None] * inner + lane[None, :])
-        right_at = right + (n[None, :] * inner + lane[:, None])
-        stride = inner * 0 + BLOCK_K
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for _ in range(0, inner, BLOCK_K):
-        total = tl.dot(tl.load(left_at), tl.load(right_at), total)
-        left_at += stride
-        right_at += stride
-    total *= alpha
-    square = tl.multiple_of(matrix * rows * rows, 16)
-    at = square + row[:, None] * rows + column[None, :]
-    mirrored = square + column[:, None] * rows + row[None, :]
-    inside = (row[:, None] < rows) & (column[None, :] < rows)
-    mirror_inside = (column[:, None] < rows) & (row[None, :] < rows)
-    base, out, shifted = aligned(base), aligned(out), aligned(shifted)
-    if HAS_BASE:
-        if EVEN:
-            total += beta * tl.load(base + at).to(tl.float32)
+    matrix = program // count
+    i, j = block_place(program % count)
+    row = i * BLOCK
+    column = j * BLOCK
+    total = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for k in range(0, inner, BLOCK_K):
+        if TALL:
+            rows = tl.trans(left.load([matrix, k, row]).reshape(BLOCK_K, BLOCK))
+            columns = right.load([matrix, k, column]).reshape(BLOCK_K, BLOCK)
         else:
-            total += beta * tl.load(base + at, mask=inside, other=0.0).to(tl.float32)
-    total *= tl.load(scale + matrix)
-    if (j + 1) * BLOCK_N <= i * BLOCK_M:
-        write_tile(total, out, at, mirrored, inside, mirror_inside, EVEN)
-        if HAS_SHIFTED:
-            write_tile(total, shifted, at, mirrored, inside, mirror_inside, EVEN)
+            rows = left.load([matrix, row, k]).reshape(BLOCK, BLOCK_K)
+            columns = tl.trans(right.load([matrix, column, k]).reshape(BLOCK, BLOCK_K))
+        total = tl.dot(rows, columns, total)
+    factor = tl.load(scale + matrix)
+    total *= alpha * factor
+    if HAS_BASE:
+        total += (beta * factor) * base.load([matrix, row, column]).reshape(BLOCK, BLOCK).to(tl.float32)
+    value = total.to(out.dtype)
+    if row > column:
+        out.store([matrix, column, row], tl.trans(value).reshape(1, BLOCK, BLOCK))
     else:
-        # On the diagonal each element has one of two roundings; the lower one counts for both.
-        inside = inside & (row[:, None] >= column[None, :])
-        mirror_inside = mirror_inside & (row[None, :] > column[:, None])
-        write_tile(total, out, at, mirrored, inside, mirror_inside, False)
-        if HAS_SHIFTED:
-            total = tl.where(row[:, None] == column[None, :], total + shift, total)
-            write_tile(total, shifted, at, mirrored, inside, mirror_inside, False)
+        # Each element has one of two roundings here; the lower one counts for both.
+        lane = tl.arange(0, BLOCK)
+        value = tl.where(lane[:, None] >= lane[None, :], value, tl.trans(value))
+    out.store([matrix, row, column], value.reshape(1, BLOCK, BLOCK))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +26,12 @@ LEAST_MATRICES = 32
 Recordings take 7.6 ms of the host's time to 0.6 for 168 matrices, and steps of 126 convolutions from 5.7 ms to 1.5
 (benchmarks/results/muon_recordings_h100_1.json).
 """
+
+_LANES = 3
+"""Streams for small batches of a recorded pass: products of one do not fill a GPU."""
+
+_SMALL, _SMALL_TOGETHER = 1 << 23, 1 << 26
+"""Elements of a small batch, and of all that run side by side: none of their results shares memory with an operand."""
 
 _RUNS_BEFORE = 2
 """In the first runs kernels are built and libraries initialize themselves, which a recording cannot contain."""
@@ -80,14 +87,33 @@ class RecordedPass:
 
 
 @lru_cache(maxsize=64)
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream for recordings, which the default stream does not allow."""
+def _side_stream(device: torch.device, lane: int = 0) -> torch.cuda.Stream:
+    """A stream for recordings, which the default stream does not allow; its library has set itself up."""
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         for dtype in (torch.bfloat16, torch.float32):
             small = torch.ones(1, 16, 16, dtype=dtype, device=device)
             torch.baddbmm(small, small, small)
     return stream
+
+
+@contextmanager
+def _side_by_side(
+    streams: Sequence[torch.cuda.Stream],
+) -> Iterator[Callable[[int], AbstractContextManager[object]]]:
+    """What gives the context of each piece of work that may run beside the others, by its number: one of the streams.
+
+    Only recordings take several: the host launches small kernels slower than a GPU works on them.
+    """
+    if not streams or not torch.cuda.is_current_stream_capturing():
+        yield lambda place: nullcontext()
+        return
+    current = torch.cuda.current_stream(streams[0].device)
+    for stream in streams:
+        stream.wait_stream(current)
+    yield lambda place: torch.cuda.stream(streams[place % len(streams)])
+    for stream in streams:
+        current.wait_stream(stream)
 
 
 class Bucket(Protocol):
@@ -492,14 +518,6 @@ class MatrixBatches:
         """The matrix passes, by the index of the tile pass before them."""
         self.numbers = self.program.numbers()
         self.keys = self._keys()
-        own = [index for index, entry in enumerate(self.entries) if entry.exchange is None]
-        self.batches = self._batches(own)
-        self._allocate()
-        shared: dict[Exchange, dict[int, int]] = {}
-        apart = [index for index, entry in enumerate(self.entries) if entry.exchange is not None]
-        for member in chain.from_iterable(self._sorted(apart).values()):
-            exchange, number = self.entries[member].exchange
-            shared.setdefault(exchange, {})[number] = member
         work = self.passes.values()
         self.waits = any(_waits(value) for matrix_pass in work for value in matrix_pass.values)
         """Whether the host waits for the device in steps that need all values."""
@@ -507,11 +525,24 @@ class MatrixBatches:
         self.conditions = Conditions(self.groups) if conditional else None
         """Decides on the host which values a step does not need; None if it always needs all."""
         records = self._records()
+        own = [index for index, entry in enumerate(self.entries) if entry.exchange is None]
+        apart = [index for index, entry in enumerate(self.entries) if entry.exchange is not None]
+        self.batches = sorted(self._batches(own), key=_elements)
+        sums = accumulate(map(_elements, self.batches))
+        fits = [_elements(batch) <= _SMALL and total <= _SMALL_TOGETHER for batch, total in zip(self.batches, sums)]
+        self.side_by_side = sum(fits) if records and not apart else 0
+        """How many of the first batches run side by side in recordings."""
+        self._allocate()
+        shared: dict[Exchange, dict[int, int]] = {}
+        for member in chain.from_iterable(self._sorted(apart).values()):
+            exchange, number = self.entries[member].exchange
+            shared.setdefault(exchange, {})[number] = member
         self.shared = SharedMatrices(segment, shared, self.keys, self._batches, records) if shared else None
         self.skipped_values: SkippedValues | None = None
         """The values that steps leave out, set while a step is captured; None lets the host decide."""
         self.active = np.ones(0, dtype=bool)  # which tensors took part in the last step, if conditions need it
         self.is_built = False  # whether all passes have run and nothing is left to compile
+        self._streams = [_side_stream(segment.device, lane + 1) for lane in range(min(self.side_by_side, _LANES))]
         pool = torch.cuda.graph_pool_handle() if records and not shared else None
         self._recorded = {index: RecordedPass(segment.device, pool) for index in self.passes if pool is not None}
 
@@ -559,12 +590,12 @@ class MatrixBatches:
 
     def _allocate(self) -> None:
         """Scratch arrays; a result lies before the operand it replaces, by the largest chunk of all batches."""
-        # Batches run in this order: no result reaches an operand that is still to be read.
+        # Batches run in this order, the first of them side by side: no result reaches an operand still to be read.
         for name, replaced in self._replacements().items():
             dtype = self.program.scratch[name] or self.spec.compute
             sizes = [_elements(batch) for batch in self.batches]
-            chunks = [_padded(batch.chunk * math.prod(batch.shape)) for batch in self.batches if replaced]
-            spare = max(chunks, default=0)
+            chunks = [_padded(batch.chunk * math.prod(batch.shape)) for batch in self.batches]
+            spare = max(sum(map(_padded, sizes[: self.side_by_side])), *chunks) if replaced and chunks else 0
             memory = torch.zeros(spare + sum(map(_padded, sizes)), dtype=dtype, device=self.segment.device)
             begin = 0
             for batch, size in zip(self.batches, sizes):
@@ -683,17 +714,25 @@ class MatrixBatches:
             if decides:
                 self.conditions.look(self.segment.numbers.step, self.active)
 
+        def compute_batch(place: int, batch: Batch, known: SkippedValues | None) -> None:
+            if not (all(batch.shape) and len(batch.index)) or not self._takes_part(batch):
+                return
+            if known is None:
+                skipped = self._skipped_values(matrix_pass, batch)
+            else:
+                skipped = known.get((index, place), frozenset())
+            for start in range(0, len(batch.index), batch.chunk):
+                run_chunk(self.segment, matrix_pass, batch, slice(start, start + batch.chunk), skipped, stores)
+
         def compute(batches: Sequence[Batch]) -> None:
-            known = fixed if batches is self.batches else None
-            for place, batch in enumerate(batches):
-                if not (all(batch.shape) and len(batch.index)) or not self._takes_part(batch):
-                    continue
-                if known is None:
-                    skipped = self._skipped_values(matrix_pass, batch)
-                else:
-                    skipped = known.get((index, place), frozenset())
-                for start in range(0, len(batch.index), batch.chunk):
-                    run_chunk(self.segment, matrix_pass, batch, slice(start, start + batch.chunk), skipped, stores)
+            is_own = batches is self.batches
+            known, several = (fixed, self.side_by_side) if is_own else (None, 0)
+            with _side_by_side(self._streams) as stream_of:
+                for place, batch in enumerate(batches[:several]):
+                    with stream_of(place):
+                        compute_batch(place, batch, known)
+            for place, batch in enumerate(batches[several:], several):
+                compute_batch(place, batch, known)
 
         if self.shared is None or not stores:
             compute(self.batches)
