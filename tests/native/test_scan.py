@@ -229,17 +229,17 @@ def test_versions_gradients_and_what_trains(natively: bool, monkeypatch: pytest.
     listed = [*params[:20], frozen, *params[20:]]
     assert tensor_table.survey(listed).trains == bytes([1] * 20 + [0] + [1] * 20)
     assert not tensor_table.survey(listed).any_gradient
-    before = tensor_table.sum_of_versions(listed)
+    before = tensor_table.survey(listed).versions
     with torch.no_grad():
         params[3].add_(1)
         frozen.mul_(2)
-    assert tensor_table.sum_of_versions(listed) == before + 2
+    assert tensor_table.survey(listed).versions == before + 2
     params[-1].grad = torch.zeros(3)
     assert tensor_table.survey(listed).any_gradient and not tensor_table.survey(listed[:-1]).any_gradient
     params[7].requires_grad_(False)
     frozen.requires_grad_(True)
     assert tensor_table.survey(listed).trains == bytes([1] * 7 + [0] + [1] * 33)
-    assert tensor_table.sum_of_versions([]) == 0 and tensor_table.survey([]).trains == b""
+    assert tensor_table.survey([]).versions == 0 and tensor_table.survey([]).trains == b""
     assert not tensor_table.survey([]).any_gradient
 
 

@@ -314,7 +314,7 @@ def rows_of(gradients: Sequence[torch.Tensor | None]) -> np.ndarray:
 class Survey(NamedTuple):
     """The result of `survey`."""
 
-    versions: int  # sum of versions
+    versions: int  # sum of versions, which only grow: if the sum is the same, no tensor was written to
     any_gradient: bool  # whether any parameter has a gradient
     trains: bytes  # per parameter 1 if it requires a gradient, else 0
 
@@ -357,11 +357,6 @@ def memory_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return list(map(ready, parts))
 
 
-def sum_of_versions(tensors: list[torch.Tensor]) -> int:
-    """The sum of versions of tensors; versions only grow: if the sum is the same, no tensor was written to."""
-    return survey(tensors).versions
-
-
 class Writes:
     """Detects in-place writes of other code to parameters by versions; of DTensors also by those of their parts.
 
@@ -399,10 +394,10 @@ class Writes:
         """Whether there were no writes; `total` is the sum of the parameters' versions, if known."""
         # Versions only grow: if the sum is the same, all are.
         if total is None and self.params:
-            total = sum_of_versions(self.params)
+            total = survey(self.params).versions
             if self._have_parts:
                 pairs = zip(local_parts(self.params), self.params)
-                total += sum_of_versions([part for part, param in pairs if part is not param])
+                total += survey([part for part, param in pairs if part is not param]).versions
         return not self.params or total == self.total
 
     def take(self) -> list[int]:

@@ -23,7 +23,7 @@ from ..compat import (
 from ..errors import BuildInterrupted, did_you_mean
 from ..kernels.spec import NORM, SKIPPED
 from ..linalg import keeping_to, operations
-from ..native.table import sum_of_versions, taken_gradients
+from ..native.table import survey, taken_gradients
 from ..placement import LOCAL, Placement, distribute, local_state
 from ..placement.combinations import refuse
 from ..placement.local import as_real, copy_into, local_part
@@ -1101,7 +1101,7 @@ def held_averages(optimizer: Optimizer) -> dict[torch.Tensor, int]:
 
 
 def _version(param: torch.Tensor) -> int:
-    return sum_of_versions([param, local_part(param)])
+    return survey([param, local_part(param)]).versions
 
 
 @torch.no_grad()

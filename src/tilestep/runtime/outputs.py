@@ -10,7 +10,7 @@ import torch
 from ..devices import is_host
 from ..kernels.outputs import Traced, traced
 from ..kernels.spec import Output
-from ..native.table import sum_of_versions
+from ..native.table import survey
 from ..storage import Leaf, evaluated, values_of
 from .segment import Segment
 
@@ -99,7 +99,7 @@ class OutputTables:
             nothing = [NOTHING[reduce] for reduce in self.reduces]
             self.totals.copy_(torch.tensor(nothing, dtype=torch.float64, device=self.totals.device))
         if self._sees_writes:
-            self._versions = list(map(sum_of_versions, self.watched))
+            self._versions = [survey(each).versions for each in self.watched]
         self._before = [self._old(position) for position in self._settled()] if self.is_by_torch else []
 
     def _settled(self) -> range:
@@ -144,7 +144,7 @@ class OutputTables:
     def end(self) -> None:
         """After the passes: evaluate the outputs that no kernel has computed."""
         if self._sees_writes and self._versions:
-            self.writes += np.asarray(list(map(sum_of_versions, self.watched))) - np.asarray(self._versions)
+            self.writes += np.asarray([survey(each).versions for each in self.watched]) - np.asarray(self._versions)
         before, self._before = self._before, []
         applied = self._segment.control.skip == 0
         for position in self._settled() if before else ():

@@ -16,7 +16,7 @@ import torch
 from ..backends.registry import passes_class
 from ..devices import is_host
 from ..kernels.spec import Output
-from ..native.table import Writes, address_of, addresses_of, sum_of_versions
+from ..native.table import Writes, address_of, addresses_of, survey
 from ..placement.local import is_distributed, local_part, logical_coordinates
 from ..runtime.outputs import WORD, extent_of
 from ..storage import Stored
@@ -59,7 +59,7 @@ class _Tracked:
 
 def _state_of(handle: torch.Tensor) -> tuple[int, int]:
     """The address of a parameter, and the count of its writes."""
-    versions = sum_of_versions([handle, local_part(handle)] if is_distributed(handle) else [handle])
+    versions = survey([handle, local_part(handle)] if is_distributed(handle) else [handle]).versions
     return (-1 if handle.is_meta else address_of(local_part(handle))), versions
 
 
