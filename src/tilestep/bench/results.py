@@ -30,7 +30,7 @@ def device_name(device: torch.device) -> str:
     """Return the marketing name of a GPU, or the CPU's model and core count."""
     if has_streams(device):
         return device_key(device)
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    count = len(os.sched_getaffinity(0))
     return f"{device_key(device)}, {count} cores"
 
 

@@ -69,8 +69,7 @@ def _note_fork() -> None:
     is_forked = True
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_fork)
+os.register_at_fork(after_in_child=_note_fork)
 
 
 def thread_count() -> int:

@@ -194,7 +194,7 @@ def build_threads() -> int:
 
 
 def _processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def _require_one_specialization(kernel: Any, constants: Mapping[str, Any]) -> None:

@@ -185,5 +185,4 @@ def _after_fork() -> None:
     _builder, _lock, _is_absent = None, threading.Lock(), False
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)

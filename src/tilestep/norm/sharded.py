@@ -142,8 +142,7 @@ def _after_fork() -> None:
     _lock = threading.Lock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def sharded_norm(tensors: Sequence[torch.Tensor], positions: Positions | None = None) -> ShardedNorm | None:

@@ -33,8 +33,7 @@ def _after_fork() -> None:
     _lock = threading.RLock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 
 _graphs: weakref.WeakKeyDictionary[Rule, dict[Any, list[Graph]]] = weakref.WeakKeyDictionary()
 """By rule and static description. Rules and functions are held weakly: they may hold a model."""

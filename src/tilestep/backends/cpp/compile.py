@@ -283,8 +283,7 @@ def _after_fork() -> None:
     _running.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _remedy() -> str:
