@@ -1,7 +1,7 @@
-// Gradients as backward announces them, counted in C++: a call for each in Python takes longer than all else that is done.
+// Counts gradients in backward in C++: a Python call for each would dominate the cost.
 //
-// A hook goes to Python for what has to be done there: at the first gradient of a backward pass, at the last one that a
-// bucket waits for, and for whatever comes unexpectedly or from another stream.
+// A hook calls Python where it must: at the first gradient of a backward pass, at the last gradient of a bucket, and for
+// gradients that are unexpected or come from another stream.
 
 #pragma once
 
@@ -16,7 +16,7 @@
 
 namespace {
 
-// The backward pass whose gradients can be counted, -1 for none, and the streams that Python knows to have written some.
+// The backward pass whose gradients are counted, -1 for none, and the streams that Python knows to write gradients.
 struct Pass {
   static constexpr char NAME[] = "tilestep.Pass";
   int64_t number = -1;
@@ -24,8 +24,8 @@ struct Pass {
   std::vector<std::pair<c10::Device, c10::StreamId>> streams;
 };
 
-// What a hook holds: the pass, what its bucket awaits (a bytearray with a one for each such place), its place there, and
-// the Python function that it stands for.
+// A hook: the pass, the awaited gradients of its bucket (a bytearray with a 1 per place), its place there, and the Python
+// function that it replaces.
 struct Hook {
   static constexpr char NAME[] = "tilestep.Hook";
   PyObject *pass_capsule, *awaited, *function;
@@ -38,7 +38,7 @@ struct Hook {
   }
 };
 
-// new_pass(by_stream) -> a pass; by_stream says whether Python has to know which streams write gradients
+// new_pass(by_stream) -> a pass; by_stream: whether Python must know which streams write gradients
 PyObject* new_pass(PyObject*, PyObject* by_stream) {
   auto* pass = new Pass;
   pass->by_stream = PyObject_IsTrue(by_stream) == 1;
@@ -49,7 +49,7 @@ std::pair<c10::Device, c10::StreamId> stream_of(const c10::Device& device) {
   return {device, c10::impl::VirtualGuardImpl(device.type()).getStream(device).id()};
 }
 
-// note(pass, number or tensor): from now on count the gradients of this backward pass, -1 for those of none; or Python
+// note(pass, number or tensor): count the gradients of this backward pass from now on, -1 for none; or note that Python
 // knows that the current stream of the tensor's device writes gradients
 PyObject* note(PyObject*, PyObject* args) {
   PyObject *capsule, *noted;
@@ -91,8 +91,8 @@ PyObject* announced(PyObject* capsule, PyObject* object) {
 
 PyMethodDef announced_method = {"announced", announced, METH_O, nullptr};
 
-// new_hook(pass, awaited, place, function) -> what to call with a tensor when its gradient has come: takes its place out
-// of the bytearray, or calls the function
+// new_hook(pass, awaited, place, function) -> a hook to call with a tensor when its gradient is ready: clears its place in
+// the bytearray, or calls the function
 PyObject* new_hook(PyObject*, PyObject* args) {
   PyObject *pass_capsule, *awaited, *function;
   Py_ssize_t place;

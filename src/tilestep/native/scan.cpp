@@ -1,8 +1,8 @@
-// Looks at the tensors of an optimizer before a step: one pass in C++ in place of one Python call a tensor and question.
+// Looks at the tensors of an optimizer before a step: one pass in C++ instead of Python calls per tensor.
 //
-// A table describes parameters, their gradients and states; `look` says whether anything but the gradients' addresses has
-// changed, and writes these. Of a DTensor it looks at the part that lies on this rank. Tensors of other types are left to
-// Python, which answers the same question in `table.py`.
+// A table describes parameters, their gradients and states; `look` writes the addresses of gradients, and returns whether
+// anything else has changed. For a DTensor it looks at the local part. Tensors of other types are left to `table.py`,
+// which implements the same look in Python.
 
 #include "tensors.h"
 
@@ -19,12 +19,12 @@
 
 namespace {
 
-// Bits, so that many answers make one. UNSURE stays in here: the answer needs Python, which only the thread that holds
-// the interpreter may call.
+// Bits, so that results combine by `or`. UNSURE is internal: the result needs Python, which only the thread that holds the
+// interpreter may call.
 enum Answer { SAME = 0, MOVED = 1, CHANGED = 2, UNSURE = 4 };
 
-// A tensor as it was; of a DTensor the local part, which must stay the same object. The object is asked for its tensor at
-// each look: a reference to that, even a weak one, would forbid `swap_tensors`.
+// A remembered tensor; for a DTensor the local part, which must stay the same object. Each look reads the tensor from its
+// Python object: a reference to the tensor, even a weak one, would forbid `swap_tensors`.
 struct Known {
   PyObject *object = nullptr, *part = nullptr;
   void* address = nullptr;
@@ -32,8 +32,7 @@ struct Known {
   PyObject* own() const { return part == nullptr ? object : part; }
 };
 
-// A parameter and its gradient. A DTensor's gradients have a layout. There is no parameter where only gradients are looked
-// at.
+// A parameter and its gradient; the parameter is absent in a table of gradients. Gradients of a DTensor have a layout.
 struct Row {
   Known param;
   PyObject* layout = nullptr;
@@ -42,13 +41,13 @@ struct Row {
   bool has_grad = false;
 };
 
-// Where objects of a type keep what their attributes of these names give: read without a call, as fast as a field.
+// Offsets of the slots of a type's attributes: read without a call, as fast as a field.
 struct Slots {
   PyTypeObject* type = nullptr;
   Py_ssize_t local = 0, layout = 0;
 };
 
-// The spans of memory that steps write, by their first addresses; the ends are the largest up to each.
+// The spans of memory that steps write, sorted by first address; each end is the largest so far.
 struct Written {
   std::vector<int64_t> starts, ends;
   bool overlaps(int64_t address, size_t bytes) const {
@@ -65,8 +64,8 @@ struct Table {
   std::vector<Row> rows;
   std::vector<Known> states;
   int threads = 1;  // of the last look
-  bool own_grads = true;  // whether gradients are those of the rows' objects, not those of a list
-  // Memory of the gradients that the last look has seen: borrowed by the look, owned until `release`.
+  bool own_grads = true;  // whether gradients are read from parameters, not from a list
+  // Storages of the gradients of the last look: borrowed during the look, owned until `release`.
   std::vector<c10::StorageImpl*> seen;
   std::vector<c10::Storage> held;
   ~Table() {
@@ -84,7 +83,7 @@ struct Table {
 };
 
 bool is_plain(const Tensor& tensor) {
-  // A subclass may keep its values elsewhere; a nested tensor has no sizes to ask for.
+  // A subclass may store its values elsewhere; a nested tensor has no sizes.
   const bool subclass = tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
   return !subclass && !tensor.is_nested() && tensor.layout() == at::kStrided && tensor.has_storage() && !tensor.is_conj() && !tensor.is_neg() && !tensor._is_zerotensor();
 }
@@ -97,7 +96,7 @@ void* address_of(const Tensor& tensor) {
   return const_cast<char*>(base) + tensor.storage_offset() * static_cast<int64_t>(tensor.element_size());
 }
 
-// Odd numbers without order.
+// Random odd numbers.
 constexpr uint64_t ODD[] = {
     0x91D93080F9B439FD, 0x3CEAAF308142C8EB, 0x627655DAA05F1119, 0x9DFB369BAB13DFAF,
     0x0FF9BB510944FE0D, 0x6301BBFCA0C5154F, 0x047A8387CDDE8D51, 0x6FCED11D2BD8A1E7,
@@ -111,10 +110,10 @@ constexpr uint64_t ODD[] = {
 };
 constexpr size_t MOST_DIMS = (sizeof(ODD) / sizeof(ODD[0]) - 2) / 2;
 
-// A tensor is unchanged if its address and this number are: type of its elements, device, dispatch keys (lazy negation
-// and conjugation, zero tensors, subclasses), sizes, strides. `table.py` says the same in Python. One number, since
-// what is known of a tensor then fits into a line of the cache, and a look at thousands of them costs what it reads. Its
-// products wait for no other. Two tensors that differ give the same number about once in 2^63.
+// A tensor is unchanged if its address and this hash are equal: dtype, device, dispatch keys (lazy negation and
+// conjugation, zero tensors, subclasses), sizes, strides. `table.py` compares the same in Python. A hash, since the record
+// of a tensor then fits a cache line, and memory bandwidth bounds a look at thousands of tensors. Its products are
+// independent. Different tensors have the same hash with a probability of about 2^-63.
 uint64_t description_of(const Tensor& tensor) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   const c10::Device device = tensor.device();
@@ -134,7 +133,7 @@ void prefetch_object(PyObject* object) {
   if (object != nullptr) __builtin_prefetch(object);
 }
 
-// All of a tensor but its storage; the object must be in the cache.
+// Prefetches a tensor without its storage; its Python object must be in the cache.
 void prefetch_tensor(const c10::TensorImpl* impl) {
   const auto* bytes = reinterpret_cast<const char*>(impl);
   for (size_t line = 0; line < sizeof(c10::TensorImpl); line += 64) __builtin_prefetch(bytes + line);
@@ -144,7 +143,7 @@ void prefetch_storage(const c10::TensorImpl* impl) {
   __builtin_prefetch(const_cast<c10::TensorImpl*>(impl)->unsafe_storage().unsafeGetStorageImpl());
 }
 
-// The place of a type's slot in its objects, or 0 where it keeps the attribute otherwise.
+// The offset of an attribute's slot in objects of a type, or 0 if the attribute is no slot.
 Py_ssize_t slot_of(PyTypeObject* type, PyObject* name) {
   PyObject* attribute = PyObject_GetAttr(reinterpret_cast<PyObject*>(type), name);
   if (attribute == nullptr) PyErr_Clear();
@@ -157,7 +156,7 @@ Py_ssize_t slot_of(PyTypeObject* type, PyObject* name) {
   return offset;
 }
 
-// What a slot holds, borrowed; null where it is empty or the object is of another type.
+// The borrowed value of a slot; null if it is empty or the object has another type.
 PyObject* in_slot(const Slots& slots, PyObject* object, Py_ssize_t offset) {
   if (object == nullptr || Py_TYPE(object) != slots.type) return nullptr;
   return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset);
@@ -173,11 +172,11 @@ bool equal_attributes(PyObject* left, PyObject* right, const char* name) {
   return equal == 1;
 }
 
-// A tensor's object, borrowed from it; null where it has none.
+// The borrowed Python object of a tensor; null if it has none.
 PyObject* object_of(const Tensor& tensor) { return tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj(); }
 
-// The local part of a DTensor's gradient: SAME, CHANGED where it does not lie as its parameter, UNSURE where its layout
-// is another object and `may_ask` does not let Python compare them.
+// The local part of a DTensor's gradient: SAME, CHANGED if its layout differs from the parameter's, UNSURE if its layout
+// is another object and `may_ask` forbids a comparison in Python.
 int local_gradient(const Slots& slots, Row& row, const Tensor& grad, bool may_ask, PyObject*& part) {
   PyObject* object = object_of(grad);
   part = in_slot(slots, object, slots.local);
@@ -191,7 +190,7 @@ int local_gradient(const Slots& slots, Row& row, const Tensor& grad, bool may_as
   return SAME;
 }
 
-// What a row has for a gradient; null for none.
+// The gradient of a row; null for none.
 struct Gradient {
   int answer;
   const Tensor* tensor;
@@ -214,7 +213,7 @@ inline Gradient gradient_of(const Slots& slots, Row& row, PyObject* listed, bool
   return {answer, answer == SAME ? &tensor_in(part) : nullptr};
 }
 
-// Describes a tensor from now on; false where it is neither a plain strided tensor nor a DTensor of such.
+// Remembers a tensor; false unless it is a plain strided tensor or a DTensor of one.
 bool remember(Slots& slots, PyObject* names, PyObject* object, Known& known) {
   known.object = Py_NewRef(object);
   if (!is_plain_object(object)) {
@@ -244,7 +243,7 @@ bool remember_param(Slots& slots, PyObject* names, PyObject* object, Row& row) {
     row.layout = Py_XNewRef(in_slot(slots, object, slots.layout));
     if (row.layout == nullptr) return false;
   }
-  // A write to an inference tensor counts no version, and is an error in threads that know of no inference mode.
+  // Inference tensors have no version counter, and writes raise in threads without inference mode.
   return !tensor_in(object).is_inference() && !tensor_in(row.param.own()).is_inference();
 }
 
@@ -259,10 +258,10 @@ bool remember_gradient(const Slots& slots, Row& row, PyObject* listed) {
   return true;
 }
 
-// create(params, states, names, gradients, starts = 0, ends = 0, spans = 0) -> table, or None where a tensor is neither a
-// plain strided one nor a DTensor of such. Gradients are a list, as they are for each look then, or None: those of the
-// parameters. Parameters may be an empty list. `names` are what DTensors call their local part and their layout; the rest
-// are addresses and length of the arrays of `Written`.
+// create(params, states, names, gradients, starts = 0, ends = 0, spans = 0) -> table, or None if a tensor is neither a
+// plain strided tensor nor a DTensor of one. Gradients are a list, and then a list in each look, or None: the gradients of
+// the parameters. Parameters may be an empty list. `names` are the attributes of a DTensor's local part and layout; the
+// rest are addresses and length of the arrays of `Written`.
 PyObject* create(PyObject*, PyObject* args) {
   PyObject *params, *states, *names, *gradients;
   unsigned long long starts = 0, ends = 0;
@@ -300,7 +299,7 @@ inline bool is_unmoved(const Slots& slots, const Known& known) {
   return tensor.has_storage() && address_of(tensor) == known.address && description_of(tensor) == known.description;
 }
 
-// What the gradient of a row is by now; a new address goes into `entry`, the memory of a parameter's gradient into `seen`.
+// Looks at the gradient of a row; writes a new address to `entry`, and the storage of a parameter's gradient to `seen`.
 inline int look_at_gradient(Table& table, int64_t index, PyObject* listed, int64_t& entry, bool may_ask) {
   Row& row = table.rows[index];
   if (listed == nullptr) table.seen[index] = nullptr;
@@ -314,18 +313,18 @@ inline int look_at_gradient(Table& table, int64_t index, PyObject* listed, int64
   const auto& storage = grad.unsafeGetTensorImpl()->unsafe_storage();
   if (listed == nullptr) table.seen[index] = storage.unsafeGetStorageImpl();
   if (address == row.grad_address) return SAME;
-  // An empty gradient may have no address; it is there all the same. A gradient with elements and no address is not.
+  // An empty gradient may have no address. A gradient with elements and no address does not count.
   const auto start = reinterpret_cast<int64_t>(address);
   if (address == nullptr && grad.numel() != 0) return CHANGED;
-  // A gradient that shares its storage may lie in memory that the step writes.
+  // A gradient that shares its storage may overlap memory that the step writes.
   if (storage.use_count() > 1 && table.written.overlaps(start, grad.nbytes())) return CHANGED;
   entry = grad.numel() == 0 ? 1 : start;
   row.grad_address = address;
   return MOVED;
 }
 
-// After a model has run nothing of these tensors is in a cache: each is asked for while others are looked at, in stages
-// of which each needs what the one before has asked for.
+// After a model has run none of these tensors is in a cache: each is prefetched while others are looked at, in stages;
+// each stage reads the data that the stage before has prefetched.
 template <int STAGES, class Prefetch, class Visit>
 int walk(int64_t begin, int64_t end, const Prefetch& prefetch, const Visit& visit) {
   constexpr int64_t AHEAD = 12;
@@ -350,7 +349,7 @@ int walk(int64_t begin, int64_t end, const Prefetch& prefetch, const Visit& visi
 
 const c10::TensorImpl* impl_of(PyObject* object) { return tensor_in(object).unsafeGetTensorImpl(); }
 
-// The stages for a tensor whose address is known: its object, its fields, its storage.
+// The stages for a tensor with a known address: its object, its fields, its storage.
 template <int STAGE>
 void prefetch_known(const Known& known) {
   if constexpr (STAGE == 0) {
@@ -413,7 +412,7 @@ int look_at_list(Table& table, int64_t begin, int64_t end, PyObject* list, int64
   return seen;
 }
 
-// The part of a thread. `gradients` is a list, None, or False where they are not looked at.
+// The part of a thread. `gradients` is a list, None, or False for no look at gradients.
 int look_at_part(Table& table, PyObject* gradients, int64_t* addresses, int64_t number, int64_t parts, bool may_ask) {
   const auto count = static_cast<int64_t>(table.rows.size()), states = static_cast<int64_t>(table.states.size());
   const int64_t begin = count * number / parts, end = count * (number + 1) / parts;
@@ -427,11 +426,11 @@ int look_at_part(Table& table, PyObject* gradients, int64_t* addresses, int64_t 
   return seen & CHANGED ? seen : seen | look_at_states(table, states * number / parts, states * (number + 1) / parts);
 }
 
-// Counts lie in the caches of the threads that have looked: each is asked for while others are counted.
+// Reference counts are in the caches of the threads that looked: each is prefetched while others are counted.
 constexpr size_t COUNTS_AHEAD = 16;
 
-// Holds the gradients' memory that a look has seen. By the thread that holds the interpreter: counting a storage that has
-// an object in Python counts that too.
+// Owns the storages of gradients of a look. In the thread that holds the interpreter: the reference count of a storage
+// with a Python object counts that object too.
 void hold_seen(Table& table) {
   const auto& seen = table.seen;
   for (size_t index = 0; index < seen.size(); ++index) {
@@ -445,14 +444,14 @@ void release_all(Table& table) {
   auto& held = table.held;
   for (size_t index = 0; index < held.size(); ++index) {
     if (index + COUNTS_AHEAD < held.size()) __builtin_prefetch(held[index + COUNTS_AHEAD].unsafeGetStorageImpl(), 1);
-    // One by one: what is freed may run Python's code, and with it come here again.
+    // One by one: a destructor may run Python code that calls this again.
     c10::Storage gone(std::move(held[index]));
   }
 }
 
 // look(table, address of int64[rows], gradients, threads) -> SAME or MOVED (the addresses are written), or CHANGED. Gradients
-// are the parameters' (None), or a list; False to look at none. The memory of the parameters' gradients stays until
-// `release`, but for CHANGED, whatever other threads do to `grad` meanwhile.
+// are those of the parameters (None), a list, or not looked at (False). Unless the result is CHANGED, storages of the
+// parameters' gradients are kept alive until `release`, whatever other threads do to `grad`.
 PyObject* look(PyObject*, PyObject* args) {
   PyObject *capsule, *gradients;
   unsigned long long address;
@@ -470,7 +469,7 @@ PyObject* look(PyObject*, PyObject* args) {
   table->threads = threads;
   int seen = threads > 1 ? SAME : UNSURE;
   if (threads > 1) {
-    // Nothing of Python is called or counted: other threads may read while this one holds the interpreter.
+    // No Python call or reference count: other threads may read while this thread holds the interpreter.
 #pragma omp parallel for schedule(static) num_threads(threads) reduction(| : seen)
     for (int number = 0; number < threads; ++number) seen |= look_at_part(*table, gradients, addresses, number, threads, false);
   }
@@ -480,7 +479,7 @@ PyObject* look(PyObject*, PyObject* args) {
   return PyLong_FromLong(seen);
 }
 
-// release(table): let go of the gradients' memory that the last look holds
+// release(table): releases the storages of gradients that the last look owns
 PyObject* release(PyObject*, PyObject* capsule) {
   Table* table = held_by<Table>(capsule);
   if (table == nullptr) return nullptr;
@@ -502,7 +501,7 @@ void bump_one(const Row& row) {
   if (row.param.part != nullptr) tensor_in(row.param.part).unsafeGetTensorImpl()->bump_version();
 }
 
-// bump(table or list): every parameter that has a gradient, or every tensor of the list, was written to
+// bump(table or list): bumps the version of every parameter with a gradient, or of every tensor of the list
 PyObject* bump(PyObject*, PyObject* written) {
   if (PyList_Check(written)) {
     for (Py_ssize_t index = 0; index < PyList_GET_SIZE(written); ++index) {
@@ -524,20 +523,20 @@ PyObject* bump(PyObject*, PyObject* written) {
   Py_RETURN_NONE;
 }
 
-// survey(tensors) -> the sum of their versions, whether one has a gradient, and a byte each: whether it requires one
+// survey(tensors) -> the sum of versions, whether any has a gradient, and a byte per tensor: whether it requires one
 PyObject* survey(PyObject*, PyObject* list) {
   if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "survey() takes a list");
   unsigned long long versions = 0;
   bool has_gradient = false;
-  // Kept for the thread that holds the interpreter: what is allocated after a backward has the allocator tidy up what
-  // that has freed, and takes longer than all else that is done here.
+  // Static, for the thread that holds the interpreter: an allocation after a backward makes the allocator tidy up, which
+  // takes longer than the rest of this function.
   static std::vector<char> trains;
   static std::vector<const c10::TensorImpl*> tensors;
   static PyObject* kept = nullptr;
   trains.resize(PyList_GET_SIZE(list));
   tensors.resize(trains.size());
-  // A model has run since the last look, and nothing of these is in a cache any more: fetched one after the other they
-  // would take longer than all else, so kept stage asks for what the next one reads.
+  // A model has run since the last look, and none of these tensors is in a cache: each stage prefetches the data of the
+  // next.
   for (size_t index = 0; index < trains.size(); ++index) __builtin_prefetch(PyList_GET_ITEM(list, index));
   for (size_t index = 0; index < trains.size(); ++index) {
     PyObject* object = PyList_GET_ITEM(list, index);
@@ -549,7 +548,7 @@ PyObject* survey(PyObject*, PyObject* list) {
   }
   for (const auto* tensor : tensors) {
     __builtin_prefetch(tensor->autograd_meta());
-    // A counter is a pointer to the number.
+    // A version counter is a pointer to the number.
     __builtin_prefetch(*reinterpret_cast<void* const*>(&tensor->version_counter()));
   }
   for (size_t index = 0; index < trains.size(); ++index) {
@@ -563,13 +562,12 @@ PyObject* survey(PyObject*, PyObject* list) {
   const auto count = static_cast<Py_ssize_t>(trains.size());
   if (kept == nullptr || PyBytes_GET_SIZE(kept) != count || !std::equal(trains.begin(), trains.end(), PyBytes_AS_STRING(kept)))
     Py_XSETREF(kept, PyBytes_FromStringAndSize(trains.data(), count));
-  // Its own before the tuple is made, which may collect garbage and with it come here again.
+  // Copied before the tuple is made, which may collect garbage and call this again.
   Py_XINCREF(kept);
   return kept == nullptr ? nullptr : Py_BuildValue("KNN", versions, PyBool_FromLong(has_gradient), kept);
 }
 
-// take(params, types) -> the gradients that some tensors have, which have none from now on; or None where one of them is
-// of another type
+// take(params, types) -> the gradients of tensors, which are removed from them; or None if a tensor has another type
 PyObject* take(PyObject*, PyObject* args) {
   PyObject *list, *types;
   if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &list, &PyTuple_Type, &types)) return nullptr;
@@ -583,14 +581,14 @@ PyObject* take(PyObject*, PyObject* args) {
     PyObject* object = THPVariable_Wrap(grad);
     if (object == nullptr || PyList_Append(taken, object) != 0) Py_CLEAR(taken);
     Py_XDECREF(object);
-    // Its object lives in the list: nothing of Python's runs here.
+    // The list owns its object: no Python code runs here.
     if (taken != nullptr) grad.reset();
   }
   return taken;
 }
 
-// memory_of(tensors, names) -> one tensor for each memory that they have, of DTensors their local parts; and whatever is
-// not a plain tensor. names as for `create`
+// memory_of(tensors, names) -> a tensor per storage, for DTensors of their local parts; and all that are no plain tensors.
+// names as for `create`
 PyObject* memory_of(PyObject*, PyObject* args) {
   PyObject *list, *names;
   if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &list, &PyTuple_Type, &names)) return nullptr;

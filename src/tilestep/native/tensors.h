@@ -1,8 +1,8 @@
-// Python's tensors in C++, by torch's smallest headers: the one of THPVariable brings every operator with it, which takes
-// a compiler five times as long as all else.
+// Python's tensors in C++, by torch's smallest headers: the header of THPVariable includes all operators, which takes a
+// compiler five times as long as the rest.
 //
-// TILESTEP_HELD is what that header says a tensor's object holds; build.py reads it there. Where it is not defined, torch
-// has another layout, and its header is included after all.
+// TILESTEP_HELD is the type that a tensor's object holds according to that header; build.py reads it there. If it is not
+// defined, torch has another layout, and its header is included.
 
 #pragma once
 
@@ -56,7 +56,7 @@ inline bool is_tensor(PyObject* object) {
   return answer == 1;
 }
 
-// What Python holds of an object in C++: a capsule, under the name that the object's type has for it.
+// A Python capsule of a C++ object, under the name of the object's type.
 template <typename Held>
 Held* held_by(PyObject* capsule) {
   return static_cast<Held*>(PyCapsule_GetPointer(capsule, Held::NAME));
@@ -67,7 +67,7 @@ PyObject* capsule_of(Held* held) {
   return PyCapsule_New(held, Held::NAME, [](PyObject* capsule) { delete held_by<Held>(capsule); });
 }
 
-// A Tensor is a TensorBase with more functions; here it need not be complete.
+// A Tensor is a TensorBase with more functions; it need not be complete here.
 inline const Tensor& grad_of(const c10::TensorImpl* impl) { return reinterpret_cast<const Tensor&>(impl->grad()); }
 inline const Tensor& grad_of(const Tensor& tensor) { return grad_of(tensor.unsafeGetTensorImpl()); }
 inline Tensor& mutable_grad_of(const Tensor& tensor) {
