@@ -182,7 +182,7 @@ class Bench:
 
     def losses(self) -> None:
         """Whether losses are the serial ones, to the bit, with the order of all sums fixed."""
-        length, steps = min(SHORT[0], self.shape.length), 10 if self.settings.small else STEPS
+        length, steps = min(SHORT[0], self.shape.length), 4 if self.settings.small else STEPS
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         try:

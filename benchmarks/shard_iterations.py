@@ -117,11 +117,11 @@ def iterations(bench: Bench, names: Sequence[str] = ()) -> dict[str, Any]:
         if made is not None:
             runs.append(made)
     found: dict[str, Any] = {}
-    for turn in range(2 if bench.quick else ROUNDS):
+    for turn in range(1 if bench.quick else ROUNDS):
         shift = turn % max(len(runs), 1)
         for batch in bench.batches:
             turns = TURNS.get(batch, 1)
-            for again in range(min(turns, 2) if bench.quick else turns):
+            for again in range(1 if bench.quick else turns):
                 for run in runs[shift:] + runs[:shift]:
                     # Rounds in the beginning measure everybody's components, all of them those of ours.
                     run.measure(bench, batch, components=not again and (turn < 4 or run is runs[0]))

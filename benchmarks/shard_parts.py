@@ -175,11 +175,12 @@ def host_of_many(bench: Bench) -> dict[str, Any]:
     if not bench.quick:
         native.wait()
     found: dict[str, Any] = {}
+    calls = 2 if bench.quick else 15
     for count in (20,) if bench.quick else (219, 2000):
         model = Many(count, 2**16, bench.device)
         params = list(model.params)
         gradients = [torch.ones_like(param) for param in params]
-        plain = bench.host(partial(torch.autograd.backward, params, gradients), model.zero_grad, 15)
+        plain = bench.host(partial(torch.autograd.backward, params, gradients), model.zero_grad, calls)
         model.zero_grad()
         optimizer = tilestep.AdamW(params, lr=1e-3, max_grad_norm=1.0, master_weights=True)  # type: ignore[attr-defined]
         optimizer = tilestep.shard(optimizer, model)
@@ -187,15 +188,15 @@ def host_of_many(bench: Bench) -> dict[str, Any]:
         def backward(params: Any = params, gradients: Any = gradients) -> None:
             torch.autograd.backward(params, [gradient.clone() for gradient in gradients])
 
-        step = bench.host(optimizer.step, backward, 15)
+        step = bench.host(optimizer.step, backward, calls)
         given = [gradient.clone() for gradient in gradients]
-        both = bench.host(partial(torch.autograd.backward, params, given), optimizer.step, 15)
+        both = bench.host(partial(torch.autograd.backward, params, given), optimizer.step, calls)
 
         def trained(backward: Any = backward, optimizer: Any = optimizer) -> None:
             backward()
             optimizer.step()
 
-        looked_up = bench.host(partial(list, model.params), trained, 15)
+        looked_up = bench.host(partial(list, model.params), trained, calls)
         buckets = len(optimizer.execution.sharding.buckets)
         found[str(count)] = {
             "step": step,

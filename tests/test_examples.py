@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -55,9 +56,29 @@ def test_an_example_trains_and_draws(name: str, arguments: list[str], says: str,
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+RANKS = """
+import os, runpy, sys
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv.pop(1), WORLD_SIZE="2")
+del sys.argv[0]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+ranks = []
+for rank in range(2):
+    ranks.append(os.fork())
+    if not ranks[-1]:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.stdout.flush()
+        os._exit(0)
+sys.exit(max(os.waitpid(rank, 0)[1] for rank in ranks))
+"""
+"""As torchrun starts them, without three new interpreters."""
+
+
 def test_two_ranks_train_alike_under_fsdp2_and_shard(tmp_path: Path) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    output = run(tmp_path, *torchrun, script("data_parallel"), "--steps", "5", "--device", "cpu")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    output = run(tmp_path, "-c", RANKS, port, script("data_parallel"), "--steps", "5", "--device", "cpu")
     for by in ("fsdp2", "shard"):
         kept = re.findall(rf"{by}: rank \d of 2 keeps ([\d.]+) MB of state", output)
         assert len(kept) == 2 and all(1.5 < float(megabytes) < 2.3 for megabytes in kept), output  # of 3.8 in all

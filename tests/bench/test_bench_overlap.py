@@ -32,7 +32,7 @@ def test_iterations_memory_and_losses(tmp_path: Path) -> None:
         assert [row.contender for row in group.rows] == contenders + ["dropped"] * drops
         assert all(row.wall is not None and row.wall.median > 0 for row in group.rows)
     equal = [value for key, value in result.summary.items() if key.startswith("losses equal")]
-    assert equal == [10.0] * 4
+    assert equal == [4.0] * 4
     first, last = (result.summary[f"{which} loss, clip"] for which in ("first", "last"))
     assert first != last
 
@@ -103,7 +103,7 @@ def test_distributed_data_parallel(tmp_path: Path) -> None:
     run("overlap_figures.py", "--ranks", "2", "--wrap", "ddp", *options)
     result = Result.load(tmp_path / "overlap-ddp-2.json")
     assert not result.notes
-    assert [value for key, value in result.summary.items() if key.startswith("losses equal")] == [10.0] * 4
+    assert [value for key, value in result.summary.items() if key.startswith("losses equal")] == [4.0] * 4
 
 
 def test_parts_without_time_are_said_to_be_left_out(tmp_path: Path) -> None:

@@ -326,6 +326,11 @@ def state_that_has_begun_has_begun_on_all_ranks() -> None:
     assert begun(optimizer) == {0, 1, 2, 3, 4}
     optimizer.load_state_dict(plain.state_dict())
     assert begun(optimizer) == {0, 2, 3, 4}
+    optimizer.load_state_dict(made(sharded=False)[1].state_dict())
+    assert begun(optimizer) == set()
+    step(params, optimizer, 0)
+    params[1].requires_grad_(True)
+    assert begun(optimizer) == {0, 2, 3, 4}
 
 
 def averages_are_saved_before_a_step_as_they_would_begin() -> None:
