@@ -91,6 +91,7 @@ def offload(
     place, reason = choose(made, device, where)
     size = int(chunk_mb * _MIB)
     memory = OffloadedState()
+    memory.on_device = True  # of parameters on the CPU, unless another memory takes its place
     if place == "gpu":
         memory = StreamedState(device, size, buffers, gradients)
     elif place == "cpu":

@@ -396,6 +396,7 @@ def _part(param: Any) -> torch.Tensor | None:
 class OffloadedState(StateMemory):
     """The memory of an offloaded optimizer, with its public methods; used as it is for parameters on the CPU."""
 
+    on_device = False
     not_copied = "an offloaded optimizer cannot be copied or pickled: save its state_dict()"
     where = ""  # where updates run, for reports
     reason = ""  # of `where`
@@ -457,8 +458,6 @@ class OffloadedState(StateMemory):
 
 class StateOnHost(OffloadedState):
     """State in host memory of parameters on another device, with copies of their gradients."""
-
-    on_device = False
 
     def __init__(
         self, device: torch.device, chunk_bytes: int, keeps_gradients: bool, memory: HostMemory, mirrors: Mirrors
