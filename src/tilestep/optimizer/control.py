@@ -365,7 +365,13 @@ class StepControl:
                 inputs.power_sum = norm.launch()
         self.history.has_norm = inputs.needs_norm
         if ranks is not None:
-            has_sent = _agree(inputs, ranks, has_whole_norm=self.joint is not None)
+            others = inputs.loss is not None or inputs.found_inf is not None
+            if others or inputs.power_sum is None or self.joint is not None:
+                has_sent = _agree(inputs, ranks, has_whole_norm=self.joint is not None)
+            else:
+                # The tensor is computed anew at every step and used for the decision alone.
+                ranks.add(inputs.power_sum)
+                has_sent = True
             if deciders.sends and not (has_sent or self.has_sent):
                 # Passes send as well: their first message would come after the first pass has written.
                 ranks.add(torch.zeros(1, dtype=torch.float64, device=device))
@@ -479,11 +485,6 @@ def _agree(inputs: StepInputs, group: ReductionGroup, *, has_whole_norm: bool) -
     if not numbers:
         return False
     device = numbers[0].device
-    if len(numbers) == 1 and own_sum is not None and own_sum.dtype is torch.float64:
-        # The tensor is computed anew at every step and used for the decision alone.
-        inputs.power_sum = own_sum if own_sum.dim() == 1 else own_sum.reshape(1)
-        group.add(inputs.power_sum)
-        return True
     if inputs.loss is not None:
         # The ranks' losses are averaged.
         numbers.append(torch.ones_like(inputs.loss))
