@@ -76,6 +76,12 @@ class KernelSpec:
     outputs: tuple[Output, ...] = ()  # of kernels, besides the update
     variants: dict[tuple[Output, ...], KernelSpec] = field(default_factory=dict, repr=False)
 
+    def __post_init__(self) -> None:
+        self.grad = self.storages["grad"].arrays("grad")[0]
+        self.machine_epsilon = torch.finfo(self.storages["param"].precision).eps
+        self.reduction_count = len(self.program.reductions)  # over one tensor, in all passes
+        self.global_count = len(self.program.global_reductions)  # over all tensors, in all passes
+
     def with_outputs(self, outputs: tuple[Output, ...]) -> KernelSpec:
         """The same with these outputs: another set of tile passes over the same tables."""
         if outputs == self.outputs:
@@ -95,11 +101,6 @@ class KernelSpec:
     def draws_in(self, tile: TilePass) -> bool:
         """Whether a pass rounds at random."""
         return not self.draws.keys().isdisjoint(tile.stores)
-
-    @property
-    def grad(self) -> Array:
-        """The gradient's array."""
-        return self.storages["grad"].arrays("grad")[0]
 
     @cached_property
     def widest(self) -> int:
@@ -126,21 +127,6 @@ class KernelSpec:
     def scalar_dtype(self, name: str) -> torch.dtype:
         """The dtype of a state of one number a tensor: the type computed in, unless the rule declares another."""
         return self.program.graph.state_dtypes.get(name, self.compute)
-
-    @property
-    def machine_epsilon(self) -> float:
-        """The machine epsilon of the type that the parameter is stored in."""
-        return torch.finfo(self.storages["param"].precision).eps
-
-    @property
-    def reduction_count(self) -> int:
-        """Reductions over one tensor, in all passes."""
-        return len(self.program.reductions)
-
-    @property
-    def global_count(self) -> int:
-        """Reductions over all tensors, in all passes."""
-        return len(self.program.global_reductions)
 
     def header(self, mark: str, backend: str) -> str:
         """Comment lines with rule, storage and version."""

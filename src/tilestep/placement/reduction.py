@@ -100,7 +100,8 @@ class ReductionGroup:
     ) -> None:
         if groups is not None and ranks is None:
             ranks = dist.get_process_group_ranks(groups[0])
-        self.ranks: Sequence[int] = ranks or ()
+        self.ranks: Sequence[int] = ranks or ()  # of several process groups those of the first
+        self.size = len(self.ranks)
         self._process_groups, self._meshes, self._number = groups, meshes, number
         self._shares: dict[Any, float] = {}
         self._frames: dict[Any, tuple[torch.Tensor, torch.Tensor, list[float]]] = {}
@@ -130,11 +131,6 @@ class ReductionGroup:
                 meshes.append(tensor.device_mesh)
                 labels.append(label)
         return cls(None, ranks=_ranks_of(meshes, labels), meshes=meshes, number=number)
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are; of several process groups those of the first."""
-        return len(self.ranks)
 
     @property
     def rank(self) -> int:

@@ -35,6 +35,7 @@ class GradNorm:
         order: torch.Tensor | None = None,
     ) -> None:
         self._device, self._entries, self._grads, self._order = device, entries, list(grads), order
+        # Also 0: a gradient that is left out and not finite makes the sum NaN, and so is an overflow as others are.
         self._weights = sorted({entry.norm_weight for entry in entries}) or [1.0]
         self.counts_once = self._weights == [1.0]  # whether each tensor has the weight 1
         self.power_sum = torch.zeros(1, dtype=torch.float64, device=device)
