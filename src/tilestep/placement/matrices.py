@@ -239,40 +239,44 @@ class Bucket:
         """This rank's part of each DTensor in such memory."""
         return {place: part for run, _, parts in self._here.parts(memory) for place, part in zip(run.places, parts)}
 
-    def gather(self, memory: torch.Tensor) -> Callable[[Mapping[int, torch.Tensor]], None]:
-        """Begin to send this rank's parts to owners.
+    @property
+    def arriving(self) -> int:
+        """Elements of what `gather` receives."""
+        return len(self._arriving)
 
-        Returns:
-            A function that waits for the parts of this rank's own DTensors and puts them into whole tensors, those of a
-            run in one, by the number of its first.
-        """
-        received = memory.new_empty(len(self._arriving))
+    @property
+    def returning(self) -> int:
+        """Elements of what `scatter` sends; nothing where every rank works on all matrices."""
+        return 0 if self._everywhere else len(self._returning)
+
+    def gather(self, memory: torch.Tensor, received: torch.Tensor) -> Callable[[], object]:
+        """Begin to send this rank's parts to owners; returns what waits for the parts of this rank's own DTensors."""
         if self._everywhere:
             work = all_gather_flat(
                 received.view(torch.uint8), memory.view(torch.uint8), group=self._group, async_op=True
             )
-        else:
-            if self._leaving.sizes != self._here.sizes:
-                here = {run.places[0]: parts for run, _, parts in self._here.parts(memory)}
-                copies = memory.new_empty(len(self._leaving))
-                leaving = [(parts, here[run.places[0]]) for run, _, parts in self._leaving.parts(copies)]
-                copy_all([own for own, _ in leaving], [own for _, own in leaving])
-                memory = copies
-            work = self._exchanged(received, self._arriving, memory, self._leaving)
+            return work.wait
+        if self._leaving.sizes != self._here.sizes:
+            here = {run.places[0]: parts for run, _, parts in self._here.parts(memory)}
+            copies = memory.new_empty(len(self._leaving))
+            leaving = [(parts, here[run.places[0]]) for run, _, parts in self._leaving.parts(copies)]
+            copy_all([own for own, _ in leaving], [own for _, own in leaving])
+            memory = copies
+        return self._exchanged(received, self._arriving, memory, self._leaving).wait
 
-        def finish(wholes: Mapping[int, torch.Tensor]) -> None:
-            work.wait()
-            copy_all(*_pairs(wholes, self._arriving, received))
+    def unpack(self, received: torch.Tensor, wholes: Mapping[int, torch.Tensor]) -> None:
+        """Put what has arrived into whole tensors, those of a run in one, by the number of its first."""
+        copy_all(*_pairs(wholes, self._arriving, received))
 
-        return finish
+    def pack(self, wholes: Mapping[int, torch.Tensor], memory: torch.Tensor, message: torch.Tensor) -> None:
+        """Put parts of whole tensors into the message for `scatter`, or where this rank's parts are."""
+        place = (self._here, memory) if self._everywhere else (self._returning, message)
+        copy_all(*reversed(_pairs(wholes, *place)))
 
-    def scatter(self, wholes: Mapping[int, torch.Tensor], memory: torch.Tensor) -> Callable[[], object]:
+    def scatter(self, message: torch.Tensor, memory: torch.Tensor) -> Callable[[], object]:
         """Begin to send parts of whole tensors back into the memory of `allocate`; returns what waits for them."""
         if self._everywhere:
-            copy_all(*reversed(_pairs(wholes, self._here, memory)))
             return lambda: None
-        message = memory.new_empty(len(self._returning))
-        copy_all(*reversed(_pairs(wholes, self._returning, message)))
         return self._exchanged(memory, self._here, message, self._returning).wait
 
     def _exchanged(self, received: torch.Tensor, arriving: _Message, sent: torch.Tensor, leaving: _Message) -> Any:

@@ -33,6 +33,8 @@ _LANES = 3
 _SMALL, _SMALL_TOGETHER = 1 << 23, 1 << 26
 """Elements of a small batch, and of all that run side by side: none of their results shares memory with an operand."""
 
+_MESSAGES = 3  # buckets that are on their way or worked on at once
+
 _RUNS_BEFORE = 2
 """In the first runs kernels are built and libraries initialize themselves, which a recording cannot contain."""
 
@@ -127,11 +129,25 @@ class Bucket(Protocol):
     def parts(self, memory: torch.Tensor) -> dict[int, torch.Tensor]:
         """This rank's parts in it."""
 
-    def gather(self, memory: torch.Tensor) -> Callable[[Mapping[int, torch.Tensor]], None]:
-        """Begin to send parts to owners; gives what waits for this rank's own and assembles them, a run in a tensor."""
+    @property
+    def arriving(self) -> int:
+        """Elements of what `gather` receives."""
 
-    def scatter(self, wholes: Mapping[int, torch.Tensor], memory: torch.Tensor) -> Callable[[], object]:
-        """Begin to send parts of whole tensors back; gives what waits for those of this rank."""
+    @property
+    def returning(self) -> int:
+        """Elements of what `scatter` sends."""
+
+    def gather(self, memory: torch.Tensor, received: torch.Tensor) -> Callable[[], object]:
+        """Begin to send parts to owners; gives what waits for this rank's own."""
+
+    def unpack(self, received: torch.Tensor, wholes: Mapping[int, torch.Tensor]) -> None:
+        """Put what has arrived into whole tensors, a run in a tensor."""
+
+    def pack(self, wholes: Mapping[int, torch.Tensor], memory: torch.Tensor, message: torch.Tensor) -> None:
+        """Put parts of whole tensors into the message."""
+
+    def scatter(self, message: torch.Tensor, memory: torch.Tensor) -> Callable[[], object]:
+        """Begin to send the message; gives what waits for this rank's parts."""
 
 
 class Exchange(Protocol):
@@ -178,17 +194,22 @@ class SharedMatrices:
         self._pool = torch.cuda.graph_pool_handle() if records else None
         self._recorded: dict[tuple[int, int], RecordedPass] = {}
         """The work on a bucket, by pass and place, if it is recorded: exchanges are not."""
-        sizes = ([_padded(_elements(batch)) for batch in self._batches_of(at)] for at in range(len(self._stages)))
-        largest = max(map(sum, sizes), default=0)
-        self._room = {
-            name: torch.zeros(largest, dtype=dtype, device=segment.device)
-            for name, dtype in self._scratch.items()
-            if records
-        }
-        """Memory for whole matrices of one bucket after the other: recordings work on the same addresses."""
+        sizes = [max(bucket.arriving, bucket.returning) for bucket, _, _ in self._stages]
+        width = max((dtype.itemsize for dtype in self._scratch.values()), default=0)
+        self._message_bytes = max(sizes, default=0) * width
+        self._messages: dict[tuple[int, int], torch.Tensor] = {}
 
-    def _batches_of(self, place: int) -> list[Batch]:
-        return [batch for batch, _ in self._stages[place][1]]
+    def _message(self, at: int, place: int, numel: int, name: str) -> torch.Tensor:
+        """Memory for what a bucket receives or sends; recordings find it where it was."""
+        # A bucket returns from where it arrived. Meanwhile the next is worked on, and the third arrives: the one before
+        # in the same memory has returned by then.
+        dtype = self._scratch[name]
+        if self._pool is None:
+            return torch.empty(numel, dtype=dtype, device=self._device)
+        key = at, place % _MESSAGES
+        if key not in self._messages:
+            self._messages[key] = torch.empty(self._message_bytes, dtype=torch.uint8, device=self._device)
+        return self._messages[key][: numel * dtype.itemsize].view(dtype)
 
     def _launch(self, matrix_pass: MatrixPass, place: int, batches: Sequence[Batch], work: Callable[[], None]) -> None:
         """Do the work on some batches, recorded if it can be and launches anything."""
@@ -220,39 +241,49 @@ class SharedMatrices:
         """
         inputs, outputs = (list(dict.fromkeys(names.values())) for names in (matrix_pass.inputs, matrix_pass.outputs))
 
-        def begin(place: int) -> list[Callable[[Mapping[int, torch.Tensor]], None]]:
-            return [
-                bucket.gather(memory[name]) for bucket, _, memory in self._stages[place : place + 1] for name in inputs
-            ]
+        def begin(place: int) -> list[tuple[torch.Tensor, Callable[[], object]]]:
+            begun = []
+            for bucket, _, memory in self._stages[place : place + 1]:
+                for at, name in enumerate(inputs):
+                    received = self._message(at, place, bucket.arriving, name)
+                    begun.append((received, bucket.gather(memory[name], received)))
+            return begun
 
         arriving, returning = begin(0), list[Callable[[], object]]()
         self._launch(matrix_pass, -1, own, partial(compute, own))
         for place, (bucket, batches, memory) in enumerate(self._stages):
             arrived, arriving = arriving, begin(place + 1)
-            for name, finish in zip(inputs, arrived):
-                finish(self._wholes(name, batches, torch.empty))
-            made = {name: self._wholes(name, batches, torch.zeros) for name in outputs}
-            listed = self._batches_of(place)
-            self._launch(matrix_pass, place, listed, partial(compute, listed))
-            for batch, _ in batches:
-                batch.arrays = {}
+            for _, wait in arrived:
+                wait()
+            received = [each for each, _ in arrived]
+            messages = [self._message(at, place, bucket.returning, name) for at, name in enumerate(outputs)]
+            listed = [batch for batch, _ in batches]
+
+            def work(place: int = place, received: Any = received, messages: Any = messages) -> None:
+                bucket, batches, memory = self._stages[place]
+                for name, each in zip(inputs, received):
+                    bucket.unpack(each, self._wholes(name, batches, torch.empty))
+                made = {name: self._wholes(name, batches, torch.zeros) for name in outputs}
+                compute([batch for batch, _ in batches])
+                for batch, _ in batches:
+                    batch.arrays = {}
+                for name, each in zip(outputs, messages):
+                    bucket.pack(made[name], memory[name], each)
+
+            self._launch(matrix_pass, place, listed, work)
             for wait in returning:
                 wait()
-            returning = [bucket.scatter(made[name], memory[name]) for name in outputs]
+            returning = [bucket.scatter(each, memory[name]) for name, each in zip(outputs, messages)]
         for wait in returning:
             wait()
 
     def _wholes(
         self, name: str, batches: Sequence[tuple[Batch, Mapping[int, list[int]]]], make: Callable[..., torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """Arrays of batches, seen as whole tensors, those of a run in one, by the number of its first."""
-        wholes, begin, room = {}, 0, self._room.get(name)
+        """New arrays of batches, seen as whole tensors, those of a run in one, by the number of its first."""
+        wholes = {}
         for batch, shapes in batches:
-            shape, size = (sum(batch.counts), *batch.shape), _elements(batch)
-            if room is None:
-                array = make(shape, dtype=self._scratch[name], device=batch.device)
-            else:
-                array, begin = room[begin : begin + size].view(shape), begin + _padded(size)
+            array = make(sum(batch.counts), *batch.shape, dtype=self._scratch[name], device=batch.device)
             batch.arrays[name] = array
             parts = array.view(-1).split([math.prod(shape) for shape in shapes.values()])
             wholes.update({at: part.view(shape) for (at, shape), part in zip(shapes.items(), parts)})
