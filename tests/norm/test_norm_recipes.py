@@ -18,7 +18,6 @@ from tilestep.norm import (
     NormTable,
     clip_grad_norm_,
     cpu_backend,
-    forget_recipes,
     norm_table,
     plan_cache,
     tiles,
@@ -28,7 +27,7 @@ from tilestep.norm import (
 
 @pytest.fixture(autouse=True)
 def no_recipes() -> None:
-    forget_recipes()
+    plan_cache._recipes.clear()
 
 
 @pytest.fixture

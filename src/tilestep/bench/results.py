@@ -46,7 +46,7 @@ def environment(device: torch.device | None = None) -> dict[str, str]:
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "device": device_name(device),
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": _triton_version(),
         "compiler": next(iter(compiler_version().splitlines()), "none"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -58,9 +58,9 @@ def environment(device: torch.device | None = None) -> dict[str, str]:
     return described
 
 
-def _version(distribution: str) -> str:
+def _triton_version() -> str:
     try:
-        return importlib.metadata.version(distribution)
+        return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         return "none"
 

@@ -43,10 +43,6 @@ _END_SECONDS = 2.0
 _FOLDER = Path(__file__).parent
 
 
-def _source() -> str:
-    return (_FOLDER / "scan.cpp").read_text()
-
-
 def _sources() -> str:
     """The text of all source files, for the cache key."""
     return "".join((_FOLDER / name).read_text() for name in ("tensors.h", "arrivals.h", "scan.cpp"))
@@ -155,7 +151,9 @@ def _compile(target: Path) -> None:
         "c++",
         "-",
     ]
-    compile_source(command, _source(), target, [*libraries, f"-Wl,-rpath,{root / 'lib'}"], _SECONDS)
+    compile_source(
+        command, (_FOLDER / "scan.cpp").read_text(), target, [*libraries, f"-Wl,-rpath,{root / 'lib'}"], _SECONDS
+    )
 
 
 @functools.lru_cache(maxsize=1)

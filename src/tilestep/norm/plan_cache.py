@@ -183,12 +183,6 @@ def find_recipe(tensors: list[torch.Tensor], positions: Positions | None = None)
         return recipe
 
 
-def forget_recipes() -> None:
-    """Drop all tables."""
-    with _lock:
-        _recipes.clear()
-
-
 def _plain(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether kernels can read the memory of all tensors."""
     plain = (torch.Tensor, torch.nn.Parameter)
