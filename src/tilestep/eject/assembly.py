@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -208,7 +209,7 @@ def _header(request: Request) -> str:
     return f'''# Made by tilestep {__version__}:
 #     {request.command}
 # Make it anew instead of changing it. It needs torch, and Triton where parameters are on a GPU; not tilestep.
-"""{rule.name}: {about}.
+{textwrap.fill(f'"""{rule.name}: {about}.', 120)}
 
 Parameters of {kept} are updated by a few launches, whatever their number; on CPUs by plain PyTorch.
 From top to bottom: Triton functions; the rule's formulas on torch tensors; the kinds of parameters that there are

@@ -254,7 +254,9 @@ def condition(guard: Guard) -> str:
         else:
             writer.bind(value, writer.spelled(value))
     text = re.sub(r"^\((.*)\)$", r"\1", writer[guard.condition])
-    return text if guard.outcome else f"not {text}" if " " not in text else f"not ({text})"
+    if guard.outcome:
+        return text
+    return text.replace("!=", "==") if re.fullmatch(r"\S+ != \S+", text) else f"not ({text})"
 
 
 def helpers_of(lines: Iterable[str]) -> Mapping[str, str]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 WIDTH = 120
 
 _OPEN, _CLOSE = "([{", ")]}"
+
+_AS_IT_IS = "  # fmt: skip"  # a formatter leaves the statement alone
 
 
 def logical_lines(lines: Sequence[str]) -> list[str]:
@@ -51,22 +54,9 @@ def folded(line: str, width: int = WIDTH) -> list[str]:
     indent = line[: len(line) - len(line.lstrip())]
     if len(line) <= width or line.lstrip().startswith(("#", '"""')):
         return [line]
-    head, equals, value = _assignment(line)
-    head = f"{head}{equals}"
-    if line.lstrip().startswith("return "):
-        head, value = f"{indent}return ", line.strip()[7:]
-    if value and (operators := _operators(value)):
-        # A single operator stays on the line of a bracket beside it.
-        for place in (_last_group(value), _first_group(value)) if len(operators) == 1 else ():
-            if place is None or len(head) + place + 1 > width:
-                continue
-            start, closing = place + 1, _matching(value, place)
-            if value[-1] in _CLOSE and closing in (len(value) - 1, operators[0] - 2):
-                return _around(head + value[:start], value[start:closing], value[closing:], indent, width)
-        return _in_parentheses(head, value, operators, indent, width)
-    if value and len(calls := _calls(value)) > 1:
-        parts = [value[start:stop] for start, stop in pairwise([0, *calls, len(value)])]
-        return [f"{head}(", *(f"{indent}    {part}" for part in parts), f"{indent})"]
+    head, value = _assignment(line)
+    if value and (_has_operators(value) or value.count(").") > 1):
+        return [f"{head}(", *_wrapped(_before_operators(value), f"{indent}    ", width), f"{indent}){_AS_IT_IS}"]
     openings = [place for place, letter, depth in _walk(line) if letter in _OPEN and not depth]
     if not openings:
         return [line]
@@ -77,56 +67,30 @@ def folded(line: str, width: int = WIDTH) -> list[str]:
     return _around(line[: opening + 1], line[opening + 1 : closing], line[closing:], indent, width)
 
 
+def _before_operators(text: str) -> str:
+    """Text with spaces before operators alone; the others are zeros."""
+    return re.sub(r" (?![-+*/&|<>]+ )", "\0", text)
+
+
+def _wrapped(text: str, indent: str, width: int) -> list[str]:
+    """Text in lines that end at spaces, as full as they can be."""
+    lines = textwrap.wrap(text, width - len(indent), break_long_words=False, break_on_hyphens=False)
+    return [indent + line.replace("\0", " ") for line in lines]
+
+
 def _around(head: str, body: str, tail: str, indent: str, width: int) -> list[str]:
     inner = f"{indent}    "
     parts = _split(body, ",")
     is_call = head[-1] == "(" and bool(re.search(r"[\w)\]]$", head[:-1]))
     if len(inner) + len(body) <= width and (is_call or len(parts) == 1):
         return [head, f"{inner}{body}", f"{indent}{tail}"]
+    if head.lstrip().startswith("def ") or head.endswith("dict(") or (len(parts) == 1 and _has_operators(body)):
+        # As many on a line as there is room for.
+        body = _before_operators(body) if len(parts) == 1 else " ".join(part.replace(" ", "\0") + "," for part in parts)
+        return [head, *_wrapped(body, inner, width), f"{indent}{tail}{_AS_IT_IS}"]
     if len(parts) == 1 and not body.rstrip().endswith(","):
-        operators = _operators(body)
-        if operators:
-            return [head, *_by_operator(body, operators, inner), f"{indent}{tail}"]
         return [head, *folded(f"{inner}{body}", width), f"{indent}{tail}"]
-    lines = [head]
-    if head.lstrip().startswith("def ") or head.endswith("dict("):
-        # Many names: as many on a line as there is room for, which formatters leave alone by the comment.
-        return [head, *_packed(parts, inner, width), f"{indent}{tail}  # fmt: skip"]
-    for part in parts:
-        own = folded(f"{inner}{part.strip()},", width)
-        lines += own
-    return [*lines, f"{indent}{tail}"]
-
-
-def _packed(parts: Sequence[str], indent: str, width: int) -> list[str]:
-    lines = [f"{indent}{parts[0]},"]
-    for part in parts[1:]:
-        if len(lines[-1]) + len(part) + 2 <= width:
-            lines[-1] += f" {part},"
-        else:
-            lines.append(f"{indent}{part},")
-    return lines
-
-
-def _in_parentheses(head: str, value: str, operators: list[int], indent: str, width: int) -> list[str]:
-    inner = f"{indent}    "
-    if len(inner) + len(value) <= width:
-        return [f"{head}(", f"{inner}{value}", f"{indent})"]
-    return [f"{head}(", *_by_operator(value, operators, inner), f"{indent})"]
-
-
-def _by_operator(value: str, operators: list[int], indent: str) -> list[str]:
-    places, lines = [0, *operators, len(value)], []
-    for start, stop in pairwise(places):
-        part = value[start:stop].strip()
-        opening = 0 if part[0] == "(" else 2
-        if len(indent) + len(part) > WIDTH and part[opening] == "(" and _matching(part, opening) == len(part) - 1:
-            inside = part[opening + 1 : -1]
-            own = _by_operator(inside, _operators(inside), f"{indent}    ")
-            lines += [f"{indent}{part[: opening + 1]}", *own, f"{indent})"]
-        else:
-            lines += folded(f"{indent}{part}")
-    return lines
+    return [head, *(each for part in parts for each in folded(f"{inner}{part.strip()},", width)), f"{indent}{tail}"]
 
 
 def _walk(text: str) -> Iterator[tuple[int, str, int]]:
@@ -142,39 +106,22 @@ def _walk(text: str) -> Iterator[tuple[int, str, int]]:
         place += len(piece)
 
 
-def _assignment(line: str) -> tuple[str, str, str]:
+def _assignment(line: str) -> tuple[str, str]:
+    """A statement up to its value, and the value."""
+    if line.lstrip().startswith("return "):
+        return line[: line.index("return ") + 7], line.strip()[7:]
     for place, letter, depth in _walk(line):
-        if letter == "=" and not depth and line[place - 1] == " " and line[place + 1] == " ":
-            return line[:place], "= ", line[place + 2 :]
-        if letter == "=" and not depth and line[place - 1] in "+-*" and line[place + 1] == " ":
-            return line[: place - 1], line[place - 1 : place + 2], line[place + 2 :]
-    return line, "", ""
+        if letter == "=" and not depth and line[place - 1] in " +-*" and line[place + 1] == " ":
+            return line[: place + 2], line[place + 2 :]
+    return line, ""
 
 
-def _operators(text: str) -> list[int]:
-    """Places of the operators of lowest precedence outside of brackets."""
-    found: dict[str, list[int]] = {}
-    for place, letter, depth in _walk(text):
-        if not depth and letter in "+-*/&|<>" and text[place - 1 : place] == " " and text[place + 1 : place + 2] == " ":
-            found.setdefault({"-": "+", "/": "*", ">": "<"}.get(letter, letter), []).append(place)
-    return next((found[kind] for kind in ("<", "|", "&", "+", "*") if kind in found), [])
-
-
-def _last_group(line: str) -> int | None:
-    """Where the last bracket outside of all others opens."""
-    places = [place for place, letter, depth in _walk(line) if letter in _OPEN and not depth]
-    return places[-1] if places else None
-
-
-def _calls(text: str) -> list[int]:
-    """Places of the methods that are called on results of calls."""
-    dots = [place for place, letter, depth in _walk(text) if letter == "." and not depth and text[place - 1] in _CLOSE]
-    return dots if text[-1] == ")" else []
-
-
-def _first_group(line: str) -> int | None:
-    """Where the first bracket opens."""
-    return next((place for place, letter, depth in _walk(line) if letter in _OPEN and not depth), None)
+def _has_operators(text: str) -> bool:
+    """Whether there are operators outside of brackets."""
+    return any(
+        not depth and letter in "+-*/&|<>" and text[place + 1 : place + 2] == " "
+        for place, letter, depth in _walk(text)
+    )
 
 
 def _matching(line: str, opening: int) -> int:
