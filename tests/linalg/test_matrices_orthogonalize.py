@@ -98,6 +98,7 @@ def test_nothing_stays_nothing_and_small_is_not_lost() -> None:
         ({"steps": 100}, tilestep.RuleError, "less than 100 steps, not 100"),
         ({"steps": 2.5}, tilestep.RuleError, "whole number of steps, .* not 2.5"),
         ({"safety": 1.05}, tilestep.RuleError, "safety=1.05 is for coefficients='polar_express'"),
+        ({"coefficients": "cans", "safety": 0}, tilestep.RuleError, "safety=0; it must be at least 1"),
         ({"precision": "tf32"}, tilestep.RuleError, "'tf32'; it must be one of bfloat16, float16, float32"),
     ],
 )

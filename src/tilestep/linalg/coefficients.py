@@ -147,6 +147,8 @@ def rows_of(coefficients: Any, steps: Any = None, safety: float = SAFETY) -> lis
     table = _TABLES.get(coefficients) if isinstance(coefficients, str) else None
     if safety != SAFETY and not (table and table.scales):
         raise RuleError(f"orthogonalize: safety={safety:g} is for coefficients='polar_express' and 'cans'")
+    if not safety >= 1:
+        raise RuleError(f"orthogonalize: safety={safety:g}; it must be at least 1, or singular values diverge")
     what = repr(coefficients) if isinstance(coefficients, str) else f"a list of {len(coefficients)} coefficients"
     if table is None and _is_row(coefficients):
         table = _Table((tuple(coefficients),), STEPS, "last")

@@ -164,7 +164,7 @@ def orthogonalize(
 
     Raises:
         MatrixError: for a tensor of less than two dimensions.
-        RuleError: for coefficients that are none of these, or another number of steps than they take.
+        RuleError: for coefficients that are none of these, another number of steps than they take, or a safety below 1.
 
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), and torch.optim.Muon for
     "jordan"; You for "quintic"; Amsel et al., "The Polar Express" (2025); Grishina et al., "Accelerating Newton-Schulz
