@@ -87,7 +87,7 @@ def work_on_buckets_is_recorded() -> None:
                     for at, param in enumerate(params):
                         gradient = distribute_tensor(_drawn(param.shape, 100 * step + at), mesh, [placement])
                         param.grad = None if (step, at) == (4, 3) else gradient
-                    if step > 3:
+                    if step == 3:
                         torch.cuda.set_sync_debug_mode("error")
                     optimizer.step()
                     torch.cuda.set_sync_debug_mode("default")
