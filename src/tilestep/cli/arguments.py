@@ -196,7 +196,7 @@ def matrices_of(text: str) -> list[tuple[int, int, int]]:
     if not all(found):
         message = f"{text!r}: matrices are written as their number x rows x columns, such as 48x2048x2048"
         raise typer.BadParameter(message, param_hint="--matrices")
-    return [(int(one[1]), int(one[2]), int(one[3])) for one in found if one is not None]
+    return [(int(match[1]), int(match[2]), int(match[3])) for match in found if match is not None]
 
 
 def mesh_of(text: str) -> tuple[int, int]:

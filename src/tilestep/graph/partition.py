@@ -353,7 +353,7 @@ def _conditions(graph: Graph) -> dict[int, list[Condition] | None]:
             use = [(node.args[0], place == 1)] if chooses and place > 0 else needed[id(node)]
             others = needed.setdefault(id(arg), [])
             if use is not None and others is not None:
-                needed[id(arg)] = [*others, *(one for one in use if one not in others)]
+                needed[id(arg)] = [*others, *(condition for condition in use if condition not in others)]
             else:
                 needed[id(arg)] = None
     return needed

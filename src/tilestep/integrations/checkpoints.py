@@ -172,8 +172,8 @@ def _named(label: str, values: dict[str, Any], rule: Rule | None) -> dict[str, A
     states = [first, second] if second is not None else [first]
     if second is not None and first.dim() == second.dim() + 1:
         states = [*first, second]
-    fitting = [one for one in registry.values() if one.numbered == len(states)]
-    spellings = {one.state_names[: len(states)] for one in (fitting if rule is None else [rule])}
+    fitting = [known for known in registry.values() if known.numbered == len(states)]
+    spellings = {known.state_names[: len(states)] for known in (fitting if rule is None else [rule])}
     if len(spellings) != 1 or (rule is not None and rule.numbered != len(states)):
         raise StateError(
             f"{label} has {len(states)} of bitsandbytes' states, which have no names: they can be those of "

@@ -71,7 +71,7 @@ class HostState(StateOnHost):
         check_unchanged(list(self.mirrors.values()))
         self.inward.follow(self.compute.mark())
         self.copies.begin()
-        sent = [[self._sent(self.mirrors[param], own) for param, own in zip(*one)] for one in zip(params, gradients)]
+        sent = [[self._sent(self.mirrors[param], own) for param, own in zip(*pair)] for pair in zip(params, gradients)]
         self.copies.close()
         return sent
 
@@ -95,7 +95,7 @@ class HostState(StateOnHost):
             self._addresses = torch.zeros(len(self._entries), dtype=torch.int64, device=self.device)
             self._norm = GradNorm(self.device, self._entries, [self._addresses])
         sent = [self.mirror_of[id(entry.param)].sent for entry in self._entries]
-        dense = [one if one is None or is_dense(one) else one.contiguous() for one in sent]
+        dense = [grad if grad is None or is_dense(grad) else grad.contiguous() for grad in sent]
         copy_to(self._addresses, rows_of(dense))
         return [self._norm.sum_squares()]
 

@@ -426,9 +426,9 @@ class OffloadedState(StateMemory):
         """Call a scaler's function with the gradients on the host, and with gradients still on parameters."""
         if self.kept is None:
             return unscale(optimizer, *args, **kwargs)
-        with self.kept.as_parameters() as there:
+        with self.kept.as_parameters() as stand_ins:
             params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-            on_host = [*there, *(param for param in params if is_host(param.device))]
+            on_host = [*stand_ins, *(param for param in params if is_host(param.device))]
             elsewhere = [param for param in params if not is_host(param.device)]
             # torch would read its copies on the host before they have arrived.
             arrived = [arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in args] if on_host else []

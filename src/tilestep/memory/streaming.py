@@ -68,11 +68,11 @@ class StreamedState(StateOnHost):
             return gradients
         check_unchanged(list(self.mirrors.values()))
         taken = [
-            [(self.mirrors[param], self.kept.taken(self.mirrors[param], gradient)) for param, gradient in zip(*one)]
-            for one in zip(params, gradients)
+            [(self.mirrors[param], self.kept.taken(self.mirrors[param], gradient)) for param, gradient in zip(*lists)]
+            for lists in zip(params, gradients)
         ]
         self.copies.order(self.compute)
-        return [[self._readable(*pair) for pair in one] for one in taken]
+        return [[self._readable(*pair) for pair in pairs] for pairs in taken]
 
     def _readable(self, mirror: Mirror, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if gradient is None or id(mirror.part) not in self._returning:

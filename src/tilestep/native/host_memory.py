@@ -91,24 +91,24 @@ class HostMemory:
         return made
 
     def _piece(self, size: int) -> np.ndarray:
-        there, limit = available()
-        if size > there:
-            raise self._missing(size, there, limit)
+        free, limit = available()
+        if size > free:
+            raise self._missing(size, free, limit)
         try:
             array = np.empty(size + _PAGE, dtype=np.uint8)
         except MemoryError:
-            raise self._missing(size, there, limit) from None
+            raise self._missing(size, free, limit) from None
         first = -array.ctypes.data % _PAGE
         if has_streams(self.device):
             self._lock(array, array.ctypes.data + first, size)
         self._pieces.append((array.ctypes.data, array.nbytes, weakref.ref(array)))
         return array[first : first + size]
 
-    def _missing(self, size: int, there: int, limit: str, why: str = "") -> HostMemoryError:
+    def _missing(self, size: int, free: int, limit: str, why: str = "") -> HostMemoryError:
         kind = "page-locked host memory" if has_streams(self.device) else "host memory"
         return HostMemoryError(
-            f"{self.what} needs {gigabytes(size)} of {kind}{why}, and {gigabytes(there)} would fit ({limit}): that is "
-            f"{100 * min(there / size, 1):.0f}% of it. Give the optimizer fewer parameters, a rule with less state, or "
+            f"{self.what} needs {gigabytes(size)} of {kind}{why}, and {gigabytes(free)} would fit ({limit}): that is "
+            f"{100 * min(free / size, 1):.0f}% of it. Give the optimizer fewer parameters, a rule with less state, or "
             "state of 16 bits (no master_weights)"
         )
 

@@ -307,7 +307,7 @@ def addresses_of(tensors: Sequence[torch.Tensor]) -> np.ndarray:
 
 def rows_of(gradients: Sequence[torch.Tensor | None]) -> np.ndarray:
     """int64[gradients], their addresses; 0 for None, 1 for an empty gradient, which may have no address."""
-    rows = [0 if one is None else address_of(one) if one.numel() else 1 for one in gradients]
+    rows = [0 if grad is None else address_of(grad) if grad.numel() else 1 for grad in gradients]
     return np.asarray(rows, dtype=np.int64)
 
 

@@ -96,14 +96,14 @@ REFUSED: dict[tuple[str, str], str] = {
 """What is added, what is present, and why they are refused, with the remedy. All other combinations are correct."""
 
 
-def refusal(added: str, there: Iterable[str]) -> str:
+def refusal(added: str, present: Iterable[str]) -> str:
     """Why something cannot be added to what is present; empty if it can."""
-    return next((REFUSED[added, present] for present in there if (added, present) in REFUSED), "")
+    return next((REFUSED[added, name] for name in present if (added, name) in REFUSED), "")
 
 
-def refuse(added: str, there: Iterable[str], label: str = "", error: type[Exception] = ValueError) -> None:
+def refuse(added: str, present: Iterable[str], label: str = "", error: type[Exception] = ValueError) -> None:
     """Raise if something cannot be added to what is present."""
-    if reason := refusal(added, there):
+    if reason := refusal(added, present):
         raise error(f"{label} {reason}".lstrip())
 
 

@@ -149,9 +149,11 @@ class Limit:
 
 @functools.lru_cache(maxsize=256)
 def layout_of(limit: Limit) -> tuple[tuple[str, float, int], ...]:
-    """The names of what a limit remembers, each with its first value, and the size of a `Window`, else 0."""
+    """The entries of a limit's memory: name, first value, and the size of a `Window`, otherwise 0."""
     entries = limit.memory.items()
-    return tuple((name, 0.0, one.size) if isinstance(one, Window) else (name, float(one), 0) for name, one in entries)
+    return tuple(
+        (name, 0.0, entry.size) if isinstance(entry, Window) else (name, float(entry), 0) for name, entry in entries
+    )
 
 
 def first_numbers(limit: Limit) -> list[float]:

@@ -266,8 +266,8 @@ class _Part:
         # Tensors without a gradient have no statistics.
         missing = table[self.rows, self._raw.index("grad_zeros")].isnan()
         for column, numbers in others:
-            there = moved(numbers, self._device).masked_fill(missing, math.nan)
-            table[:, self._raw.index(column)].index_copy_(0, self.rows, there)
+            placed = moved(numbers, self._device).masked_fill(missing, math.nan)
+            table[:, self._raw.index(column)].index_copy_(0, self.rows, placed)
 
 
 class Measurer:

@@ -48,14 +48,14 @@ def minus(base: Intervals, taken: Intervals) -> Intervals:
     return left
 
 
-def overlap(one: Intervals, other: Intervals) -> Intervals:
+def overlap(left: Intervals, right: Intervals) -> Intervals:
     """The intersection of two unions.
 
     Example:
         >>> overlap([(0.0, 4.0), (6.0, 9.0)], [(3.0, 7.0)])
         [(3.0, 4.0), (6.0, 7.0)]
     """
-    return minus(one, minus(one, other))
+    return minus(left, minus(left, right))
 
 
 def length(intervals: Intervals) -> float:
