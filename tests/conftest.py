@@ -23,6 +23,7 @@ LONGEST = (
     "storage/test_blocks.py",
     "cli/test_cli_check.py",
     "backends/test_cpp_source.py",
+    "eject/test_eject.py",
     "storage/test_resharding.py",
     "backends/test_rows_compile.py",
     "test_examples.py",
@@ -126,6 +127,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     """A folder of this test's own for kernels and tables, which this process asks for anew before and after."""
     import kernel_folders
 
+    from tilestep import native
+
+    native.wait()  # it is built once in a process: not in a folder that goes, or later tests would be without it
     chosen = tmp_path / "kernels"
     monkeypatch.setenv("TILESTEP_CACHE_DIR", str(chosen))
     kernel_folders.forget()

@@ -79,3 +79,12 @@ def test_a_pattern_that_gets_nothing() -> None:
 def test_torch_s_optimizers_take_them_too() -> None:
     optimizer = torch.optim.AdamW(param_groups(model(), {"norm": {"lr": 0.5}}))
     assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 0.5]
+
+
+def test_a_group_of_a_derived_rule_takes_what_the_optimizer_was_given_and_its_own_defaults() -> None:
+    averaged = tilestep.ema(tilestep.registry["AdamW"], 0.5)
+    first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = tilestep.AdamW([{"params": [first]}, {"params": [second], "rule": averaged}], lr=0.25)
+    group = optimizer.param_groups[1]
+    assert (group["lr"], group["ema_decay"], group["weight_decay"]) == (0.25, 0.5, 0.01)
+    assert "ema_decay" not in optimizer.param_groups[0]
