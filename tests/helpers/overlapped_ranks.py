@@ -12,6 +12,7 @@ import torch.distributed as dist
 from overlapped_models import TINY, adamw, clipped, small
 from overlapped_pairs import (
     DURING,
+    WIDTH,
     Build,
     Pair,
     ddp,
@@ -125,6 +126,19 @@ def fully_sharded_updates_before_gathering() -> None:
     one_batch(pair.overlapped, 2)
     if device() == "cpu":
         assert waiting == [{"modules blocks.1 to blocks.2"}, set(), set()], waiting
+
+
+@torch.no_grad()
+def fully_sharded_modules_that_are_joined_wait_each() -> None:
+    """A forward that leaves the first of two joined modules out waits for their update at the second."""
+    pair = Pair(clipped, "forward", fsdp)
+    hidden = torch.linspace(-1, 1, 2 * WIDTH, device=device()).view(2, WIDTH)
+    for step in range(2):
+        with torch.enable_grad():
+            pair.step(step)
+        ours, theirs = (model.blocks[2](hidden) for model in (pair.overlapped, pair.serial))  # type: ignore[index]
+        assert torch.equal(ours, theirs)
+    pair.compare()
 
 
 def fully_sharded_modules_are_joined() -> None:
@@ -409,6 +423,7 @@ CHECKS = [
     fully_sharded_updates_module_by_module,
     fully_sharded_updates_before_gathering,
     fully_sharded_modules_are_joined,
+    fully_sharded_modules_that_are_joined_wait_each,
     fully_sharded_modules_come_later,
     accumulation,
     accumulation_of_summed_gradients,
