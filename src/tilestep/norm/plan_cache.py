@@ -157,7 +157,8 @@ def _overlapping(addresses: np.ndarray, lengths: np.ndarray) -> bool:
 
 
 _recipes: list[tuple[Hashable, Recipe]] = []
-_lock = threading.Lock()
+lock = threading.Lock()
+"""Of the recipes, and of what `sharded` keeps."""
 
 
 def find_recipe(tensors: list[torch.Tensor], positions: Positions | None = None) -> Recipe | None:
@@ -167,7 +168,7 @@ def find_recipe(tensors: list[torch.Tensor], positions: Positions | None = None)
     # Tables uploaded in a capture exist once its graph is replayed: no other call can use them. The capture cannot use
     # tables of other calls either, which may change. Its tables are memory of the graph.
     captures = first.is_cuda and torch.cuda.is_current_stream_capturing()
-    with _lock:
+    with lock:
         for place, (own_key, recipe) in enumerate(() if captures else _recipes):
             if own_key == key and recipe.fits(tensors):
                 if place:
@@ -206,8 +207,8 @@ def _require_supported(tensors: Sequence[torch.Tensor], positions: Positions | N
 
 def _after_fork() -> None:
     """Drop the lock and the tables, which another thread of the parent may have used."""
-    global _lock
-    _lock = threading.Lock()
+    global lock
+    lock = threading.Lock()
     _recipes.clear()
 
 

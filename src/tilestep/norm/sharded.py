@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-import os
-import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -17,6 +15,7 @@ from ..errors import GradientError
 from ..kernels.spec import LARGEST_SUM
 from ..placement import ReductionGroup, is_distributed
 from ..placement.local import as_real, local_part
+from . import plan_cache
 from .plan_cache import Positions, Recipe, find_recipe, name_of
 from .tiles import Order, combine, order_of
 
@@ -133,16 +132,6 @@ def _recipe(tensors: list[torch.Tensor], positions: Positions | None) -> Recipe:
 
 
 _shares: list[tuple[list[Any], Shares]] = []
-_lock = threading.Lock()
-
-
-def _after_fork() -> None:
-    """Drop the lock, which another thread of the parent may have held."""
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 def sharded_norm(tensors: Sequence[torch.Tensor], positions: Positions | None = None) -> ShardedNorm | None:
@@ -150,7 +139,7 @@ def sharded_norm(tensors: Sequence[torch.Tensor], positions: Positions | None = 
     described = layouts(tensors)
     if not any(layout is not None for layout in described):
         return None
-    with _lock:
+    with plan_cache.lock:
         fitting = (
             place
             for place, (kept, _) in enumerate(_shares)
