@@ -88,10 +88,6 @@ def of_graph() -> None:
 def of_backends() -> None:
     """The package `backends`.
 
-    >>> from tilestep.kernels.launch import build_threads
-    >>> 1 <= build_threads() <= 8
-    True
-
     >>> from tilestep.backends.triton.slices import elements_of
     >>> elements_of(10_000), elements_of(50_000_000), elements_of(1_000_000_000)
     (4096, 8192, 32768)
@@ -489,8 +485,12 @@ def of_bench() -> None:
     """
 
 
-def of_cache() -> None:
-    """The module `cache`.
+def of_kernels() -> None:
+    """The package `kernels`.
+
+    >>> from tilestep.kernels.launch import build_threads
+    >>> 1 <= build_threads() <= 8
+    True
 
     >>> from tilestep.kernels.cache import content_key
     >>> content_key("a", "b") == content_key("a", "b") != content_key("ab")
@@ -498,8 +498,8 @@ def of_cache() -> None:
     """
 
 
-def of_describe() -> None:
-    """The module `describe`.
+def of_descriptions() -> None:
+    """The module `planning.describe`.
 
     >>> from tilestep.planning.describe import spec_for
     >>> from tilestep.rules import registry
@@ -547,7 +547,7 @@ def of_timeline() -> None:
 
 
 def of_combinations() -> None:
-    """The module `combinations`.
+    """The module `placement.combinations`.
 
     >>> from tilestep.placement.combinations import refusal
     >>> refusal("offload", ["overlap"])
@@ -567,21 +567,6 @@ def of_memory() -> None:
     >>> _ = values.data.neg_()
     >>> torch.equal(checksums([values]), before)
     False
-
-    >>> from tilestep.native.host_memory import gigabytes
-    >>> gigabytes(14.3e9), gigabytes(2_500)
-    ('14.3 GB', '2.5 kB')
-
-    >>> from tilestep.native.host_memory import available
-    >>> available()[0] > 0
-    True
-
-    >>> import torch
-    >>> from tilestep.native.host_memory import HostMemory
-    >>> image = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    >>> (copy,) = HostMemory(torch.device("cpu")).like([image], [torch.float64])
-    >>> copy.dtype, copy.stride() == image.stride()
-    (torch.float64, True)
 
     >>> from tilestep.memory.copies import sizes_of_chunks
     >>> sizes_of_chunks([2, 0, 5, 1], [False] * 4, room=3)
@@ -714,8 +699,8 @@ def of_planning() -> None:
     """
 
 
-def of_schedules() -> None:
-    """The package `schedules`.
+def of_execution() -> None:
+    """The package `execution`.
 
     >>> from tilestep.execution.zero.buckets import BucketLayout, Slot
     >>> layout = BucketLayout((Slot(0, 0, 40),), section=32, ranks=2)
@@ -762,8 +747,23 @@ def of_stats() -> None:
     """
 
 
-def of_tensor_table() -> None:
-    """The module `tensor_table`.
+def of_native() -> None:
+    """The package `native`.
+
+    >>> from tilestep.native.host_memory import gigabytes
+    >>> gigabytes(14.3e9), gigabytes(2_500)
+    ('14.3 GB', '2.5 kB')
+
+    >>> from tilestep.native.host_memory import available
+    >>> available()[0] > 0
+    True
+
+    >>> import torch
+    >>> from tilestep.native.host_memory import HostMemory
+    >>> image = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    >>> (copy,) = HostMemory(torch.device("cpu")).like([image], [torch.float64])
+    >>> copy.dtype, copy.stride() == image.stride()
+    (torch.float64, True)
 
     >>> from tilestep.native.table import CHANGED, MOVED, SAME, Table
     >>> import torch
