@@ -60,7 +60,7 @@ class GradScaler(torch.amp.GradScaler):
         if enabled:
             _check_scale(init_scale)
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers that it has stepped or unscaled
+        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers stepped or unscaled with this scaler
 
     def scale(self, outputs: Any) -> Any:
         """Multiply losses by the scale, as torch does.
@@ -162,7 +162,7 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _step_unscaling(self, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """Run a step that divides by the scale and decides itself whether it is skipped."""
+        """Run a step that divides by the scale and decides on the device whether it is skipped."""
         scale = self._scale
         own = getattr(optimizer, "grad_scale", None)
         optimizer.grad_scale = scale if own is None else scale * own  # type: ignore[attr-defined]
@@ -170,7 +170,7 @@ class GradScaler(torch.amp.GradScaler):
         try:
             result = optimizer.step(**kwargs)
         finally:
-            if hasattr(optimizer, "grad_scale"):  # an error in the step has removed it
+            if hasattr(optimizer, "grad_scale"):  # an error in the step removes it
                 del optimizer.grad_scale
             optimizer.control.checks_overflow = False
         state = self._per_optimizer_states[id(optimizer)]
@@ -260,4 +260,4 @@ def _call(name: str, scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
 
 
 _opaque_call = opaque(_call)
-"""A call that compilers do not trace: scalers change attributes of their optimizers."""
+"""Calls are not traced by compilers: scalers change attributes of their optimizers."""

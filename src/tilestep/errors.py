@@ -1,4 +1,4 @@
-"""The errors tilestep raises; each message names the parameter, group or source line it is about."""
+"""The errors of tilestep; each message names the parameter, group or source line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def did_you_mean(asked: str, names: Iterable[str]) -> str:
-    """A question with the names that are like the one asked for; empty if none is.
+    """A question with similar names; empty if there are none.
 
     Example:
         >>> did_you_mean("weight_decy", ["lr", "betas", "weight_decay"])
@@ -159,5 +159,5 @@ class BuildInterrupted(KeyboardInterrupt):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message; of one without a message its type's name."""
+    """The first line of an error's message, or the name of its type without a message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

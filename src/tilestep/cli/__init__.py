@@ -1,4 +1,4 @@
-"""The command line: the commands are functions in `commands.py`, what several of them take is in `arguments.py`.
+"""The command line: commands are functions in `commands.py`, shared arguments are in `arguments.py`.
 
 A command imports torch and the rest of tilestep inside its function, so that `tilestep --help` answers at once.
 """
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def reason_of(failure: Exception) -> str:
-    """Return what went wrong as one line."""
+    """Return the reason of an error as one line."""
     reason = " ".join(str(failure).split())
     if not (isinstance(failure, FAILURES) and reason):
         reason = f"{type(failure).__name__}: {reason}".removesuffix(": ")
@@ -45,7 +45,7 @@ def reason_of(failure: Exception) -> str:
 
 
 def _user_line(failure: Exception, reason: str) -> str:
-    """Return where the failure came through the user's own code, the last place, if the reason does not say it."""
+    """Return the last place of the failure in the user's code, if the reason does not name it."""
     own, installed = str(Path(__file__).parents[1]), sysconfig.get_paths()
     folders = (own, *(installed[name] for name in ("stdlib", "purelib", "platlib", "scripts")), "<")
     for frame in reversed(traceback.extract_tb(failure.__traceback__)):

@@ -1,4 +1,4 @@
-"""What commands take: rules and their hyperparameters, storage formats, devices, sizes, and the options for these."""
+"""Arguments of commands: rules and hyperparameters, storage formats, devices, sizes, and their options."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def require_plotting() -> None:
 
 
 def require_output(out: Path) -> None:
-    """Check that pictures can be drawn, and results written to a folder, before they take minutes to make."""
+    """Check that pictures can be drawn, and results written to a folder, before minutes of measurements."""
     require_plotting()
     existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     if not existing.is_dir():
@@ -105,7 +105,7 @@ def _imported(module_name: str, attributes: str) -> Any:
         value: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and imports something that is not
+            raise  # the module exists, and an import inside it failed
         message = f"no module is called {module_name!r}, in this folder or among those that are installed"
         raise typer.BadParameter(message) from None
     except SystemExit as error:
@@ -144,7 +144,7 @@ def _value(text: str) -> Any:
 
 @contextlib.contextmanager
 def _naming(option: str) -> Iterator[None]:
-    """Say which option had a value that is refused inside."""
+    """Name the option whose value is refused."""
     try:
         yield
     except ValueError as error:
@@ -159,7 +159,7 @@ def parse_formats(
     remainder: bool = False,
     masters_option: str = "--masters",
 ) -> dict[str, Any]:
-    """What options say of storage formats; `masters` goes before `remainder`, and that before `master_weights`."""
+    """Storage formats from options; `masters` overrides `remainder`, which overrides `master_weights`."""
     from ..optimizer.masters import check_choice
     from ..optimizer.states import check_rounding
     from ..storage import state_format
@@ -200,7 +200,7 @@ def matrices_of(text: str) -> list[tuple[int, int, int]]:
 
 
 def mesh_of(text: str) -> tuple[int, int]:
-    """Ranks that split the state, and copies: `8`, `8x4`."""
+    """Ranks that split the state, and copies of it: `8`, `8x4`."""
     match = re.fullmatch(r"(\d+)(?:x(\d+))?", text.strip().lower())
     if match is None or 0 in (sizes := (int(match[1]), int(match[2] or 1))):
         message = f"{text!r} is no mesh: ranks that split the state, x copies, such as 8 or 8x4"

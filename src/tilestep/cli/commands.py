@@ -1,4 +1,4 @@
-"""The commands, a function each, with what only that command prints below it."""
+"""The commands, a function each, followed by what it prints."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def check(
 
 
 def _print_line(console: Console, text: str = "", style: str = "") -> None:
-    """Print a line as it is."""
+    """Print a line without markup."""
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -446,7 +446,7 @@ def _listed(arrays: Sequence[Array], small: Sequence[Array]) -> str:
     return ", ".join([*words, *(f"{array.name} (by slice)" for array in small)]) or "nothing"
 
 
-# What follows the script's name is the script's.
+# Arguments after the script's name are the script's.
 @app.command(context_settings={"allow_interspersed_args": False})
 def trace(
     script: Annotated[
@@ -538,7 +538,7 @@ def tune(
     from ..bench.tune import jobs, tiled_rules
     from ..bench.tune import tune as measured
 
-    # Triton prints the code of a compilation that Ctrl-C has ended, with a request to report it.
+    # Triton prints the code of a compilation that Ctrl-C has interrupted, with a request to report it.
     console = Console(file=sys.stdout)
     chosen = chosen_device(device)
     with console.status("looking for signatures"):

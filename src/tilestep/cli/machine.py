@@ -1,4 +1,4 @@
-"""What is wrong with a machine, in sentences that end with the remedy: the second part of `tilestep version`."""
+"""Problems of a machine, in sentences with a remedy: the second part of `tilestep version`."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ extern "C" int64_t probe(int64_t n) {
   return sum;
 }
 """
-"""Needs what generated kernels need: the standard headers, and OpenMP."""
+"""A program with the requirements of generated kernels: standard headers, and OpenMP."""
 
 
 def facts() -> dict[str, str]:
-    """Where kernels are kept, and whether the native extension is there."""
+    """The cache directory, and whether the native extension is built."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         folder = str(cache_directory())
@@ -49,7 +49,7 @@ def facts() -> dict[str, str]:
 
 
 def complaints() -> list[str]:
-    """What is wrong, a sentence or two each; nothing on a machine where every part of tilestep works."""
+    """Problems, a sentence or two each; empty on a machine where all of tilestep works."""
     checks = (_system, _torch, _cache, _compiler, _headers, _native, _gpu, _triton)
     return [sentence for check in checks if (sentence := check()) is not None]
 
@@ -71,7 +71,7 @@ def _torch() -> str | None:
 
 
 def _cache() -> str | None:
-    """Whether built code can be kept, and trusted."""
+    """Problems of the cache directory."""
     forget_directory()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -86,7 +86,7 @@ def _cache() -> str | None:
 
 
 def _compiler() -> str | None:
-    """Whether the compiler builds, with OpenMP, what can be loaded."""
+    """Problems of the compiler, which must build loadable code with OpenMP."""
     command = compiler()
     if command is None:
         if chosen := os.environ.get("CXX"):
@@ -120,7 +120,7 @@ def _compiler() -> str | None:
 
 
 def _headers() -> str | None:
-    """Python's own, for the native extension and for what Triton launches kernels with."""
+    """Problems of Python's headers, which the native extension and Triton's launchers need."""
     include = Path(sysconfig.get_paths()["include"])
     if (include / "Python.h").exists():
         return None
@@ -149,7 +149,7 @@ def _has_driver() -> bool:
 
 
 def _gpu() -> str | None:
-    """Whether torch can use the GPU that is there."""
+    """Problems of the GPU with this torch."""
     if torch.version.hip is not None:
         return "this torch is built for AMD's GPUs, for which there are no kernels. Use NVIDIA GPUs, or the CPU."
     if torch.cuda.is_available() or not _has_driver():

@@ -259,7 +259,7 @@ class Sigma(Limit):
         return above | (norm == math.inf), math.inf
 
     def _enter(self, window: Window, number: float) -> bool:
-        """Whether a number is an outlier among those of a window, which it enters if it is finite."""
+        """Whether a number is an outlier of a window, to which it is appended if it is finite."""
         if not -math.inf < number < math.inf:
             return False
         distance = number - window.mean()

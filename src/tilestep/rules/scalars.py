@@ -1,4 +1,4 @@
-"""Number functions that also accept 0-dim tensors, so that a rule may say `math.sqrt(1 - beta2**step)`."""
+"""Number functions that also accept 0-dim tensors, so that a rule may use `math.sqrt(1 - beta2**step)`."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _lifted_math() -> dict[str, Callable[..., Any]]:
 
 
 class _NumberType(type):
-    """The type of `float` in a rule: a 0-dim float64 value, as which hyperparameters come, is an instance too."""
+    """The type of `float` in a rule: 0-dim float64 tensors, such as hyperparameters, are instances too."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         if not isinstance(instance, torch.Tensor):
@@ -176,7 +176,7 @@ _BUILTINS = {
 
 
 def scalar_globals(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function with `math`, `min`, `max`, `abs` and `float` replaced by versions that accept 0-dim tensors."""
+    """The function with `math`, `min`, `max`, `abs` and `float` replaced by versions that accept 0-dim tensors."""
     if not isinstance(function, types.FunctionType):
         return function
     names: dict[str, Any] = dict(_BUILTINS)
@@ -193,7 +193,7 @@ def scalar_globals(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ScalarCalls(TorchFunctionMode):
-    """Lets 0-dim float64 values stand where torch wants numbers or one dtype: `alpha=`, `value=`, and in `lerp`."""
+    """Accepts 0-dim float64 tensors where torch expects numbers or equal dtypes: `alpha=`, `value=`, and in `lerp`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

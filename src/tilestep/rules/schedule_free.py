@@ -21,7 +21,7 @@ _INSIDE = between(0, 1, open_low=True)
 def _averaging(
     lr: Any, lr_max: Any, weight_sum: Any, warmup_steps: Any, r: Any, weight_lr_power: Any, step: Any
 ) -> tuple[Any, ...]:
-    """The warmed-up learning rate, the weight of this step's point in the average, and the two running numbers."""
+    """The warmed-up learning rate, the weight of this step's point in the average, and two running numbers."""
     lr = lr * torch.clamp(step / torch.clamp(warmup_steps, min=1), max=1)
     lr_max = torch.maximum(lr, lr_max)
     weight = step**r * lr_max**weight_lr_power

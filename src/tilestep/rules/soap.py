@@ -120,7 +120,7 @@ def soap(
 
 
 def _turned(value: Any, left: Any, right: Any) -> Any:
-    """A matrix in the bases of its sides; None for a side that has none."""
+    """A matrix in the bases of its sides; None stands for the identity."""
     value = value if left is None else left.mT @ value
     return value if right is None else value @ right
 
