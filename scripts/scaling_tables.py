@@ -162,22 +162,24 @@ def _figure(stored: Mapping[str, Any], part: str, name: str) -> float:
     return stored[part][name]["wall"] / 1e3
 
 
-def _like_the_machine(constants: Constants, stored: Mapping[str, Any], alike: Job) -> Constants:
-    """The constants of H200s with what muon_ranks' file, and rules' of an H100, say of another machine."""
-    # A copy's bandwidth; forward and backward, by iterations of `shard` with AdamW; the host, by those of FSDP2 alone.
+def _like_the_machine(constants: Constants, stored: Mapping[str, Any], alike: Job, products: Job) -> Constants:
+    """The constants of H200s with what muon_ranks' file, and rules' of an H100, say of another machine.
+
+    A copy's bandwidth; the rate of products, by a rank's matrices alone; forward and backward, by iterations of `shard`
+    with AdamW; the host, by iterations of FSDP2 without a step.
+    """
     rules = json.loads((RESULTS.parent / "rules_h100_1.json").read_text())
     bandwidth = next(
         row["bandwidth"] for group in rules["groups"] for row in group["rows"] if row["contender"] == "copy"
     )
     known = dataclasses.replace(constants, memory_bandwidth=bandwidth)
-    found = plan(alike, known)
-    products = 6 * alike.elements * alike.tokens / known.compute
-    rest = found.iteration - products
-    known = dataclasses.replace(
-        known, compute=6 * alike.elements * alike.tokens / (_figure(stored, "shard", "iteration, AdamW") - rest)
-    )
-    per_tensor = _figure(stored, "fsdp", "iteration, no step") / TENSORS
-    return dataclasses.replace(known, fsdp_host=per_tensor - known.model_host)
+    update = plan(products, known).times["update"]
+    rate = products.matrix_work / (_figure(stored, "floors", "step, matrices of a rank alone") - update)
+    operations = 6 * alike.elements * alike.tokens
+    rest = plan(alike, known).iteration - operations / known.compute
+    compute = operations / (_figure(stored, "shard", "iteration, AdamW") - rest)
+    host = _figure(stored, "fsdp", "iteration, no step") / TENSORS - known.model_host
+    return dataclasses.replace(known, matrix_compute=rate, compute=compute, fsdp_host=host)
 
 
 def muon_table(constants: Constants) -> Rows:
@@ -200,24 +202,20 @@ def muon_table(constants: Constants) -> Rows:
 
     split: dict[str, Any] = {"master_weights": True}
     fsdp: dict[str, Any] = {"dtype": torch.float32, "layout": "fsdp2"}
-    known = _like_the_machine(constants, stored, job("AdamW", 2, **split))
+    known = _like_the_machine(
+        constants, stored, job("AdamW", 2, **split), job("Muon", 2, floors, elements(floors), **fsdp)
+    )
     step = ("update", "matrix products", "exchange matrices")
     rows: list[tuple[str, int, float, Job, Sequence[str]]] = [
         ("a step, plain", 1, alone["device"] / 1e3, job("Muon", 1, layers, elements(layers)), step),
-        (
-            "a rank's matrices alone",
-            2,
-            _figure(stored, "floors", "step, matrices of a rank alone"),
-            job("Muon", 2, floors, elements(floors), **fsdp),
-            step[:2],
-        ),
         ("a step, FSDP2", 2, _figure(stored, "fsdp", "step, Muon"), job("Muon", 2, trained, **fsdp), step),
         ("an iteration, FSDP2", 2, _figure(stored, "fsdp", "iteration, Muon"), job("Muon", 2, trained, **fsdp), ()),
         ("an iteration, `shard`", 2, _figure(stored, "shard", "iteration, Muon"), job("Muon", 2, trained, **split), ()),
     ]
     table: Rows = [("Muon", "GPUs", "matrices", "measured, ms", "plan, ms", "error")]
     for title, ranks, measured, each, names in rows:
-        found = plan(each, known)
+        rate = constants.matrix_compute if ranks == 1 else known.matrix_compute
+        found = plan(each, dataclasses.replace(known, matrix_compute=rate))
         seconds = sum(found.exposed[name] for name in names) if names else found.iteration
         count = str(sum(one[0] for one in each.matrices))
         error = f"{100 * (seconds / measured - 1):+.1f}%"
