@@ -241,41 +241,47 @@ class SharedMatrices:
         """
         inputs, outputs = (list(dict.fromkeys(names.values())) for names in (matrix_pass.inputs, matrix_pass.outputs))
 
-        def begin(place: int) -> list[tuple[torch.Tensor, Callable[[], object]]]:
-            begun = []
+        def begin(place: int) -> dict[str, tuple[torch.Tensor, Callable[[], object]]]:
+            begun = {}
             for bucket, _, memory in self._stages[place : place + 1]:
                 for at, name in enumerate(inputs):
                     received = self._message(at, place, bucket.arriving, name)
-                    begun.append((received, bucket.gather(memory[name], received)))
+                    begun[name] = received, bucket.gather(memory[name], received)
             return begun
 
         arriving, returning = begin(0), list[Callable[[], object]]()
         self._launch(matrix_pass, -1, own, partial(compute, own))
         for place, (bucket, batches, memory) in enumerate(self._stages):
             arrived, arriving = arriving, begin(place + 1)
-            for _, wait in arrived:
+            for _, wait in arrived.values():
                 wait()
-            received = [each for each, _ in arrived]
-            messages = [self._message(at, place, bucket.returning, name) for at, name in enumerate(outputs)]
-            listed = [batch for batch, _ in batches]
-
-            def work(place: int = place, received: Any = received, messages: Any = messages) -> None:
-                bucket, batches, memory = self._stages[place]
-                for name, each in zip(inputs, received):
-                    bucket.unpack(each, self._wholes(name, batches, torch.empty))
-                made = {name: self._wholes(name, batches, torch.zeros) for name in outputs}
-                compute([batch for batch, _ in batches])
-                for batch, _ in batches:
-                    batch.arrays = {}
-                for name, each in zip(outputs, messages):
-                    bucket.pack(made[name], memory[name], each)
-
-            self._launch(matrix_pass, place, listed, work)
+            received = {name: message for name, (message, _) in arrived.items()}
+            leaving = {name: self._message(at, place, bucket.returning, name) for at, name in enumerate(outputs)}
+            work = partial(self._work, place, received, leaving, compute)
+            self._launch(matrix_pass, place, [batch for batch, _ in batches], work)
             for wait in returning:
                 wait()
-            returning = [bucket.scatter(each, memory[name]) for name, each in zip(outputs, messages)]
+            returning = [bucket.scatter(message, memory[name]) for name, message in leaving.items()]
         for wait in returning:
             wait()
+
+    def _work(
+        self,
+        place: int,
+        received: Mapping[str, torch.Tensor],
+        leaving: Mapping[str, torch.Tensor],
+        compute: Callable[[Sequence[Batch]], None],
+    ) -> None:
+        """Unpack the matrices of a bucket, work on them, and pack what returns."""
+        bucket, batches, memory = self._stages[place]
+        for name, message in received.items():
+            bucket.unpack(message, self._wholes(name, batches, torch.empty))
+        made = {name: self._wholes(name, batches, torch.zeros) for name in leaving}
+        compute([batch for batch, _ in batches])
+        for batch, _ in batches:
+            batch.arrays = {}
+        for name, message in leaving.items():
+            bucket.pack(made[name], memory[name], message)
 
     def _wholes(
         self, name: str, batches: Sequence[tuple[Batch, Mapping[int, list[int]]]], make: Callable[..., torch.Tensor]
