@@ -53,10 +53,11 @@ def test_symmetric_products(rows: int, inner: int, dtype: torch.dtype, blocks: B
     for tall in {False, inner > rows}:
         stored = operand.mT.contiguous() if tall else operand
         out = torch.full_like(square, torch.nan)
-        options = {"base": square, "alpha": 0.5, "beta": -2.0, "scale": scale}
+        options = {"base": square, "alpha": 0.5, "beta": -2.0, "shift": 3.0, "scale": scale}
         symmetric_product(stored, stored, out, **options, blocks=blocks)  # type: ignore[arg-type]
         exact = operand.double() @ operand.double().mT
-        wanted = scale[:, None, None] * (0.5 * exact - 2.0 * square.double())
+        identity = torch.eye(rows, device="cuda", dtype=torch.float64)
+        wanted = scale[:, None, None] * (0.5 * exact - 2.0 * square.double() + 3.0 * identity)
         assert torch.equal(out, out.mT)
         torch.testing.assert_close(out.double(), wanted, rtol=2e-3, atol=2e-3)
         symmetric_product(stored, stored, out, blocks=blocks)

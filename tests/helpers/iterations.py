@@ -37,6 +37,20 @@ def conditioned(rows: int, columns: int, device: str = "cpu") -> torch.Tensor:
     return torch.stack([noise, *falling, few, left[:, :4] @ right[:, :4].mT, 1e-6 * noise])
 
 
+def dominated(rows: int, columns: int) -> torch.Tensor:
+    """Matrices of which one direction has a share of the squares, in two or five rows; the rest is noise."""
+    batch = []
+    for share in (0.5, 0.68, 0.75, 0.85, 0.95):
+        for seed, count in enumerate((2, 5)):
+            generator = torch.Generator().manual_seed(seed)
+            left = torch.zeros(rows)
+            left[torch.randperm(rows, generator=generator)[:count]] = torch.randn(count, generator=generator)
+            right, noise = torch.randn(columns, generator=generator), torch.randn(rows, columns, generator=generator)
+            direction = left[:, None] * right
+            batch.append(share**0.5 * direction / direction.norm() + (1 - share) ** 0.5 * noise / noise.norm())
+    return torch.stack(batch)
+
+
 def multiplied(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, **options: Any) -> torch.Tensor:
     """What the kernel computes, in torch: float32 sums, results rounded and exactly symmetric."""
     tall = left.size(-2) > left.size(-1)
@@ -44,6 +58,7 @@ def multiplied(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, **opt
     total = options.get("alpha", 1.0) * product
     if options.get("base") is not None:
         total = total + options["beta"] * options["base"].float()
+    total = total + options.get("shift", 0.0) * torch.eye(total.size(-1))
     if options.get("scale") is not None:
         total = total * options["scale"][:, None, None]
     lower = total.tril()

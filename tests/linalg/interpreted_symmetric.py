@@ -37,8 +37,8 @@ def check(matrices: int, rows: int, inner: int, tall: bool, blocks: Blocks) -> N
     square = square + square.mT
     stored = operand.mT.contiguous() if tall else operand
     out = torch.empty_like(square)
-    symmetric_product(stored, stored, out, base=square, alpha=0.5, beta=-2.0, scale=scale, blocks=blocks)
-    wanted = scale[:, None, None] * (0.5 * operand @ operand.mT - 2.0 * square)
+    symmetric_product(stored, stored, out, base=square, alpha=0.5, beta=-2.0, shift=3.0, scale=scale, blocks=blocks)
+    wanted = scale[:, None, None] * (0.5 * operand @ operand.mT - 2.0 * square + 3.0 * torch.eye(rows))
     assert torch.equal(out, out.mT)
     torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
     symmetric_product(stored, stored, out, blocks=blocks)

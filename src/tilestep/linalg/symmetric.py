@@ -51,6 +51,7 @@ def symmetric_launch(
     base: torch.Tensor | None = None,
     alpha: float = 1.0,
     beta: float = 0.0,
+    shift: float = 0.0,
     scale: torch.Tensor | None = None,
     blocks: Blocks | None = None,
 ) -> Launch:
@@ -75,11 +76,12 @@ def symmetric_launch(
         sizes,
         alpha,
         beta,
+        shift,
     )
 
 
 def symmetric_product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, **options: Any) -> torch.Tensor:
-    """`scale * (alpha * left @ right.mT + beta * base)` for batches whose product is symmetric, such as X X^T."""
+    """`scale * (alpha * left @ right.mT + beta * base + shift * identity)` for batches whose product is symmetric."""
     launcher, arguments = symmetric_launch(left, right, out, **options)
     launcher(*arguments)
     return out

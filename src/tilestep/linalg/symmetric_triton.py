@@ -33,12 +33,13 @@ def symmetric_tiles(
     sizes,
     alpha: tl.float32,
     beta: tl.float32,
+    shift: tl.float32,
     TALL: tl.constexpr,
     HAS_BASE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """`out = scale * (alpha * left @ right.mT + beta * base)`.
+    """`out = scale * (alpha * left @ right.mT + beta * base + shift * identity)`.
 
     `sizes`: inner size, blocks of a matrix. Operands are [matrices, rows, inner], or [matrices, inner, rows] where
     TALL. Loads past the end are zero, stores there are dropped. A program computes a block and its mirror image.
@@ -63,11 +64,13 @@ def symmetric_tiles(
     total *= alpha * factor
     if HAS_BASE:
         total += (beta * factor) * base.load([matrix, row, column]).reshape(BLOCK, BLOCK).to(tl.float32)
-    value = total.to(out.dtype)
     if row > column:
+        value = total.to(out.dtype)
         out.store([matrix, column, row], tl.trans(value).reshape(1, BLOCK, BLOCK))
     else:
-        # Each element has one of two roundings here; the lower one counts for both.
         lane = tl.arange(0, BLOCK)
+        total += tl.where(lane[:, None] == lane[None, :], factor * shift, 0.0)
+        value = total.to(out.dtype)
+        # Each element has one of two roundings here; the lower one counts for both.
         value = tl.where(lane[:, None] >= lane[None, :], value, tl.trans(value))
     out.store([matrix, row, column], value.reshape(1, BLOCK, BLOCK))
