@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from iterations import JORDAN, NUMBERS, conditioned, exact
+from iterations import JORDAN, NUMBERS, conditioned, dominated, exact
 from synchronization import no_synchronization
 
 import tilestep
@@ -90,6 +90,21 @@ def test_orthogonalize_is_as_near_to_float64_as_torch_s(shape: tuple[int, int], 
         theirs = -param.detach().double() / max(1.0, shape[0] / shape[1]) ** 0.5
         error, known = (float((value - wanted[place]).norm()) for value in (found[place].double(), theirs))
         assert error < 1.1 * known
+
+
+@pytest.mark.parametrize("name", ["jordan", "quintic", "polar_express", "cans", "cubic5"])
+def test_a_large_singular_value_that_the_first_step_makes_small_is_kept(name: str) -> None:
+    batch, rows = dominated(1024, 1536).to("cuda", torch.bfloat16), rows_of(name)
+    assert takes(batch, rows)
+    wanted = exact(batch, rows)
+    ours, plain = (
+        (found.double() - wanted).norm(dim=(-2, -1)) / wanted.norm(dim=(-2, -1))
+        for found in (
+            gram_newton_schulz(batch, rows, 1e-7, None),
+            plain_newton_schulz(batch, [1e-7, *flat(rows)]),
+        )
+    )
+    assert bool((ours < 1.1 * plain + 5e-3).all()), (ours, plain)
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16", "float32"])
