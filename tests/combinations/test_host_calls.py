@@ -65,7 +65,7 @@ def test_a_sharded_step_and_its_backward() -> None:
     model = layers(2)
     backward, step = counted(model, tilestep.shard(AdamW(model.parameters(), max_grad_norm=1.0), model))
     assert len(backward) <= 23, backward
-    assert len(step) <= 29, step
+    assert len(step) <= 30, step
     assert len({name.split(":")[0] for name in step}) <= 11, step
 
 
@@ -73,7 +73,7 @@ def test_a_backward_that_updates() -> None:
     model = layers(2)
     backward, step = counted(model, tilestep.overlap(AdamW(model.parameters()), model, during="backward"))
     assert len(backward) <= 25, backward
-    assert len(step) <= 15, step
+    assert len(step) <= 13, step
 
 
 def test_a_backward_that_updates_under_fsdp() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ def spread_over_devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """
 
     def spread(
-        optimizer: Any, by_device: Mapping[torch.device, Any], keys: Sequence[Any]
+        optimizer: Any, by_device: Mapping[torch.device, Any]
     ) -> tuple[list[Any], list[Any], dict[Any, list[int]]]:
         device, by_spec = next(iter(by_device.items()))
         order = [id(entry) for _, entries in by_spec for entry in entries]
@@ -32,7 +32,7 @@ def spread_over_devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         for index in range(count):
             own = set(order[index::count])
             mine = [(spec, [entry for entry in entries if id(entry) in own]) for spec, entries in by_spec]
-            made, own_controls, _ = build_engines(optimizer, {device: [one for one in mine if one[1]]}, keys)
+            made, own_controls, _ = build_engines(optimizer, {device: [one for one in mine if one[1]]})
             engines.extend(made)
             controls.extend(own_controls)
         assert len({id(engine.control) for engine in engines}) == count

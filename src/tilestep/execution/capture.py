@@ -163,7 +163,7 @@ class CapturedStep:
         with optimizer.execution.for_graph(optimizer, alone=self._is_alone, replays=True):
             plan = self._current()
             try:
-                plan.engines[0].hypers.push(in_graph=True)
+                plan.hypers[0].push(plan.hypers[0].changes())
             except Stale as stale:
                 raise _stale(str(stale)) from None
             with marked(REPLAY) if self._is_alone else nullcontext():

@@ -162,14 +162,11 @@ class Table:
         if seen == CHANGED:
             return CHANGED
         if seen == MOVED or not was_uploaded:
-            self._upload()
+            self.generation += 1
+            if self._target is not None:
+                copy_to(self._target, self.host)
         self.is_uploaded = True
         return seen
-
-    def _upload(self) -> None:
-        self.generation += 1
-        if self._target is not None:
-            copy_to(self._target, self.host)
 
     def _look(self, gradients: Any, threads: int) -> int:
         if self.params.look() != SAME or not self.states_are_same():
@@ -249,7 +246,9 @@ class Table:
         if len(self.host) != len(gradients):
             self.host = np.zeros(len(gradients), dtype=np.int64)
         self.host[:] = rows_of(gradients)
-        self._upload()
+        self.generation += 1
+        if self._target is not None:
+            copy_to(self._target, self.host)
         self.is_uploaded = True
 
     def _forget_native(self) -> None:

@@ -59,7 +59,7 @@ from .parameters import (
     require_one_group,
     shares_of,
 )
-from .plan import Basis, StepPlan
+from .plan import Basis, Hypers, StepPlan
 from .sorting import sorted_for
 from .states import (
     BufferRequests,
@@ -99,7 +99,6 @@ BySpec = Sequence[tuple[KernelSpec, Sequence[Entry]]]
 def build_engines(
     optimizer: Optimizer,
     by_device: Mapping[torch.device, BySpec],
-    keys: Sequence[Sequence[str]],
 ) -> tuple[list[DeviceEngine], list[DeviceControl], dict[Any, list[int]]]:
     """Make the engines, the control numbers of each device, and the places of the engines of each part."""
     memory = optimizer.memory
@@ -118,7 +117,7 @@ def build_engines(
         controls.append(control)
         cut = [memory.split_segments(list(own.values())) for own in divided.values()]
         made = [
-            DeviceEngine(device, own, optimizer.param_groups, keys, control.decided, build_passes, memory.on_passes)
+            DeviceEngine(device, own, optimizer.param_groups, control.decided, build_passes, memory.on_passes)
             for own in cut
         ]
         if len(made) > 1:
@@ -368,10 +367,12 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
     engines, controls, places = _engines(optimizer, planned, mesh_ranks)
     stated = [(one.share.holder, one.share.group, one.state) for one in planned]
     groups, table = list(optimizer.param_groups), engines[0].table if engines else Table()
+    keys = [deciding_keys(optimizer.rule_of(group)) for group in groups]
     without_values = [one.share.param for one in unreal]
     plan = StepPlan(
         basis=Basis(groups, params, state, state.count.changes, dormant, without_values, table),
         engines=engines,
+        hypers=[Hypers(engine, groups, keys) for engine in engines],
         deciders=Deciders(engines, controls, memory),
         masters=Masters(stated, fresh, memory),
         home=memory,
@@ -556,9 +557,8 @@ def _engines(
             if name != "param"
         ]
         check_not_shared([*((entry.share.label, entry.param) for entry in entries), *arrays])
-    keys = [deciding_keys(optimizer.rule_of(group)) for group in optimizer.param_groups]
     by_device = {device: list(by_spec.values()) for device, by_spec in parts.items()}
-    engines, controls, places = build_engines(optimizer, by_device, keys)
+    engines, controls, places = build_engines(optimizer, by_device)
     for engine in engines:
         states = []
         for entry in engine.entries:

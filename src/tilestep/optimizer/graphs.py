@@ -155,6 +155,8 @@ def step_in_capture(optimizer: Optimizer, reports: Reports | None) -> None:
     )
     _require_capturable(plan)
     engine, gradients = plan.engines[0], plan.gradients()
+    changed = f"hyperparameters have changed since they were brought to the device; {PREPARE}"
+    require(not plan.hypers[0].changes(), changed)
     seen = engine.check_capture(gradients[0])
     require(
         plan.masters.writes.are_none(), f"parameters that have a master were written to since the last step; {PREPARE}"
@@ -163,7 +165,7 @@ def step_in_capture(optimizer: Optimizer, reports: Reports | None) -> None:
         optimizer.control.update_control(optimizer, plan.deciders)
         if reports is not None:
             reports.begin(plan.engines, captured=True)
-        engine.hypers.copy_tensors()
+        plan.hypers[0].copy_tensors()
         plan.update((0,), counts_versions=True)
         if reports is not None:
             reports.finish()
@@ -182,9 +184,9 @@ def push(optimizer: Optimizer) -> None:
         plan = optimizer.rebuild(ahead=True)
         require_current(optimizer.graphs)
     try:
-        for engine in plan.engines:
+        for engine, hypers in zip(plan.engines, plan.hypers):
             engine.follow_tensors()
-            engine.hypers.push(in_graph=engine.graph_tables.in_use)
+            hypers.push(hypers.changes())
     except Stale:
         plan = optimizer.rebuild(ahead=True)
         require_current(optimizer.graphs)

@@ -19,6 +19,7 @@ from ..placement import ReductionGroup, Share
 from ..runtime import DeviceEngine, Stale, StepInputs, pass_calls, run_marked
 from ..runtime.engine import CALL, Calls
 from ..runtime.gradients import GRAD
+from ..runtime.hypers import GroupNumbers
 from ..runtime.shared_sums import SharedSums
 from ..stats import Reports
 from .control import Deciders
@@ -67,6 +68,68 @@ class Basis:
         return any(param.requires_grad and not is_lazy(param) and not param.is_meta for param in self.dormant)
 
 
+class Hypers:
+    """The hyperparameters of an engine's tensors: in param groups, and in the tables of its passes.
+
+    Args:
+        engine: the engine.
+        groups: the param groups.
+        keys: for each group the keys that steps read.
+    """
+
+    def __init__(
+        self, engine: DeviceEngine, groups: Sequence[Mapping[str, Any]], keys: Sequence[Sequence[str]]
+    ) -> None:
+        self._passes, self._graph_tables = engine.passes, engine.graph_tables
+        used = sorted({index for passes in engine.passes for index in passes.segment.group_rows.indices})
+        self._numbers = [GroupNumbers(index, groups[index], keys[index]) for index in used]
+        self.on_device = any(numbers.tensors for numbers in self._numbers)  # whether some are tensors on a GPU
+        for passes in engine.passes:
+            passes.set_hypers(passes.segment.group_rows.rows())
+
+    def changes(self) -> list[tuple[GroupNumbers, int]]:
+        """The groups that differ from the tables, each with MOVED or CHANGED."""
+        return [
+            (own, seen)
+            for own in self._numbers
+            if (own.is_mutable or not all(map(operator.is_, map(own.value_of, own.keys), own.values)))
+            and (seen := own.look())
+        ]
+
+    def push(self, changes: Sequence[tuple[GroupNumbers, int]]) -> None:
+        """Bring changes to the tables; raise `Stale` for a change that needs other tables.
+
+        Steps read hyperparameters that are tensors on a GPU there.
+        """
+        if any(seen == CHANGED for _, seen in changes):
+            raise Stale("a flag, or what kind of value a hyperparameter has, has changed")
+        if self._graph_tables.in_use and not all(numbers.same_tensors() for numbers, _ in changes):
+            raise Stale("a hyperparameter that is a tensor on a device was replaced; write into the tensor instead")
+        indices = {numbers.index for numbers, _ in changes}
+        touched = [passes for passes in self._passes if not indices.isdisjoint(passes.segment.group_rows.indices)]
+        for passes in touched:
+            rows = passes.segment.group_rows
+            own = [numbers for numbers, _ in changes if numbers.index in rows.indices]
+            if not all(rows.keeps_graph(numbers.index, numbers.chosen) for numbers in own):
+                raise Stale
+        if any(passes.matrices is not None and passes.matrices.outdated() for passes in touched):
+            raise Stale("a number that matrix operations take has changed")
+        for passes in touched:
+            passes.set_hypers(passes.segment.group_rows.rows())
+            if passes.segment.group_rows.follow_seeds():
+                passes.upload()
+        for numbers, _ in changes:
+            numbers.remember()
+        self.on_device = any(numbers.tensors for numbers in self._numbers)
+
+    def copy_tensors(self) -> None:
+        """Copy hyperparameters that are tensors on a GPU to the tables, on the device."""
+        if self.on_device:
+            for passes in self._passes:
+                for row, column, tensor in passes.segment.group_rows.on_device():
+                    passes.set_device_hyper(row, column, tensor)
+
+
 class StepCalls:
     """The calls of the passes of some engines, in order, made once for each choice of engines.
 
@@ -94,6 +157,7 @@ class StepPlan:
 
     basis: Basis
     engines: list[DeviceEngine]  # one for each device, or several for the parts of it that are stepped one by one
+    hypers: list[Hypers]  # of each engine
     deciders: Deciders
     masters: Masters
     home: StateMemory  # where the state is
@@ -176,11 +240,9 @@ class StepPlan:
             elif norm and len(self.engines) == 1:
                 engine.norm.start()
         for place in self._every if places is None else places:
-            hypers = self.engines[place].hypers
-            for own in hypers.numbers:
-                if own.is_mutable or not all(map(operator.is_, map(own.value_of, own.keys), own.values)):
-                    hypers.push(in_graph=self.engines[place].graph_tables.in_use)
-                    break
+            hypers = self.hypers[place]
+            if changes := hypers.changes():
+                hypers.push(changes)
             if hypers.on_device:
                 hypers.copy_tensors()
         return unmoved

@@ -21,7 +21,6 @@ from ..placement import LocalGradients
 from .capturing import PREPARE, WARM_UP, GraphTables, nothing_skipped, require, require_no_branches
 from .decision import Control, StepInputs
 from .gradients import GRAD, Inspected, Stale, inspect
-from .hypers import Hypers
 from .norms import GradNorm
 from .overlaps import WrittenMemory
 from .passes import Passes
@@ -126,7 +125,6 @@ class DeviceEngine:
         device: the device.
         parts: the entries of each segment, with what its kernels are built from.
         groups: the optimizer's param groups.
-        keys: for each group the keys that steps read.
         control: what is decided about steps on the device.
         build_passes: makes the passes of a segment from its device and arguments, on the device's backend.
         attend: called with the passes of each segment.
@@ -137,7 +135,6 @@ class DeviceEngine:
         device: torch.device,
         parts: Sequence[tuple[KernelSpec, Sequence[Entry]]],
         groups: Sequence[Mapping[str, Any]],
-        keys: Sequence[Sequence[str]],
         control: Control,
         build_passes: Callable[..., Passes],
         attend: Callable[[Passes], None] | None = None,
@@ -161,7 +158,6 @@ class DeviceEngine:
             start = stop
         self.norm = GradNorm(device, self.entries, [self.grads])
         """The norm pass over all gradients on the device; its engines share it, if it has several."""
-        self.hypers = Hypers(self.passes, groups, keys)
         self.table = Table(self.grads)  # see `describe`
         self.local: LocalGradients | None = None  # finds local parts of gradients, and views of them
         self.gradients: Sequence[torch.Tensor | None] = ()
@@ -277,10 +273,6 @@ class DeviceEngine:
         unchanged = self.table.params.look() == SAME
         require(unchanged, f"parameters have moved or changed their shape since the last step; {PREPARE}")
         require(self.table.states_are_same(), f"state was given other memory since the last step; {PREPARE}")
-        require(
-            not self.hypers.changed,
-            f"hyperparameters have changed since they were brought to the device; {PREPARE}",
-        )
         seen = inspect(self.entries, self.memory, gradients)
         require(seen.same_layout(self.inspected), f"gradients lie in memory otherwise than at the last step; {WARM_UP}")
         return seen

@@ -1,8 +1,7 @@
-"""What changes in param groups between steps, and how it comes to the tables of kernels."""
+"""The numbers of param groups, as tables of kernels have them."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,64 +9,7 @@ import torch
 
 from ..graph import flat_numbers
 from ..native.table import CHANGED, MOVED, SAME, same_list
-from .gradients import Stale
 from .kernel_cache import statics_of
-from .passes import Passes
-
-
-class Hypers:
-    """The hyperparameters of an engine's tensors: in its param groups, and in the tables of its passes."""
-
-    def __init__(
-        self, every: Sequence[Passes], groups: Sequence[Mapping[str, Any]], keys: Sequence[Sequence[str]]
-    ) -> None:
-        self._passes = every
-        used = sorted({index for passes in every for index in passes.segment.group_rows.indices})
-        self.numbers = [GroupNumbers(index, groups[index], keys[index]) for index in used]
-        self.on_device = any(numbers.tensors for numbers in self.numbers)  # whether some are tensors on a GPU
-        for passes in every:
-            passes.set_hypers(passes.segment.group_rows.rows())
-
-    @property
-    def changed(self) -> bool:
-        """Whether param groups differ from the tables."""
-        return any(numbers.look() for numbers in self.numbers)
-
-    def push(self, *, in_graph: bool = False) -> None:
-        """Bring changes to the tables; raise `Stale` for a change that needs other tables.
-
-        Steps read hyperparameters that are tensors on a GPU there. `in_graph`: a CUDA graph reads these tensors.
-        """
-        looks = [(numbers, numbers.look()) for numbers in self.numbers]
-        changed = [numbers for numbers, seen in looks if seen != SAME]
-        if not changed:
-            return
-        if any(seen == CHANGED for _, seen in looks):
-            raise Stale("a flag, or what kind of value a hyperparameter has, has changed")
-        if in_graph and not all(numbers.same_tensors() for numbers in changed):
-            raise Stale("a hyperparameter that is a tensor on a device was replaced; write into the tensor instead")
-        indices = {numbers.index for numbers in changed}
-        touched = [passes for passes in self._passes if not indices.isdisjoint(passes.segment.group_rows.indices)]
-        for passes in touched:
-            own = [numbers for numbers in changed if numbers.index in passes.segment.group_rows.indices]
-            if not all(passes.segment.group_rows.keeps_graph(numbers.index, numbers.chosen) for numbers in own):
-                raise Stale
-        if any(passes.matrices is not None and passes.matrices.outdated() for passes in touched):
-            raise Stale("a number that matrix operations take has changed")
-        for passes in touched:
-            passes.set_hypers(passes.segment.group_rows.rows())
-            if passes.segment.group_rows.follow_seeds():
-                passes.upload()
-        for numbers in changed:
-            numbers.remember()
-        self.on_device = any(numbers.tensors for numbers in self.numbers)
-
-    def copy_tensors(self) -> None:
-        """Copy hyperparameters that are tensors on a GPU to the tables, on the device."""
-        if self.on_device:
-            for passes in self._passes:
-                for row, column, tensor in passes.segment.group_rows.on_device():
-                    passes.set_device_hyper(row, column, tensor)
 
 
 class GroupNumbers:
@@ -98,8 +40,6 @@ class GroupNumbers:
     def look(self) -> int:
         """SAME; MOVED for other numbers; CHANGED where a flag or the kind of a value is another one."""
         values, self._are_plain = tuple(map(self.value_of, self.keys)), False
-        if not self.is_mutable and all(map(operator.is_, values, self.values)):
-            return SAME
         now = dict(zip(self.keys, values))
         if not self.is_mutable and all(map(_both_numbers, values, self.values)):
             # Plain numbers in the place of plain numbers, as schedulers write at every step.

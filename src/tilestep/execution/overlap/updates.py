@@ -239,7 +239,7 @@ class GroupUpdates(Row):
         changed = [
             group.name
             for group in self.applied
-            if any(plan.engines[place].hypers.changed for place in plan.places.get(group.index, ()))
+            if any(plan.hypers[place].changes() for place in plan.places.get(group.index, ()))
         ]
         self.reduced.of.clear()
         left = [group for group in self._grouping.groups if group not in self.applied]
