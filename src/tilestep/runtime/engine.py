@@ -150,7 +150,6 @@ class DeviceEngine:
         for spec, entries in parts:
             stop = start + len(entries)
             passes = build_passes(device, spec, entries, groups, self.grads[start:stop], control)
-            passes.segment.numbers.adopt(entries)
             if attend is not None:
                 attend(passes)
             self.passes.append(passes)

@@ -332,7 +332,7 @@ class Numbers:
 
     Args:
         spec: of the kernels that update the tensors.
-        entries: the tensors.
+        entries: the tensors, whose step counts and scalar states become views of the arrays here.
         device: the device.
     """
 
@@ -351,9 +351,6 @@ class Numbers:
         """float64[slots], the combined values."""
         self.rows = zeros(count, max(len(spec.program.columns), 1), dtype=spec.compute)
         """[tensors][columns], numbers that scalar passes compute for tile and matrix passes."""
-
-    def adopt(self, entries: Sequence[Entry]) -> None:
-        """Take the entries' step counts and scalar states into the arrays and give back views of them."""
         for name, array in {"step": self.step, **self.scalar_states}.items():
             numbers = {index: entry.scalars[name] for index, entry in enumerate(entries) if name in entry.scalars}
             for device in {number.device for number in numbers.values()}:
