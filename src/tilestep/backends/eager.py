@@ -36,7 +36,7 @@ class EagerPasses(Passes):
                 "it needs a C++ compiler, or Triton for CUDA"
             )
         super().__init__(Segment(spec, entries, *arguments, tile_size=1 << 20))
-        self._spec, self.segment.leaves_sums = spec, False
+        self._spec = spec
         self.hyper: list[list[float]] = []
 
     def scalar_calls(self, index: int) -> list[partial[Any]]:

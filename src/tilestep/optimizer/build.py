@@ -383,7 +383,7 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
         ahead=[one.share for one in planned if state[one.share.param].is_ahead],
     )
     if mesh_ranks is not None:
-        sums = [SharedSums(mesh_ranks, [one.segment for one in engine.passes]) for engine in engines]
+        sums = [SharedSums(mesh_ranks, engine.passes) for engine in engines]
         plan.calls.shared_sums, plan.deciders.ranks = sums, mesh_ranks
         plan.deciders.sends = bool(exchanges) or any(one.sends for one in sums)
     return plan

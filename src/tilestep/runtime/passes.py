@@ -20,6 +20,7 @@ class Passes:
 
     has_kernels = True  # whether they are kernels, which may work on ranges of tiles, leave sums and measure
     hyper: Any  # the hyperparameter table, a row for each group
+    slices: Any = None  # the backend's `CpuSlices` or `CudaSlices`, if there are passes over slices
     can_be_captured = False  # whether a CUDA graph can hold them; see `require_no_branches` for matrices
 
     def __init__(self, segment: Segment) -> None:

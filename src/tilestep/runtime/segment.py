@@ -196,15 +196,6 @@ class TileRange:
     addresses: Mapping[str, np.ndarray] = field(default_factory=dict)  # of arrays that are elsewhere, by tensor
 
 
-class Slots(Protocol):
-    """The tables of a segment's slices on a device."""
-
-    tables: SliceTables
-
-    def slot(self, slot: int) -> torch.Tensor:
-        """The array of all slices of a slot."""
-
-
 class TileStreamer(Protocol):
     """Runs the tile passes of a segment whose arrays are elsewhere."""
 
@@ -444,9 +435,6 @@ class Segment:
     streamer: TileStreamer | None = None
     """Moves arrays to where tile passes work on them, and back."""
 
-    leaves_sums = True  # whether passes leave what they reduce in `numbers.sums`, to which those of ranks are added
-    slices: Slots | None = None  # the tables of passes over slices, in the backend's memory
-
     def __init__(
         self,
         spec: KernelSpec,
@@ -474,13 +462,6 @@ class Segment:
     def zeros(self, *shape: int) -> torch.Tensor:
         """float64 zeros on the device."""
         return torch.zeros(shape, dtype=torch.float64, device=self.device)
-
-    def slices_of(self, slot: int) -> tuple[torch.Tensor, list[int]]:
-        """The slices in a slot; where each tensor's begin, and where the last one's end."""
-        assert self.slices is not None
-        own = self.spec.program.slices
-        starts = self.slices.tables.starts[own.kinds.index(own.overs[slot])]
-        return self.slices.slot(slot), starts.tolist()
 
     def element_at(self, place: int, counted: int) -> int:
         """The element of a tensor at which tiles count so many, if rows that end inside of a block count as longer."""

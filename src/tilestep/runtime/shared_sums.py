@@ -13,7 +13,8 @@ from ..errors import GradientError
 from ..graph import Value
 from ..placement import ReductionGroup, is_distributed, is_whole
 from ..placement.local import sharded_dims, slices_here, spans_ranks
-from .segment import Entry, Segment
+from .passes import Passes
+from .segment import Entry
 
 
 @dataclass
@@ -48,9 +49,9 @@ class _Part:
 class SharedSums:
     """Combines after each tile pass what it has summed up per tensor and slice: one all-reduce for all sums."""
 
-    def __init__(self, group: ReductionGroup, segments: Sequence[Segment]) -> None:
-        sharded = [segment for segment in segments if not all(is_whole(entry.handle) for entry in segment.entries)]
-        depth = max((len(segment.spec.program.tiles) for segment in sharded), default=0)
+    def __init__(self, group: ReductionGroup, every: Sequence[Passes]) -> None:
+        sharded = [passes for passes in every if not all(is_whole(entry.handle) for entry in passes.segment.entries)]
+        depth = max((len(passes.segment.spec.program.tiles) for passes in sharded), default=0)
         self._group = group
         self._parts = [
             [_parts_of(group, sharded, index, adds=adds) for adds in (True, False)] for index in range(depth)
@@ -77,19 +78,19 @@ def _combine(parts: Sequence[_Part], reduce: Callable[[torch.Tensor], None]) -> 
         part.take(result)
 
 
-def _parts_of(group: ReductionGroup, segments: Sequence[Segment], index: int, *, adds: bool) -> list[_Part]:
+def _parts_of(group: ReductionGroup, sharded: Sequence[Passes], index: int, *, adds: bool) -> list[_Part]:
     """What the passes of a stage leave in each segment that has such reductions: sums, or largest and smallest."""
     parts: list[_Part] = []
-    for segment in segments:
-        program = segment.spec.program
+    for each in sharded:
+        segment, program = each.segment, each.segment.spec.program
         tiles = [*program.slices_before(index), program.tiles[index]] if index < len(program.tiles) else []
         passes = [tile for tile in tiles if tile is not None]
         tensors = [(slot, value) for tile in passes for slot, value in tile.reductions if _adds(value) is adds]
         slices = [(slot, value) for tile in passes for slot, value in tile.parts if _adds(value) is adds]
-        if (tensors or slices) and not segment.leaves_sums:
-            sharded = next(entry for entry in segment.entries if not is_whole(entry.handle))
+        if (tensors or slices) and not each.has_kernels:
+            cut = next(entry for entry in segment.entries if not is_whole(entry.handle))
             raise GradientError(
-                f"{sharded.share.label} is sharded, and rule {program.graph.title} sums it up: that needs a C++ "
+                f"{cut.share.label} is sharded, and rule {program.graph.title} sums it up: that needs a C++ "
                 "compiler, or Triton on a GPU"
             )
         if tensors:
@@ -105,7 +106,7 @@ def _parts_of(group: ReductionGroup, segments: Sequence[Segment], index: int, *,
             factors = [_factor(group, entry, value) for _, entry, _, value in listed]
             scale = torch.tensor(factors, dtype=torch.float64, device=sums.device)
             parts.append(_Part(sums.view(-1), places, scale, not adds))
-        parts += [part for slot, value in slices if (part := _slice_part(group, segment, slot, value)) is not None]
+        parts += [part for slot, value in slices if (part := _slice_part(group, each, slot, value)) is not None]
     return parts
 
 
@@ -121,9 +122,10 @@ def _factor(group: ReductionGroup, entry: Entry, reduction: Value) -> float:
     return group.share(entry.handle, over) if over and is_distributed(entry.handle) else entry.weight
 
 
-def _slice_part(group: ReductionGroup, segment: Segment, slot: int, reduction: Value) -> _Part | None:
-    assert reduction.over is not None
-    slots, starts = segment.slices_of(slot)
+def _slice_part(group: ReductionGroup, passes: Passes, slot: int, reduction: Value) -> _Part | None:
+    assert reduction.over is not None and passes.slices is not None
+    segment, own = passes.segment, passes.segment.spec.program.slices
+    slots, starts = passes.slices.slot(slot), passes.slices.tables.starts[own.kinds.index(own.overs[slot])].tolist()
     places: list[torch.Tensor] = []
     targets: list[torch.Tensor] = []
     factors: list[torch.Tensor] = []

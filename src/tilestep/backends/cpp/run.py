@@ -117,8 +117,8 @@ class CppPasses(Passes):
         self._gaps = self._has_gaps or id(spec) in _without_gaps
         _without_gaps.discard(id(spec))
         library = load(spec, gaps=self._gaps)
-        self._slices = segment.slices = CpuSlices(spec, segment.entries) if program.slices.views else None
-        tiles = max(segment.tiles.count, self._slices.tables.most_tiles if self._slices else 0)
+        self.slices: CpuSlices | None = CpuSlices(spec, segment.entries) if program.slices.views else None
+        tiles = max(segment.tiles.count, self.slices.tables.most_tiles if self.slices else 0)
         self._partials = segment.zeros(tiles, max(spec.reduction_count, 1))
         self.hyper = np.zeros((len(segment.group_rows.indices), len(spec.hypers)))
         states = segment.numbers.scalar_states.values()
@@ -180,7 +180,7 @@ class CppPasses(Passes):
         functions: list[tuple[Any, tuple[Any, ...]]] = []
         for tile in (*self.segment.spec.program.slices_before(index), self.segment.spec.program.tiles[index]):
             if tile is not None:
-                tables = (self._slices.argument,) if self._slices and tile.view else ()
+                tables = (self.slices.argument,) if self.slices and tile.view else ()
                 functions.append((getattr(library, tile.title), (self._argument, *tables)))
         return functions
 

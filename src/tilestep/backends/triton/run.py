@@ -103,8 +103,8 @@ class TritonPasses(Passes):
         numbers, arrays, group_rows = segment.numbers, self.arrays, segment.group_rows
         self.hyper = zeros(len(group_rows.indices), len(spec.hypers))
         has_slices = bool(spec.program.slices.views)
-        self._slices = segment.slices = CudaSlices(spec, segment.entries, self._device) if has_slices else None
-        most_tiles = self._slices.most_tiles if self._slices else 0
+        self.slices: CudaSlices | None = CudaSlices(spec, segment.entries, self._device) if has_slices else None
+        most_tiles = self.slices.most_tiles if self.slices else 0
         self._tables = {
             "grads": segment.grads,
             "tile_tensor": table(segment.tiles.tile_tensor),
@@ -221,9 +221,9 @@ class TritonPasses(Passes):
         tile = spec.program.tiles[index]
         launches = []
         for tile_pass in (*spec.program.slices_before(index), tile):
-            if self._slices and tile_pass is not None and tile_pass.view is not None:
+            if self.slices and tile_pass is not None and tile_pass.view is not None:
                 strided = self.arrays.layout_index >= 0
-                launches += self._slices.launches(_module(spec), tile_pass, self._tables, unscale, strided)
+                launches += self.slices.launches(_module(spec), tile_pass, self._tables, unscale, strided)
         if tile is None or tile.view is not None:
             return launches
         launches += self._element_launches(spec, index, unscale, tables, tiles.count, strided_tiles, tiles.size)

@@ -266,13 +266,13 @@ class Sharding(Placement):
         """Let all ranks decide steps together, and the ranks that split the state combine reductions."""
         plan.deciders.ranks, plan.sharers = self.deciders, self.ranks.reductions
 
-        def first_cut(segment: Any) -> int:
-            return min((entry.share.ordinal for entry in segment.entries if entry.whole is not None), default=0)
+        def first_cut(passes: Any) -> int:
+            entries = passes.segment.entries
+            return min((entry.share.ordinal for entry in entries if entry.whole is not None), default=0)
 
         # In the same order on all ranks: a whole parameter may come first in a segment on one rank only.
         plan.calls.shared_sums = [
-            SharedSums(plan.sharers, sorted([passes.segment for passes in engine.passes], key=first_cut))
-            for engine in plan.engines
+            SharedSums(plan.sharers, sorted(engine.passes, key=first_cut)) for engine in plan.engines
         ]
 
     def _lay_out(self, optimizer: Optimizer, names: dict[Any, str]) -> None:
