@@ -108,7 +108,7 @@ def decide(power_sum: Any, scale: Any, found_inf: Any, loss: Any, memories: Sequ
 
 
 class DeviceControl:
-    """What is decided on a device, and the kernels that write its numbers."""
+    """The decision about a step on one device, and the kernels that write its numbers."""
 
     def __init__(self, device: torch.device) -> None:
         self.decided = Control(device)
@@ -164,11 +164,11 @@ class DeviceControl:
 
 
 class Deciders:
-    """The devices and ranks that decide the steps of a plan together, and what the last step has decided.
+    """The devices and ranks that decide the steps of a plan together, and the kind of their last decision.
 
     Args:
         engines: the plan's engines.
-        controls: for each device what is decided on it.
+        controls: the decisions of the devices.
         home: where the state is.
     """
 

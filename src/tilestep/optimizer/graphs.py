@@ -155,9 +155,9 @@ def step_in_capture(optimizer: Optimizer, reports: Reports | None) -> None:
     )
     _require_capturable(plan)
     engine, gradients = plan.engines[0], plan.gradients()
+    seen = engine.check_capture(gradients[0])
     changed = f"hyperparameters have changed since they were brought to the device; {PREPARE}"
     require(not plan.hypers[0].changes(), changed)
-    seen = engine.check_capture(gradients[0])
     require(
         plan.masters.writes.are_none(), f"parameters that have a master were written to since the last step; {PREPARE}"
     )

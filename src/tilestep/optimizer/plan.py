@@ -31,7 +31,7 @@ from .states import initialize
 
 @dataclass
 class Basis:
-    """What a plan was made for: an optimizer's param groups, parameters and states as they were."""
+    """The param groups, parameters and states of an optimizer when its plan was made."""
 
     groups: list[dict[str, Any]]
     params: list[torch.Tensor]  # of all groups
@@ -39,7 +39,7 @@ class Basis:
     state_changes: int  # how often its entries had been replaced
     dormant: list[torch.Tensor]  # parameters, or sections of them, that take no part in steps yet
     unreal: list[torch.Tensor]  # fake parameters and parameters on the meta device
-    table: Table  # of some engine, whose way to compare lists is the fastest
+    table: Table  # of an engine: it compares lists in C++ where that is built
 
     def fits(self, optimizer: Optimizer) -> bool:
         """Whether these are the optimizer's groups, parameters and states, and no dormant one has a gradient."""
@@ -88,7 +88,7 @@ class Hypers:
             passes.set_hypers(passes.segment.group_rows.rows())
 
     def changes(self) -> list[tuple[GroupNumbers, int]]:
-        """The groups that differ from the tables, each with MOVED or CHANGED."""
+        """The groups that differ from the tables, each with MOVED for other numbers or CHANGED."""
         return [
             (own, seen)
             for own in self._numbers
@@ -153,7 +153,7 @@ class StepCalls:
 
 @dataclass
 class StepPlan:
-    """The engines of a step, and whether they still fit what they were made for."""
+    """The engines of a step, and the objects that bring them up to date, decide the step and run it."""
 
     basis: Basis
     engines: list[DeviceEngine]  # one for each device, or several for the parts of it that are stepped one by one

@@ -105,7 +105,7 @@ class StepInputs:
 
 
 class Control:
-    """What is decided about steps on one device.
+    """The decision about a step on one device: its numbers there, and the facts that the host knows.
 
     Args:
         device: the device.

@@ -125,7 +125,7 @@ class DeviceEngine:
         device: the device.
         parts: the entries of each segment, with what its kernels are built from.
         groups: the optimizer's param groups.
-        control: what is decided about steps on the device.
+        control: the decision about a step on the device.
         build_passes: makes the passes of a segment from its device and arguments, on the device's backend.
         attend: called with the passes of each segment.
     """

@@ -255,7 +255,7 @@ class Entry:
 
 
 class GroupRows:
-    """What param groups say of a segment's tensors: rows of the hyperparameter table, and seeds.
+    """The rows of the hyperparameter table and the random streams of a segment's tensors.
 
     Args:
         spec: of the kernels that update the tensors.
@@ -319,7 +319,7 @@ class GroupRows:
 
 
 class Numbers:
-    """Numbers of a segment's tensors on its device: what steps count, and what passes compute for later passes.
+    """Step counts and scalar states of a segment's tensors, and numbers that passes compute for later passes.
 
     Args:
         spec: of the kernels that update the tensors.
@@ -357,7 +357,7 @@ class Numbers:
 
 
 class ArrayTable:
-    """Where the arrays of a segment's tensors lie, all of which must be there, and how they are walked.
+    """Addresses and layouts of the arrays of a segment's tensors; all arrays must exist.
 
     Args:
         spec: of the kernels that read and write them.
@@ -428,7 +428,7 @@ class Segment:
         entries: the tensors.
         groups: the optimizer's param groups.
         grads: int64[tensors] on the device, addresses of gradients; 0 for none.
-        control: what was decided about a step.
+        control: the decision about a step.
         tile_size: elements in a tile.
     """
 
