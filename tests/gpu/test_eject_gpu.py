@@ -128,6 +128,31 @@ def test_the_host_waits_for_nothing(name: str, tmp_path: Path) -> None:
                 torch.cuda.set_sync_debug_mode("default")
 
 
+def test_a_capture_is_refused(tmp_path: Path) -> None:
+    module = made("Lion", tmp_path)
+    param = torch.nn.Parameter(torch.ones(4, device="cuda"))
+    param.grad = torch.ones_like(param)
+    optimizer = module.Lion([param])
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="replays would repeat"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
+    optimizer.step()
+
+
+@pytest.mark.two_gpus
+def test_parameters_on_another_device_than_the_current(tmp_path: Path) -> None:
+    module = made("AdamW", tmp_path, clip=True)
+    runs = []
+    for device in ("cuda:0", "cuda:1"):
+        param = torch.nn.Parameter(torch.ones(5000, device=device))
+        optimizer = module.AdamW([param], max_grad_norm=0.5)
+        for _ in range(3):
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+        runs.append(param.detach().cpu())
+    assert torch.equal(*runs)
+
+
 def _times(optimizer: Any, rounds: int = 20) -> tuple[float, float, float]:
     """Milliseconds of a step: of the device, where the host is ahead; of the host; of both until the end."""
     for _ in range(3):

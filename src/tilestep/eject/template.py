@@ -580,6 +580,7 @@ class Ejected(torch.optim.Optimizer):
             raise ValueError(f"the checkpoint has the states {sorted(unknown)}, which this optimizer does not keep")
         return state
 
+    @torch.compiler.disable
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have gradients."""
@@ -606,8 +607,13 @@ class Ejected(torch.optim.Optimizer):
         # clip_joins}
         if params:
             first = local(params[0])
-            run = self.step_by_kernels if first.is_cuda else self.step_in_torch
-            run(found, first.device)
+            if first.is_cuda:
+                if torch.cuda.is_current_stream_capturing():
+                    raise RuntimeError("replays would repeat this step's hyperparameters: step outside of a CUDA graph")
+                with torch.cuda.device(first.device):  # Triton launches on the current one
+                    self.step_by_kernels(found, first.device)
+            else:
+                self.step_in_torch(found, first.device)
         written = [param for pairs in found.values() for (param, _, _), grad in pairs if grad is not None]
         torch.autograd.graph.increment_version(written)
         # {versions_record
