@@ -48,6 +48,7 @@ def groups_of_thawed_parameters() -> None:
                 for _ in range(2):
                     train(pair, [loss_of(inputs(5, 7)), loss_of(inputs(5, 7))])
                     pair.compare()
+                train(pair, [loss_of(inputs(5, 7))])  # parameters are on their way when a group is added
                 # Gradients that are zeros, or set by hand, may be there already.
                 pair.optimizer.zero_grad(set_to_none=size == TINY)
                 thaw(pair, places, lr=0.05, weight_decay=0.3)
@@ -100,6 +101,7 @@ def what_cannot_be_added() -> None:
 
     refused({"params": [nn.Parameter(torch.zeros(2))]}, "not one of the model's")
     refused({"params": params[5:7]}, "more than one parameter group")
+    refused({"params": params[6:7] * 2}, "list it once")
     refused({"params": params[6:7], "lr": -1.0 if other else 0.1}, r"Invalid lr|rank 1 cannot add.*Invalid lr")
     refused({"params": params[6:7], "lr": 0.2 if other else 0.1}, r"ranks disagree.*lr=0\.1")
     refused({"params": params[7:8] if other else params[6:7]}, "ranks disagree")
