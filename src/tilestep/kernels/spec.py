@@ -199,19 +199,13 @@ def pass_traffic(spec: KernelSpec, index: int) -> Traffic:
 def tile_traffic(spec: KernelSpec, passes: Sequence[TilePass]) -> Traffic:
     """What passes over elements or slices move together."""
     small = spec.program.graph.slice_states
-    reads = [name for tile_pass in passes for name in tile_pass.reads()]
-    writes = [name for tile_pass in passes for name in tile_pass.stores]
+    reads = [(name, read_arrays(spec.storages[name], name)) for each in passes for name in each.reads()]
+    writes = [(name, spec.storages[name].arrays(name)) for each in passes for name in each.stores]
 
-    def arrays(names: Sequence[str], of: Callable[[Storage, str], Sequence[Array]], narrow: bool) -> tuple[Array, ...]:
-        chosen = [name for name in names if (name in small) is narrow]
-        return tuple(dict.fromkeys(array for name in chosen for array in of(spec.storages[name], name)))
+    def arrays(moved: Sequence[tuple[str, Sequence[Array]]], narrow: bool) -> tuple[Array, ...]:
+        return tuple(dict.fromkeys(array for name, own in moved if (name in small) is narrow for array in own))
 
-    def written(storage: Storage, name: str) -> Sequence[Array]:
-        return storage.arrays(name)
-
-    return Traffic(
-        *(arrays(*which, narrow) for narrow in (False, True) for which in ((reads, read_arrays), (writes, written)))
-    )
+    return Traffic(*(arrays(moved, narrow) for narrow in (False, True) for moved in (reads, writes)))
 
 
 def total_traffic(spec: KernelSpec) -> tuple[float, float]:

@@ -121,7 +121,7 @@ def load_library(title: str, source: str, extra_flags: Sequence[str] = ()) -> ct
     name = f"{title}-{key}-{content_key(version)[:8]}.so"
     build = [*command, *flags, "-x", "c++", "-"]
     try:
-        return _attempt((command, name), lambda: _load_or_build(name, build, source))
+        return _attempt((command, name), functools.partial(_load_or_build, name, build, source))
     except KeyboardInterrupt:
         raise BuildInterrupted(f"while {command[0]} built {name}; the next call builds it again") from None
 
