@@ -29,6 +29,8 @@ class Blocks:
 
 BLOCKS = Blocks()
 
+_COPY_ENGINE = (9, 0)  # the first compute capability with one: Hopper's
+
 SMALLEST = 1024  # below, half the tiles are no gain: benchmarks/symmetric_products.py
 
 
@@ -40,7 +42,14 @@ def can_multiply(batch: torch.Tensor) -> bool:
 
 def pays(batch: torch.Tensor) -> bool:
     """Whether `symmetric_product` takes products of this batch, and is faster at them than torch's full ones."""
-    return batch.is_cuda and batch.dtype.itemsize == 2 and min(batch.shape[-2:]) >= SMALLEST and can_multiply(batch)
+    large = batch.is_cuda and batch.dtype.itemsize == 2 and min(batch.shape[-2:]) >= SMALLEST
+    return large and _copies_blocks(batch.device) and can_multiply(batch)
+
+
+@lru_cache(maxsize=64)
+def _copies_blocks(device: torch.device) -> bool:
+    """Whether a GPU has an engine that copies blocks; on others the kernel waits for each of its loads."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _COPY_ENGINE
 
 
 def symmetric_launch(
