@@ -104,6 +104,22 @@ def test_the_table_of_8_bit_optimizers_is_that_of_the_results() -> None:
         assert milliseconds == (f"{formats[kind]['ms']:.2f}" if wide[0] == 2 else "")
 
 
+@pytest.mark.parametrize(
+    ("results", "page"), [("experts_trainer", "frameworks/transformers.md"), ("park", "guide/setups.md")]
+)
+def test_pages_quote_the_results_that_there_are(results: str, page: str) -> None:
+    """A page links every committed result, and has its ratios to two digits; without results it has no figures."""
+    text = (ROOT / "docs" / page).read_text()
+    files = sorted((ROOT / "benchmarks" / "results").glob(f"{results}_*_[0-9].json"))
+    assert set(re.findall(rf"\b{results}_\w+\.json(?=\))", text)) == {file.name for file in files}
+    for file in files:
+        found = json.loads(file.read_text())
+        shares = [f"{100 * share:.0f}%" for share in found.get("share_of_link", {}).values()]
+        times = [f"{times:.2g} times" for times in found.get("summary", {}).values()]
+        assert shares or times
+        assert [quoted for quoted in shares + times if quoted not in text] == []
+
+
 def test_the_page_of_what_works_where_has_every_pair_that_is_refused() -> None:
     from tilestep.placement.combinations import REFUSED
 
