@@ -145,7 +145,6 @@ def print_result(result: Result, console: Console) -> None:
 
 
 def _table(group: Group) -> Table:
-    """A table without empty columns."""
     columns = [
         ("host ms", [_time(row.host) if row.device else "" for row in group.rows]),
         ("wall ms", [_time(row.wall) for row in group.rows]),

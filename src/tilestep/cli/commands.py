@@ -124,7 +124,6 @@ def check(
 
 
 def _print_line(console: Console, text: str = "", style: str = "") -> None:
-    """Print a line without markup."""
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 

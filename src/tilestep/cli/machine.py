@@ -71,7 +71,6 @@ def _torch() -> str | None:
 
 
 def _cache() -> str | None:
-    """Problems of the cache directory."""
     forget_directory()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -149,7 +148,6 @@ def _has_driver() -> bool:
 
 
 def _gpu() -> str | None:
-    """Problems of the GPU with this torch."""
     if torch.version.hip is not None:
         return "this torch is built for AMD's GPUs, for which there are no kernels. Use NVIDIA GPUs, or the CPU."
     if torch.cuda.is_available() or not _has_driver():

@@ -392,7 +392,6 @@ def _hand_over(matrices: MatrixProgram, value: Value, stage: int, tiles: Sequenc
 
 
 def _scratch(matrices: MatrixProgram, value: Value) -> str:
-    """A new scratch array, of the dtype of this matrix work."""
     name = f"scratch_{len(matrices.scratch)}"
     matrices.scratch[name] = _dtype(value)
     return name

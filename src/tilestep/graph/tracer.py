@@ -228,7 +228,6 @@ def _gives_chance(value: Any) -> bool:
 
 
 def _numpy_states(functions: Iterable[Any]) -> list[str]:
-    """The states of numpy's generators that functions refer to."""
     states: list[str] = []
     for value in (value for function in functions for _, value in _referred(function)):
         source = getattr(value, "random", value) if isinstance(value, types.ModuleType) else value

@@ -126,5 +126,4 @@ class ShardStrategy(DDPStrategy):
 
 
 def _own(trainer: Trainer) -> list[Optimizer]:
-    """The tilestep optimizers of a training."""
     return [optimizer for optimizer in map(plain_optimizer, trainer.optimizers) if optimizer is not None]

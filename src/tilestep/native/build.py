@@ -178,7 +178,6 @@ def _loaded() -> ModuleType | None:
 
 
 def _after_fork() -> None:
-    """Reset the thread and the lock in a forked process."""
     global _builder, _lock, _is_absent
     _builder, _lock, _is_absent = None, threading.Lock(), False
 

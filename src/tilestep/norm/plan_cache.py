@@ -121,8 +121,6 @@ class Recipe:
 
 
 class _Part:
-    """The tensors of one device."""
-
     def __init__(self, device: torch.device, tensors: Sequence[torch.Tensor], indices: list[int]) -> None:
         self.device = device
         self.indices = None if len(indices) == len(tensors) else np.array(indices)

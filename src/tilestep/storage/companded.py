@@ -134,7 +134,6 @@ def squared(code: Term, scale: Term, levels: int) -> Term:
 
 
 def _unit(scale: Term, levels: int) -> Term:
-    """The unit of roots."""
     return (scale.number() * (0.5 / (levels * levels))).named("unit")
 
 

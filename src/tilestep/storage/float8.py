@@ -18,7 +18,6 @@ _NAN = 0x7F
 
 
 def _number_of(element: Term, signed: bool) -> Term:
-    """The number of a float8, NaN included."""
     bits = element.bits()
     size = bits & 0x7F if signed else bits
     # The bias of the exponent is 7, and 127 for float32: a product with 2^120, which is right for denormals too.
