@@ -496,31 +496,21 @@ def _check(request: Request) -> list[str]:
 
 def _range(rule: Rule, name: str, value: Any) -> str:
     """The condition on a hyperparameter, as code; empty where there is none."""
-    ranges = rule.ranges.get(name)
-    if isinstance(value, (tuple, list)):
-        own = [ranges[index] if isinstance(ranges, tuple) else ranges for index in range(len(value))]
-        texts = [
-            _inside(interval, f'group["{name}"][{index}]')
-            for index, (interval, entry) in enumerate(zip(own, value))
-            if isinstance(interval, Interval) and _is_number(entry)
-        ]
-        return " and ".join(filter(None, texts))
-    if not _is_number(value) or (ranges is not None and not isinstance(ranges, Interval)):
-        return ""
-    return _inside(ranges, f'group["{name}"]') if isinstance(ranges, Interval) else ""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    ranges, entries = rule.ranges.get(name), value if isinstance(value, (tuple, list)) else (value,)
+    texts = []
+    for place, entry in enumerate(entries):
+        interval = ranges[place] if isinstance(ranges, tuple) else ranges
+        if isinstance(interval, Interval) and isinstance(entry, (int, float)) and not isinstance(entry, bool):
+            texts.append(_inside(interval, f'group["{name}"]' + (f"[{place}]" if entries is value else "")))
+    return " and ".join(texts)
 
 
 def _inside(interval: Interval, text: str) -> str:
-    infinite = float("inf")
-    low = f"{interval.low:g} {'<' if interval.open_low else '<='} " if interval.low > -infinite else ""
-    high = f" {'<' if interval.open_high else '<='} {interval.high:g}" if interval.high < infinite else ""
-    if low and not high:
-        return f"{text} {'>' if interval.open_low else '>='} {interval.low:g}"
-    return f"{low}{text}{high}" if low or high else ""
+    low, high = ("<" if is_open else "<=" for is_open in (interval.open_low, interval.open_high))
+    if interval.high == float("inf"):
+        return f"{text} {low.replace('<', '>')} {interval.low:g}"
+    above = "" if interval.low == -float("inf") else f"{interval.low:g} {low} "
+    return f"{above}{text} {high} {interval.high:g}"
 
 
 def _signature(request: Request) -> str:
