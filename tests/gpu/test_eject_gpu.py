@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ejected_modules import Pair, made, names
+from ejected_modules import NAMES, Pair, made
 
 import tilestep
 
@@ -30,7 +30,7 @@ def check_equal(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("clip", [False, True], ids=["", "clip"])
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", NAMES)
 def test_steps_equal_tilesteps_bit_for_bit(name: str, clip: bool, tmp_path: Path) -> None:
     module = made(name, tmp_path, clip=clip)
     for dtype in DTYPES.values():
