@@ -519,7 +519,12 @@ def loaded_states(
                 "hyperparameters"
             )
     fill_buffers(requests, optimizer.memory)
-    return {one.share.param: one.shown() for one in planned}
+    return {
+        one.share.param: one.state
+        if type(one.share.holder) in _PLAIN and not one.share.holder.is_complex()
+        else one.shown()
+        for one in planned
+    }
 
 
 def _engines(
