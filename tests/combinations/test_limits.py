@@ -199,13 +199,19 @@ def one_norm_for_two() -> None:
 
 
 def ranks_without_a_piece_of_a_group_know_its_step() -> None:
-    """A matrix whose rule works on whole ones is one rank's."""
+    """A matrix whose rule works on whole ones is one rank's; a group that never trains is before its first step."""
     model = Weights(SHAPES)
-    matrix, rest = model.weights[0], list(model.weights[1:])
-    groups = [{"params": [matrix], "rule": "Muon", "lr": lambda step: 1 / (1 + step)}, {"params": rest}]
+    matrix, second, third, frozen = model.weights
+    frozen.requires_grad_(False)
+    groups = [
+        {"params": [matrix], "rule": "Muon", "lr": lambda step: 1 / (1 + step)},
+        {"params": [second, third]},
+        {"params": [frozen], "lr": decayed},
+    ]
     optimizer: Any = tilestep.shard(tilestep.SGD(groups, lr=0.1), model)
     for number in range(3):
         assert optimizer.current("lr").item() == 1 / (1 + max(number, 1))
+        assert optimizer.current("lr", 2).item() == decayed(1)
         step(optimizer, model, number)
 
 

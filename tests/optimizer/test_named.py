@@ -73,6 +73,7 @@ def test_a_group_with_another_rule_takes_that_rule_s_defaults_and_says_so(recwar
     told = tilestep.muon_groups(model, others={"lr": 3e-4, "weight_decay": 0.5})
     assert numbers(tilestep.Optimizer(told, "Muon", lr=0.02, weight_decay=0.5)) == [(0.02, 0.5), (3e-4, 0.5)]
     assert numbers(tilestep.Optimizer(tilestep.muon_groups(model), "Muon")) == [(1e-3, 0.1), (1e-3, 0.01)]
+    assert numbers(tilestep.Optimizer(tilestep.muon_groups(model), "Muon", lr=1e-3)) == [(1e-3, 0.1), (1e-3, 0.01)]
     # Rules derived from the optimizer's, or from the same rule, take its arguments.
     careful = tilestep.cautious(tilestep.registry["AdamW"])
     first, second, third = make_params()[:3]

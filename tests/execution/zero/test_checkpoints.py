@@ -280,6 +280,11 @@ def full_states_are_for_the_rank_that_asks() -> None:
         for value in values.values():
             value.fill_(7)
     assert_same(optimizer.full_state_dict(), plain.state_dict())
+    # What was gathered before a load is no longer the state.
+    optimizer.consolidate_state_dict(to=1)
+    optimizer.load_state_dict(plain.state_dict())
+    for values in optimizer.state_dict()["state"].values():
+        assert all(isinstance(value, ShardedTensorPiece) for name, value in values.items() if name != "step")
 
 
 def state_that_has_begun_has_begun_on_all_ranks() -> None:
