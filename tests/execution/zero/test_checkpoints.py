@@ -33,11 +33,11 @@ class Mixed(nn.Module):
         super().__init__()
         self.images = Convolutions().to(memory_format=torch.channels_last)
         self.matrix = nn.Parameter(torch.rand(7, 5))
-        self.turned = nn.Parameter(torch.rand(4, 6).t())
         self.transposed = nn.Parameter(torch.rand(6, 4, 3).permute(2, 0, 1))
         self.empty = nn.Parameter(torch.rand(0, 3))
         self.number = nn.Parameter(torch.rand(()))
         self.frozen = nn.Parameter(torch.rand(3), requires_grad=False)
+        self.turned = nn.Parameter(torch.rand(4, 6).t())
 
 
 def adamw(params: Any) -> tilestep.Optimizer:

@@ -61,6 +61,7 @@ def plain(name: str) -> tuple[nn.Module, Any]:
         model: nn.Module = Weights(dtype, names)
         return model, tilestep.AdamW(model.named_parameters(), lr=0.01, **options)  # type: ignore[attr-defined]
     model = model_for(name)
+    del model.turned  # is newer than the checkpoints
     return model, (averaged if name.startswith("averaged") else MAKERS[name])(model.parameters())
 
 
