@@ -323,6 +323,10 @@ def state_that_has_begun_has_begun_on_all_ranks() -> None:
     others, plain = made(sharded=False)
     step(others, plain, 0)  # of one rank alone
     params, optimizer = made()
+    params[4].requires_grad_(False)
+    optimizer.load_state_dict(plain.state_dict())
+    assert begun(optimizer) == {0, 2, 3}
+    params[4].requires_grad_(True)
     optimizer.load_state_dict(plain.state_dict())
     assert begun(optimizer) == {0, 2, 3, 4}
     step(params, optimizer, 0)
@@ -337,6 +341,25 @@ def state_that_has_begun_has_begun_on_all_ranks() -> None:
     step(params, optimizer, 0)
     params[1].requires_grad_(True)
     assert begun(optimizer) == {0, 2, 3, 4}
+
+    model = nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(4))
+    first, *rest = model.parameters()
+    optimizer = tilestep.shard(tilestep.Muon([first], lr=0.1), model)  # type: ignore[attr-defined]
+    step([first], optimizer, 0)
+    optimizer.add_param_group({"params": rest})
+    assert begun(optimizer) == {0, 1, 2, 3}
+
+
+def writes_of_other_code_leave_no_remainder_in_what_is_saved() -> None:
+    model = model_for("remainders")
+    optimizer = tilestep.shard(remainders(model.parameters()), model, bucket_cap_mb=TINY)
+    trained("remainders", range(2), optimizer, model)
+    optimizer.wait()
+    assert any(values["remainder_param"].any() for values in optimizer.full_state_dict()["state"].values())
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.5)
+    assert not any(values["remainder_param"].any() for values in optimizer.full_state_dict()["state"].values())
 
 
 def averages_are_saved_before_a_step_as_they_would_begin() -> None:
@@ -573,6 +596,7 @@ CHECKS = [
     states_that_one_rank_has_are_named_on_all,
     full_states_are_for_the_rank_that_asks,
     state_that_has_begun_has_begun_on_all_ranks,
+    writes_of_other_code_leave_no_remainder_in_what_is_saved,
     averages_are_saved_before_a_step_as_they_would_begin,
     checkpoints_of_torch_s_optimizer_are_loaded_strictly,
     momentum_of_torch_s_optimizer_is_loaded_in_place,
