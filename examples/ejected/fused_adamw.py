@@ -42,7 +42,8 @@ def load_triton() -> None:
 
     for name in KERNELS:
         # One build serves all addresses: kernels look at the alignment themselves.
-        tables = [key for key in inspect.signature(globals()[name]).parameters if not key.isupper()]
+        parameters = inspect.signature(globals()[name]).parameters.items()
+        tables = [key for key, parameter in parameters if "constexpr" not in str(parameter.annotation)]
         globals()[name] = triton.jit(globals()[name], do_not_specialize_on_alignment=tables)
 
 

@@ -494,7 +494,7 @@ def test_two_ranks() -> None:
     all_pass([dtensors_are_updated_by_their_parts, a_rank_without_gradients_joins_the_norm], ranks=2)
 
 
-@pytest.mark.parametrize("options", [{}, {"master_weights": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"master_weights": True}, {"state_dtype": "int8"}], ids=str)
 def test_kernels_compile_for_a_gpu(options: dict[str, Any], tmp_path: Path) -> None:
     """By Triton on a machine without one: what the interpreter lets pass may not compile."""
     compiler = pytest.importorskip("triton.compiler")
