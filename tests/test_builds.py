@@ -25,7 +25,7 @@ from tilestep.backends.cpp.compile import compile_source, load_library
 from tilestep.errors import BuildError
 from tilestep.kernels import cache
 from tilestep.native import build as native_build
-from tilestep.norm import cpu_backend, sharded
+from tilestep.norm import cpu_backend, plan_cache
 from tilestep.runtime import kernel_cache
 
 ANSWER = 'extern "C" int answer() { return 42; }\n'
@@ -382,7 +382,7 @@ def test_a_fork_while_another_thread_traces_a_rule() -> None:
     held, over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with kernel_cache._lock, sharded._lock:
+        with kernel_cache._lock, plan_cache.lock:
             held.set()
             over.wait(60)
 
@@ -397,7 +397,7 @@ def test_a_fork_while_another_thread_traces_a_rule() -> None:
         weight = torch.nn.Parameter(torch.ones(2))
         weight.grad = torch.ones(2)
         tilestep.SGD([weight], lr=0.5).step()
-        with sharded._lock:
+        with plan_cache.lock:
             os._exit(0 if weight.tolist() == [0.5, 0.5] else 1)
     over.set()
     thread.join(60)
