@@ -143,7 +143,7 @@ class Pair:
 
 
 def near(mine: torch.Tensor, theirs: torch.Tensor, name: str) -> None:
-    """Compare what matrix products have made: the norm of the difference beside the norm of all elements."""
+    """Compare tensors that matrix products made: the norm of the difference is small relative to the norm."""
     mine, theirs = mine.detach().double(), theirs.detach().double()
     error, bound = float((mine - theirs).norm()), TOLERANCES["rtol"] * float(theirs.norm()) + TOLERANCES["atol"]
     assert error <= bound, f"{name}: differs by {error:.3g}, of at most {bound:.3g}"

@@ -194,7 +194,7 @@ def stages_that_share_a_clip(optimizer: Any, mine: torch.nn.Module, whole: torch
 
 
 def states_have_the_same_bits_on_any_mesh() -> None:
-    """From all shards to all replicas: parameters, masters and states after clipped steps."""
+    """Clipped steps leave equal parameters, masters and states, from one replica of all shards to all replicas."""
     world, first, device = dist.get_world_size(), {}, torch.get_default_device().type
     for shards in (count for count in range(1, world + 1) if world % count == 0):
         mesh = init_device_mesh(device, (shards, world // shards), mesh_dim_names=("shard", "replicate"))

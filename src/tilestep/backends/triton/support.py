@@ -405,7 +405,7 @@ def add_largest(totals, values):
 @triton.jit
 def add_count(totals, flags):
     """totals[n // 4] plus the number of set flags among the four neighbours in flags[n]."""
-    # Triton 3.6 gives four times the first of four for `tl.sum` of them where a block has two elements a thread.
+    # Triton 3.6 miscounts the `tl.sum` of reshaped flags in some kernels: LAMB's with int8 states.
     first, second, third, fourth = neighbours(flags.to(tl.int32))
     return totals + ((first + second) + (third + fourth))
 
