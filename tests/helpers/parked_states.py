@@ -18,18 +18,18 @@ class Device:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.memories: list[HostMemory] = []
         self.taken = 0
-        take, layout_ok = HostMemory.take, states._lies_well
+        take, is_usable = HostMemory.take, states._is_usable
 
         def taking(memory: HostMemory, sizes: Any) -> Any:
             self.memories.append(memory)
             self.taken += any(sizes)
             return take(memory, sizes)
 
-        def lies_here(buffer: torch.Tensor, *rest: Any, **more: Any) -> bool:
-            return not self.is_parked(buffer) and layout_ok(buffer, *rest, **more)
+        def usable_here(buffer: torch.Tensor, *rest: Any, **more: Any) -> bool:
+            return not self.is_parked(buffer) and is_usable(buffer, *rest, **more)
 
         monkeypatch.setattr(HostMemory, "take", taking)
-        monkeypatch.setattr(states, "_lies_well", lies_here)
+        monkeypatch.setattr(states, "_is_usable", usable_here)
         monkeypatch.setattr(parking, "is_host", lambda device: False)
 
     def is_parked(self, tensor: torch.Tensor) -> bool:

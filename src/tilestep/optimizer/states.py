@@ -476,7 +476,7 @@ class StateTemplate:
                 _check_shape(label, name, value, shape_of(start, param, full_shape))
             if fits and all(
                 (live is None or _is_same(buffer, live.get(array.name)))
-                and _lies_well(buffer, array, param, home, is_like_param=is_like_param)
+                and _is_usable(buffer, array, param, home, is_like_param=is_like_param)
                 for buffer, array in zip(stored, arrays)
             ):
                 state.update({array.name: buffer for buffer, array in zip(stored, arrays)})
@@ -690,7 +690,7 @@ def _check_shape(label: str, name: str, value: torch.Tensor, wanted: tuple[int, 
         )
 
 
-def _lies_well(
+def _is_usable(
     buffer: torch.Tensor, array: Array, param: torch.Tensor, home: StateMemory, *, is_like_param: bool
 ) -> bool:
     """Whether kernels can use a buffer: its device, its layout, and that its values are in memory."""
@@ -699,9 +699,9 @@ def _lies_well(
     else:
         layout_ok = buffer.is_contiguous()
     is_at_home = is_like_param and array.elements < BLOCK and not home.on_device
-    lives_well = home.keeps(buffer, param) if is_at_home else buffer.device == param.device
+    device_ok = home.keeps(buffer, param) if is_at_home else buffer.device == param.device
     is_lazy = buffer.is_neg() or buffer.is_conj() or is_zero_tensor(buffer)
-    return lives_well and layout_ok and not is_lazy
+    return device_ok and layout_ok and not is_lazy
 
 
 def _empty(one: BufferRequest) -> torch.Tensor:

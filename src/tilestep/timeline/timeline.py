@@ -167,7 +167,7 @@ class Timeline:
         self.is_open = False
         self.when: Literal["ready", "step"] = "step"  # when buckets of this round are taken further
         self.is_alone = False  # whether it is known that no other optimizer takes the same gradients
-        self.survey: Callable[[list[torch.Tensor]], tuple[int, bool, bytes]] = survey  # `tensor_table.survey`
+        self.survey: Callable[[list[torch.Tensor]], tuple[int, bool, bytes]] = survey  # `native.table.survey`
         self._place_of: dict[int, tuple[int, int, int]] = {}  # bucket, place there, place in `params`; by `id`
         self._module: Any = None
         self._counted: list[Any] = []  # what C++ counts the gradients of a pass in
