@@ -43,3 +43,12 @@ def test_it_checks_and_times_updates_on_several_ranks(tmp_path: Path) -> None:
         assert all(found[part][f"iteration, {name}"]["wall"] > 0 for name in contenders)
     assert set(found) == {"environment", "notes", "equal", "matrices", "floors", "fsdp", "shard"}
     assert sum(found["matrices"].values()) == 14  # seven a layer, the gates too
+
+
+def test_it_times_a_step_beside_backward(tmp_path: Path) -> None:
+    words = ("--small", "--batch", "1", "--rounds", "1", "--output", str(tmp_path))
+    done = run_script(BENCHMARKS / "muon_beside.py", *words, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "muon_beside_cpu_1.json").read_text())
+    assert found["matrices"] == 4  # of fourteen
+    assert len(found["milliseconds"]) == 5 and all(own["wall"] > 0 for own in found["milliseconds"].values())
