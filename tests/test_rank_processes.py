@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import random
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import rank_processes
 import torch
 import torch.distributed as dist
-from rank_processes import all_pass, run_on_ranks
+from rank_processes import all_pass, each_passes, run_on_ranks
 
 
 def passes() -> None:
@@ -70,3 +72,28 @@ def test_a_hang_fails_what_was_not_done(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_no_check_sees_what_another_has_changed() -> None:
     all_pass([leaves_what_it_has_changed, begins_as_any_other], 2)
+
+
+def test_sets_of_ranks_share_what_there_is_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_processes, "SETS", 2)
+    failures = run_on_ranks({"first": dies, **{str(place): passes for place in range(6)}}, 2)
+    assert failures.keys() == {"first"}
+
+
+def test_tests_of_several_files_share_ranks() -> None:
+    some, more = (each_passes({"passes": passes, "fails": fails_on_the_second_rank}, 2) for _ in range(2))
+    items: Any = [_selected(some, "fails"), _selected(more, "fails"), _selected(more, "passes")]
+    rank_processes._run_together(items, some, (2, "gloo"))
+    assert [list(rank_processes._failures[test]) for test in (some, more)] == [["fails"], ["fails"]]
+
+
+def test_tests_alone_are_those_selected() -> None:
+    some, more = (each_passes([passes, fails_on_the_second_rank], 2) for _ in range(2))
+    items: Any = [_selected(some, "passes"), _selected(more, "fails_on_the_second_rank")]
+    rank_processes._run_together(items, some, None)
+    assert rank_processes._failures[some] == {} and more not in rank_processes._failures
+
+
+def _selected(test: Any, name: str) -> SimpleNamespace:
+    """What pytest has collected."""
+    return SimpleNamespace(function=test, nodeid=f"{id(test)}[{name}]", callspec=SimpleNamespace(params={"name": name}))

@@ -1,9 +1,9 @@
 """Tests on a GPU run the checks of other folders there; those for several GPUs are marked, so that they can run apart.
 
     python -m pytest tests/gpu -m "not two_gpus and not four_gpus and not eight_gpus" -n 6
-    python -m pytest tests/gpu -m two_gpus -n 2 --dist loadfile
+    python -m pytest tests/gpu -m two_gpus -n 0
 
-A file's tests over ranks stay together (`--dist loadfile`): the first starts the ranks of all.
+The first test over ranks runs those of all files, on the same ranks.
 """
 
 from __future__ import annotations

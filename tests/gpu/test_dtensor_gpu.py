@@ -5,7 +5,6 @@ python -m pytest tests/gpu/test_dtensor_gpu.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ import test_dtensor_steps as steps
 import test_muon_layouts as layouts
 import torch
 import torch.distributed as dist
-from rank_processes import run_on_ranks
+from rank_processes import each_passes
 from sharded_models import LAYOUTS, assert_equal_on_ranks, backward, batch, full
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -27,8 +26,6 @@ import tilestep
 from tilestep.kernels.spec import NORM
 from tilestep.placement import matrices as exchanges
 from tilestep.runtime import batches
-
-GPUS = 2
 
 pytestmark = pytest.mark.two_gpus
 
@@ -162,14 +159,4 @@ CHECKS = {
     **{check.__name__: check for check in OWN},
 }
 
-
-@pytest.fixture(scope="module")
-def failures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("checkpoints"))
-        yield run_on_ranks(CHECKS, GPUS, "nccl")
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_on_two_gpus(name: str, failures: dict[str, str]) -> None:
-    assert name not in failures, failures[name]
+test_on_two_gpus = each_passes(CHECKS, 2, backend="nccl")

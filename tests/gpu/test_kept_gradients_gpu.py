@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from offloaded_pairs import streamed
-from rank_processes import run_on_ranks
+from rank_processes import each_passes
 from synchronization import no_synchronization
 from test_offload_gpu import CUDA, clipped, delays, layers, one_rank, sharded
 from test_offload_ranks import shards_whose_gradients_leave
@@ -158,6 +158,4 @@ def shards_of_two_ranks() -> None:
         shards_whose_gradients_leave(streamed(500, 2, keeps_gradients=True))
 
 
-@pytest.mark.two_gpus
-def test_on_two_gpus() -> None:
-    assert not run_on_ranks([shards_of_two_ranks], 2, backend="nccl")
+test_on_two_gpus = pytest.mark.two_gpus(each_passes([shards_of_two_ranks], 2, backend="nccl"))

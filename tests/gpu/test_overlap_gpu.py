@@ -21,13 +21,12 @@ import test_overlap_between_steps as between
 import test_overlap_schedules as schedules
 import torch
 from overlapped_models import TINY, Make, Twins, adamw, clipped, loss_of, small
-from rank_processes import run_on_ranks
+from rank_processes import each_passes
 from torch import nn
 
 import tilestep
 from tilestep.timeline.side_stream import SideStream
 
-GPUS = 2
 DURING = ("backward", "forward")
 
 both = pytest.mark.parametrize("during", DURING)
@@ -310,15 +309,10 @@ class OnGpus:
 
     def __call__(self) -> None:
         overlapped_models.DEVICE = "cuda"
-        self.check()
+        try:
+            self.check()
+        finally:
+            overlapped_models.DEVICE = "cpu"
 
 
-@pytest.fixture(scope="module")
-def failures() -> dict[str, str]:
-    return run_on_ranks({check.__name__: OnGpus(check) for check in CHECKS}, GPUS, backend="nccl")
-
-
-@pytest.mark.two_gpus
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_two_gpus(check: Callable[[], None], failures: dict[str, str]) -> None:
-    assert check.__name__ not in failures, failures[check.__name__]
+test_two_gpus = pytest.mark.two_gpus(each_passes(map(OnGpus, CHECKS), 2, backend="nccl"))
