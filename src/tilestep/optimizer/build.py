@@ -15,6 +15,7 @@ from ..backends.registry import build_passes, load_ahead
 from ..compat import fake_mode_is_active, has_memory, is_fake, resolved
 from ..devices.garbage import without_collections
 from ..errors import GradientError, MatrixError, StateError
+from ..devices import synchronize
 from ..graph import Graph
 from ..kernels.spec import KernelSpec, Output
 from ..linalg.views import Cut, Matrices, leading_dims
@@ -349,7 +350,7 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
                 )
                 for _, matrices in one.kind.seen
             ]
-    fill_buffers(requests, memory)
+    arriving = fill_buffers(requests, memory)
     fresh = {id(one.state[key]) for key in MASTER_KEYS for one in requests.get(key, ()) if one.source is None}
     unreal = [one for one in planned if one.is_unreal]
     for one in unreal:
@@ -386,6 +387,8 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
         sums = [SharedSums(mesh_ranks, engine.passes) for engine in engines]
         plan.calls.shared_sums, plan.deciders.ranks = sums, mesh_ranks
         plan.deciders.sends = bool(exchanges) or any(one.sends for one in sums)
+    for device in arriving:  # the rest of the plan was made meanwhile
+        synchronize(device)
     return plan
 
 
@@ -518,7 +521,8 @@ def loaded_states(
                 f"the checkpoint has no state {name!r} for {labels[state]}: it is of another optimizer, or of other "
                 "hyperparameters"
             )
-    fill_buffers(requests, optimizer.memory)
+    for device in fill_buffers(requests, optimizer.memory):
+        synchronize(device)
     return {
         one.share.param: one.state
         if type(one.share.holder) in _PLAIN and not one.share.holder.is_complex()

@@ -47,12 +47,13 @@ class Parking:
         for at, storage in moved.items():
             flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (sizes[at],), (1,))
             buffers[at].copy_(flat, non_blocking=True)
-        for device in devices:
-            synchronize(device)
-        return [
+        taken = [
             _placed(tensor, buffers[at]) if at in moved else tensor if at in own else tensor.cpu()
             for tensor, at in zip(tensors, map(address_of, every))
         ]
+        for device in devices:
+            synchronize(device)
+        return taken
 
 
 def _placed(tensor: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..compat import distributed_like, is_zero_tensor, zero_all
-from ..devices import synchronize
 from ..errors import StateError
 from ..graph import Graph, never_negative
 from ..native.table import address_of
@@ -584,8 +583,8 @@ def _write(
         bits.copy_(torch.where(fresh.to(bits.device), begun[key].view(bits.dtype), bits))
 
 
-def fill_buffers(requests: BufferRequests, home: StateMemory) -> None:
-    """Make all requested buffers, with their first values."""
+def fill_buffers(requests: BufferRequests, home: StateMemory) -> set[torch.device]:
+    """Make all requested buffers, with their first values; the host waits for none of the copies to these devices."""
     # Name by name, so that buffers that a pass reads one after the other are neighbours in memory: a CPU's prefetcher
     # continues from one into the next, which saves a quarter of the time for tensors of 8,192 elements.
     every = [(name, one) for name, missing in requests.items() for one in missing]
@@ -611,8 +610,7 @@ def fill_buffers(requests: BufferRequests, home: StateMemory) -> None:
         storage, state = one.blocks or (None, name)
         if storage is None or name == storage.arrays(state)[0].name:
             _write(one.state, state, one.start, one.param, one.group, storage, source=one.source)
-    for device in arriving:
-        synchronize(device)
+    return arriving
 
 
 def move_states(optimizer: Optimizer, move: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]) -> bool:
