@@ -13,9 +13,9 @@ from torch.nn.parameter import is_lazy
 
 from ..backends.registry import build_passes, load_ahead
 from ..compat import fake_mode_is_active, has_memory, is_fake, resolved
+from ..devices import synchronize
 from ..devices.garbage import without_collections
 from ..errors import GradientError, MatrixError, StateError
-from ..devices import synchronize
 from ..graph import Graph
 from ..kernels.spec import KernelSpec, Output
 from ..linalg.views import Cut, Matrices, leading_dims
