@@ -3,6 +3,7 @@
 Forward and backward of the language model of `muon_ranks.py` with compiled blocks, bfloat16, and a step of Muon over a
 quarter of its 168 matrices, a rank's share of four. The step runs after backward on the same stream, or on a stream of
 its own from the middle of backward on, with the priority of the model's stream or a lower one; each alone is the floor.
+A step in parts is what buckets would do that are updated as they arrive: its batches of matrices are smaller.
 No CUDA graphs: kernels of a graph have the priority of the stream that recorded them.
 Writes benchmarks/results/muon_beside_<device>_1.json.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
@@ -29,27 +31,34 @@ from tilestep.runtime import batches
 __all__ = ["main"]
 
 RANKS = 4
+PARTS = 6, 24
 SIDES = {"from the middle of backward, same priority": -1, "from the middle of backward, lower priority": 0}
 
 
-def share_of_a_rank(shape: Shape, device: torch.device) -> tuple[Callable[[], Any], int]:
-    """The step of every fourth matrix, whose kernels are built, and their number."""
+def steps_of_a_rank(shape: Shape, device: torch.device, parts: int = 1) -> tuple[Callable[[], None], int]:
+    """The step of every fourth matrix, in parts one after the other, with kernels built; and how many matrices."""
     with torch.device("meta"):
         groups = tilestep.muon_groups(Llama(shape))
     params = [torch.randn_like(param, dtype=torch.bfloat16, device=device) for _, param in groups[0]["params"][::RANKS]]
     for param in params:
         param.requires_grad_().grad = torch.randn_like(param)
-    optimizer = tilestep.Muon(params, lr=0.02)
+    size = -(-len(params) // parts)
+    optimizers = [tilestep.Muon(params[start : start + size], lr=0.02) for start in range(0, len(params), size)]
+
+    def step() -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+
     with mock.patch.object(batches, "LEAST_MATRICES", len(params) + 1):
-        optimizer.step()
-    return optimizer.step, len(params)
+        step()
+    return step, len(params)
 
 
 def contenders(shape: Shape, device: torch.device, batch: int) -> tuple[list[Contender], int]:
     """What is timed, and the number of matrices."""
     gpu = device.type == "cuda"
     own = torch.cuda.Stream(device, priority=-1) if gpu else None
-    step, count = share_of_a_rank(shape, device)
+    step, count = steps_of_a_rank(shape, device)
 
     def on(stream: Any) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream) if gpu else nullcontext()
@@ -70,7 +79,7 @@ def contenders(shape: Shape, device: torch.device, batch: int) -> tuple[list[Con
             model(text).backward()
             model.zero_grad()
 
-    def alone() -> None:
+    def alone(step: Callable[[], None] = step) -> None:
         with on(own):
             step()
 
@@ -96,7 +105,9 @@ def contenders(shape: Shape, device: torch.device, batch: int) -> tuple[list[Con
 
         return iteration
 
-    calls = {"forward and backward": backward, "step": alone, "step after backward": after}
+    calls = {"forward and backward": backward, "step": alone}
+    calls |= {f"step in {parts} parts": partial(alone, steps_of_a_rank(shape, device, parts)[0]) for parts in PARTS}
+    calls["step after backward"] = after
     calls |= {f"step {name}": beside(priority) for name, priority in SIDES.items()}
     return [Contender(name, call, repeat=3) for name, call in calls.items()], count
 
