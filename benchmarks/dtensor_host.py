@@ -17,6 +17,7 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 import typer
+from timing import result_name
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -105,7 +106,7 @@ def main(
     gpu = device.type == "cuda"
     group = Group(f"clip and AdamW, {count} DTensors of {elements} bf16 elements", [])
     group.rows = timings
-    result = Result("dtensor-host", environment(device), [group])
+    result = Result(result_name("dtensor_host", device), environment(device), [group])
     if not has_look:
         result.notes.append("without the compiled look at tensors before a step: no C++ compiler, or TILESTEP_NATIVE=0")
     ours, theirs = timings[0].host, timings[1].host

@@ -11,8 +11,8 @@ with `--threads 1` of the thread's own time. `--peers` measures the optimizers o
 `torch.nn.utils.clip_grad_norm_`, each in a process of its own that may take so many seconds: on 24 of the 219 tensors
 first, then on all where time is left. One that cannot be imported or run says why. `--memory` measures the peak of a
 step and of a backward pass that takes it, in place of times. `--free-bits` measures what rounding at random takes
-without its random bits: the states are wrong. With `--out`, formats.json is written there after every
-row.
+without its random bits: the states are wrong. With `--out`, formats_<device>_1.json is written there
+after every row.
 """
 
 from __future__ import annotations

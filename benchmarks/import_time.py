@@ -1,6 +1,6 @@
 """Time what `import tilestep` adds to `import torch`, in new interpreters that take turns.
 
-    python benchmarks/import_time.py --output benchmarks/results/cpu-2-cores-intel
+    python benchmarks/import_time.py --output benchmarks/results
 
 Processor seconds are the process's own, its threads' too: they say the same on a machine that does other things. The
 first turn, in which files are read and compiled, does not count; byte code is kept, as that of installed packages is.
@@ -38,10 +38,12 @@ def taken(code: str) -> tuple[float, float]:
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="Turns of each.")] = 7,
+    rounds: Annotated[int, typer.Option(min=2, help="Turns of each.")] = 7,
     output: Annotated[Path | None, typer.Option(help="The folder for the JSON.")] = None,
 ) -> None:
     """Measure, print, write."""
+    from timing import result_name
+
     from tilestep.bench.results import environment
 
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in CONTENDERS}
@@ -62,7 +64,9 @@ def main(
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
         result = {"environment": environment(torch.device("cpu")), "rounds": rounds, "imports": rows}
-        (output / "import-time.json").write_text(json.dumps(result, indent=1) + "\n")
+        (output / f"{result_name('import_time', torch.device('cpu'))}.json").write_text(
+            json.dumps(result, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import typer
 from shard_contenders import TINY, Shape, make_model
-from timing import spread, timed
+from timing import result_name, spread, timed
 
 import tilestep
 from tilestep.bench.measure import Contender, Row, measure
@@ -312,7 +312,7 @@ def main(
     gpu = device.type == "cuda"
     sizes = [int(size) for size in chunks.split(",")]
     groups: dict[str, Group] = {}
-    result = Result("offload", environment(device))
+    result = Result(result_name("offload", device), environment(device))
     if gpu and not quick:
         grow_host_memory(HOST_NEEDED // 4 if state_dtype else HOST_NEEDED)
     print(f"host memory: {available()[0] / 1e9:.0f} GB, after {time.monotonic() - begin:.0f} s", flush=True)

@@ -32,6 +32,7 @@ import typer
 from kept_groups import take_over
 from overlap_trainings import CONTENDERS, SCHEDULES, WRAPS, Training, agreed, trainings
 from shard_contenders import TINY, Shape
+from timing import result_name
 from torch import nn
 
 from tilestep.bench.measure import spread
@@ -77,8 +78,8 @@ class Bench:
         self.settings, self.device, self._begin = settings, device, begin
         self.gpu = device.type == "cuda"
         self.shape = TINY if settings.small else Shape()
-        kind = "" if settings.wrap == "fsdp" else f"{settings.wrap}-"
-        self.result = Result(f"overlap-{kind}{settings.ranks}", environment(device))
+        subject = "overlap" if settings.wrap == "fsdp" else f"overlap_{settings.wrap}"
+        self.result = Result(result_name(subject, device, settings.ranks), environment(device))
         stored = Path(settings.output) / f"{self.result.section}.json"
         self._known = Result.load(stored) if settings.add and stored.exists() else None
         self._generator = torch.Generator(device).manual_seed(dist.get_rank())

@@ -1,7 +1,7 @@
 """What statistics and lists of changed weights cost, beside the other ways to the same numbers.
 
-    python benchmarks/stats_figures.py --out benchmarks/results/h200/taps.json
-    python benchmarks/stats_figures.py --out benchmarks/results/h200/taps.json --state-dtype int8 --master-weights int8
+    python benchmarks/stats_figures.py --out benchmarks/results/stats_h100_1.json
+    python benchmarks/stats_figures.py --state-dtype int8 --master-weights int8
 
 Contenders run by turns in one process over the same parameters and gradients, ten steps a turn; the figure to quote is
 the median of the ratios to the plain steps of the same rounds, with the smallest and largest. Beside it is what the

@@ -1,6 +1,6 @@
 """Let `tilestep tune` measure rules on this GPU, and time steps with the shapes that ship beside those it chose.
 
-    python benchmarks/tuned.py --seconds 40 --output benchmarks/results/h200
+    python benchmarks/tuned.py --seconds 40
 
 The table goes to a cache of its own. Steps are of 1.19 B elements in 219 tensors and of 2,000 tensors of random sizes,
 without clip, in turns; a shape that was not changed is timed against itself, which shows the noise.
@@ -40,6 +40,8 @@ def main(
 
 def measure(seconds: float, rounds: int, kinds: str, rules: str, steps: bool, output: Path, quick: bool) -> None:
     """What `main` does, in a cache of its own."""
+    from timing import result_name
+
     from tilestep import Optimizer
     from tilestep.backends.tuning import forced_shape
     from tilestep.bench.results import environment
@@ -54,7 +56,7 @@ def measure(seconds: float, rounds: int, kinds: str, rules: str, steps: bool, ou
         if any(part in job.kind for part in kinds.split(","))
     ]
     result: dict[str, Any] = {"environment": environment(device), "seconds of tuning": {}, "signatures": {}}
-    path = output / "tuned.json"
+    path = output / f"{result_name('tuned', device)}.json"
     output.mkdir(parents=True, exist_ok=True)
 
     def keep() -> None:

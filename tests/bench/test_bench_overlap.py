@@ -23,7 +23,7 @@ def run(*words: str) -> str:
 def test_iterations_memory_and_losses(tmp_path: Path) -> None:
     """Every contender has figures in every group, and losses are the serial ones."""
     run("overlap_figures.py", "--ranks", "2", "--small", "--batch", "1", "--rounds", "1", "--output", str(tmp_path))
-    result = Result.load(tmp_path / "overlap-2.json")
+    result = Result.load(tmp_path / "overlap_cpu_2.json")
     assert not result.notes
     contenders = ["no step", "torch fused", "serial", "backward", "forward"]
     assert [group.tags.get("batch") for group in result.groups] == ["1", "1", *[None] * 4]
@@ -101,14 +101,14 @@ def test_backward_needs_what_any_schedule_needs(tmp_path: Path) -> None:
 def test_distributed_data_parallel(tmp_path: Path) -> None:
     options = ["--small", "--parts", "losses", "--output", str(tmp_path)]
     run("overlap_figures.py", "--ranks", "2", "--wrap", "ddp", *options)
-    result = Result.load(tmp_path / "overlap-ddp-2.json")
+    result = Result.load(tmp_path / "overlap_ddp_cpu_2.json")
     assert not result.notes
     assert [value for key, value in result.summary.items() if key.startswith("losses equal")] == [4.0] * 4
 
 
 def test_parts_without_time_are_said_to_be_left_out(tmp_path: Path) -> None:
     said = run("overlap_figures.py", "--small", "--limit", "0", "--output", str(tmp_path))
-    result = Result.load(tmp_path / "overlap-1.json")
+    result = Result.load(tmp_path / "overlap_cpu_1.json")
     assert not result.groups and len(result.notes) == 6
     assert "no time was left for losses" in said
 
