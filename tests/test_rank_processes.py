@@ -8,6 +8,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import case_processes
 import pytest
 import rank_processes
 import torch
@@ -92,6 +93,15 @@ def test_tests_alone_are_those_selected() -> None:
     items: Any = [_selected(some, "passes"), _selected(more, "fails_on_the_second_rank")]
     rank_processes._run_together(items, some, None)
     assert rank_processes._failures[some] == {} and more not in rank_processes._failures
+
+
+def test_cases_run_in_processes_of_their_own_unless_pytest_has_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    with case_processes.side_by_side(os.getpid, [()]) as process_of:
+        assert process_of() != os.getpid()
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    with case_processes.side_by_side(os.getpid, [()]) as process_of:
+        assert process_of() == os.getpid()
 
 
 def _selected(test: Any, name: str) -> SimpleNamespace:

@@ -1,6 +1,6 @@
 """Tests on a GPU run the checks of other folders there; those for several GPUs are marked, so that they can run apart.
 
-    python -m pytest tests/gpu -m "not two_gpus and not four_gpus and not eight_gpus" -n 6
+    python -m pytest tests/gpu -m "not two_gpus and not four_gpus and not eight_gpus" -n 14 --dist worksteal
     python -m pytest tests/gpu -m two_gpus -n 0
 
 The first test over ranks runs those of all files, on the same ranks.

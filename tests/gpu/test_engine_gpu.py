@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gc
 import math
-import multiprocessing
-import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from case_processes import side_by_side
 from float64_reference import check_steps
 from remainder_patterns import check_halves, check_joined, edge_patterns, floats, kept_by_kernels
 from rule_cases import NAMES, STORAGES, check_case
@@ -27,18 +25,14 @@ Params = list[torch.nn.Parameter]
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> Iterator[dict[tuple[str, str], Future[str]]]:
-    """Every case, run by as many processes as there are cores."""
-    workers = min(14, os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield {case: pool.submit(check_case, *case, "cuda") for case in CASES}
+def outcome() -> Iterator[Callable[..., str]]:
+    with side_by_side(check_case, [(*case, "cuda") for case in CASES]) as found:
+        yield found
 
 
 @pytest.mark.parametrize(("name", "storage"), CASES, ids=lambda value: str(value))
-def test_a_rule_steps_as_it_does_in_float64(
-    name: str, storage: str, outcomes: dict[tuple[str, str], Future[str]]
-) -> None:
-    wrong = outcomes[name, storage].result(timeout=300)
+def test_a_rule_steps_as_it_does_in_float64(name: str, storage: str, outcome: Callable[..., str]) -> None:
+    wrong = outcome(name, storage, "cuda")
     assert not wrong, wrong
 
 

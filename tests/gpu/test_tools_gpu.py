@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from case_processes import side_by_side
 
 import tilestep
 from tilestep.backends import tuning
@@ -40,16 +38,14 @@ def failures(name: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> Iterator[dict[str, Future[list[str]]]]:
-    """Every rule's failures, found by as many processes as there are cores."""
-    workers = min(14, os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield {name: pool.submit(failures, name) for name in NAMES}
+def outcome() -> Iterator[Callable[..., list[str]]]:
+    with side_by_side(failures, [(name,) for name in NAMES]) as found:
+        yield found
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_rule_passes_every_check(name: str, outcomes: dict[str, Future[list[str]]]) -> None:
-    assert outcomes[name].result(timeout=300) == []
+def test_every_rule_passes_every_check(name: str, outcome: Callable[..., list[str]]) -> None:
+    assert outcome(name) == []
 
 
 @pytest.mark.parametrize(
