@@ -11,22 +11,11 @@ from itertools import pairwise
 
 import torch
 
-from tilestep.bench.measure import spread, synchronize, timed
+from tilestep.bench.measure import between_events, spread, synchronize, timed
 from tilestep.bench.results import device_name
 from tilestep.devices import is_host
 
 __all__ = ["between_events", "device_milliseconds", "quartiles", "result_name", "spread", "synchronize", "timed"]
-
-
-def between_events(call: Callable[[], object], repeat: int = 1) -> float:
-    """Milliseconds of a call between two events of the GPU's current stream; the mean over `repeat` calls in a row."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(repeat):
-        call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / repeat
 
 
 def device_milliseconds(call: Callable[[], object], rounds: int = 10, warmup: int = 3) -> float:

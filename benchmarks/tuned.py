@@ -44,9 +44,10 @@ def measure(seconds: float, rounds: int, kinds: str, rules: str, steps: bool, ou
 
     from tilestep import Optimizer
     from tilestep.backends.tuning import forced_shape
+    from tilestep.bench.measure import timed
     from tilestep.bench.results import environment
     from tilestep.bench.sections import gpu_workloads, make_parameters
-    from tilestep.bench.tune import KINDS, jobs, timed, tune
+    from tilestep.bench.tune import KINDS, jobs, tune
     from tilestep.rules import registry
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -103,7 +104,7 @@ def measure(seconds: float, rounds: int, kinds: str, rules: str, steps: bool, ou
                     with forced_shape(outcome.before if name == "shipped" else outcome.after):
                         optimizer.rebuild()
                     optimizer.step()
-                    times_of[name].append(timed(optimizer.step, device) * 1e3)
+                    times_of[name].append(timed(optimizer.step, device, repeat=4)[1])
             medians = {name: statistics.median(values) for name, values in times_of.items()}
             result["steps"][f"{workload.title}, {outcome.job.rule.name}, {outcome.job.kind}"] = {
                 **{f"{name}_ms": round(value, 4) for name, value in medians.items()},

@@ -22,7 +22,6 @@ from tilestep.backends.tuning import (
     save_shapes,
     signature,
 )
-from tilestep.bench import tune as tune_module
 from tilestep.bench.tune import KINDS, jobs, tune
 from tilestep.planning.describe import spec_for
 
@@ -267,25 +266,18 @@ def test_an_interrupted_tuning_keeps_what_it_has() -> None:
 
 def test_what_was_fastest_once_must_be_so_again(monkeypatch: pytest.MonkeyPatch) -> None:
     (job, *_) = jobs([tilestep.registry["SGD"]], CPU)
-    taken: dict[TileShape, int] = {}
+    taken: dict[str, int] = {}
 
-    def seconds(call: object, device: torch.device) -> float:
-        (shape,) = forced
+    def milliseconds(call: object, device: torch.device, repeat: int) -> tuple[float, float]:
+        shape = ticks[-1]
         taken[shape] = taken.get(shape, 0) + 1
-        lucky = shape == TileShape(4096) and taken[shape] == 1
-        return 1.0 if lucky else 2.0
+        lucky = shape == "4096" and taken[shape] == 1
+        return (1.0, 1.0) if lucky else (2.0, 2.0)
 
-    forced: list[TileShape] = []
-    rebuilt = tune_module._Turns._rebuilt
-
-    def noted(turns: tune_module._Turns, shape: TileShape) -> object:
-        forced[:] = [shape]
-        return rebuilt(turns, shape)
-
-    monkeypatch.setattr(tune_module._Turns, "_rebuilt", noted)
-    monkeypatch.setattr(tune_module, "timed", seconds)
-    (outcome,) = tune([job], CPU, rounds=3, elements=20_000)
-    assert taken[TileShape(4096)] == 4 and outcome.after == outcome.before
+    ticks: list[str] = []
+    monkeypatch.setattr("tilestep.bench.measure.timed", milliseconds)
+    (outcome,) = tune([job], CPU, rounds=3, elements=20_000, tick=lambda job, text: ticks.append(text))
+    assert taken["4096"] == 4 and outcome.after == outcome.before
 
 
 def test_a_forced_shape_ends_with_its_block() -> None:

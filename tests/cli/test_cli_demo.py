@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from tilestep import cli
 from tilestep.bench.demo import (
@@ -15,25 +13,23 @@ from tilestep.bench.demo import (
     Entry,
     Recipe,
     Size,
-    Take,
+    comparison,
     documentation,
     entries,
     largest_difference,
     picture,
-    table,
     train,
 )
 
 SMALL = Recipe(torch.device("cpu"), steps=8, batch=2, size=Size(layers=1, width=16, heads=2, context=16))
 
 
-def plain(parameters: Sequence[Tensor], recipe: Recipe) -> tuple[torch.optim.Optimizer, Take]:
-    optimizer = torch.optim.SGD(parameters, lr=0.0)
-    return optimizer, lambda: optimizer.step()
+def plain(model: torch.nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.0)
 
 
 def test_both_optimizers_train_alike() -> None:
-    torch_run, our_run = train(entries(), SMALL)
+    torch_run, our_run = train(entries(SMALL), SMALL)
     assert len(torch_run.losses) == len(our_run.losses) == SMALL.steps
     assert our_run.losses[0] == torch_run.losses[0]
     assert largest_difference([torch_run, our_run]) < 1e-4
@@ -42,7 +38,7 @@ def test_both_optimizers_train_alike() -> None:
 
 
 def test_a_run_is_repeatable_and_its_seed_counts() -> None:
-    entry = entries()[1]
+    entry = entries(SMALL)[1]
     first, again = train([entry, entry], SMALL)
     assert first.losses == again.losses and first.validation == again.validation
     (other,) = train([entry], Recipe(SMALL.device, steps=2, batch=2, seed=1, size=SMALL.size))
@@ -52,14 +48,10 @@ def test_a_run_is_repeatable_and_its_seed_counts() -> None:
 def test_counting_launches_comes_after_the_figures_of_the_training() -> None:
     seen: list[int] = []
 
-    def build(parameters: Sequence[Tensor], recipe: Recipe) -> tuple[torch.optim.Optimizer, Take]:
-        optimizer, take = plain(parameters, recipe)
-
-        def counted() -> None:
-            seen.append(len(seen))
-            take()
-
-        return optimizer, counted
+    def build(model: torch.nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+        optimizer = plain(model, recipe)
+        optimizer.register_step_post_hook(lambda *_: seen.append(len(seen)))
+        return optimizer
 
     (run,) = train([Entry("counted", build)], SMALL)
     assert len(seen) == SMALL.steps + 1
@@ -86,7 +78,7 @@ def test_the_text_is_python_s_documentation() -> None:
 def test_runs_of_equal_losses_can_be_shown(tmp_path: Path) -> None:
     (run,) = train([Entry("plain", plain)], SMALL)
     assert largest_difference([run, run]) == 0.0
-    assert len(table([run, run], gpu=False).rows) == 6
+    assert len(comparison([run, run], gpu=False).rows) == 6
     picture([run, run], tmp_path / "deep" / "demo.png", "a title")
     assert (tmp_path / "deep" / "demo.png").read_bytes().startswith(b"\x89PNG")
 

@@ -33,6 +33,12 @@ def test_a_machine_on_which_everything_works(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").glob("probe*"))
 
 
+def test_a_machine_without_triton() -> None:
+    code = "import sys; sys.modules['triton'] = None; from tilestep.cli import main; main(['version'])"
+    done = run_python("-c", code)
+    assert done.returncode == 0 and f"tilestep     {tilestep.__version__}" in done.stdout, done.stderr
+
+
 def test_a_machine_with_three_faults(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     folder = str(tmp_path / "file" / "cache")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import pydoc_data.topics
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -20,8 +19,13 @@ from ..execution.overlap import overlap
 from ..optimizer import Optimizer
 from ..rules import Rule
 from ..tracing import Report, profile
+from ..tracing.shown import OTHER_COLOUR, OURS_COLOUR, table
+from ..tracing.shown import picture as drawn
 from .measure import Trace, spread, timed, trace
 from .results import device_name
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -118,114 +122,103 @@ class Recipe:
         return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
 
 
-Take = Callable[[], object]
-
-
 @dataclass(frozen=True)
 class Entry:
-    """An optimizer in the demo: makes the optimizer, and the function that clips and steps."""
+    """An optimizer in the demo."""
 
     name: str
-    build: Callable[[Sequence[Tensor], Recipe], tuple[torch.optim.Optimizer, Take]]
-    has_formats: bool = False  # whether it uses the formats of the recipe
+    build: Callable[[nn.Module, Recipe], torch.optim.Optimizer]
+    dtype: torch.dtype = torch.float32  # of the model
+    clips: bool = True  # whether its step clips; otherwise torch clips before the step
 
 
-@dataclass
-class Run:
-    """The results of a training run. Times of steps in milliseconds: until the call returned, until it was done."""
-
-    name: str
-    losses: list[float]
-    validation: float
-    host: list[float]
-    wall: list[float]
-    trace: Trace
-
-    @property
-    def final_loss(self) -> float:
-        """The mean loss of the last twentieth of the steps."""
-        last = self.losses[-max(len(self.losses) // 20, 1) :]
-        return sum(last) / len(last)
-
-
-def entries() -> list[Entry]:
+def entries(recipe: Recipe) -> list[Entry]:
     """Return torch's AdamW with `clip_grad_norm_`, in its fastest form, and tilestep's, which clips in its step."""
-    return [Entry("torch AdamW (fused) + clip", _torch), Entry("tilestep AdamW", _tilestep, has_formats=True)]
+    is_narrow = recipe.master_weights or recipe.rounding != "nearest"
+    ours = Entry("tilestep AdamW", _tilestep, torch.bfloat16 if is_narrow else torch.float32)
+    return [Entry("torch AdamW (fused) + clip", _torch, clips=False), ours]
 
 
-def _torch(parameters: Sequence[Tensor], recipe: Recipe) -> tuple[torch.optim.Optimizer, Take]:
-    optimizer = torch.optim.AdamW(
-        parameters, lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay, fused=True
-    )
-
-    def take() -> None:
-        torch.nn.utils.clip_grad_norm_(parameters, recipe.max_grad_norm)
-        optimizer.step()
-
-    return optimizer, take
+def _torch(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    decay = recipe.weight_decay
+    return torch.optim.AdamW(model.parameters(), recipe.lr, recipe.betas, weight_decay=decay, fused=True)
 
 
-def _tilestep(parameters: Sequence[Tensor], recipe: Recipe) -> tuple[torch.optim.Optimizer, Take]:
-    optimizer = Optimizer(
-        parameters,
-        "AdamW",
-        lr=recipe.lr,
-        betas=recipe.betas,
-        weight_decay=recipe.weight_decay,
-        max_grad_norm=recipe.max_grad_norm,
-        state_dtype=recipe.state_dtype,
-        master_weights=recipe.master_weights,
-        rounding=recipe.rounding,
-    )
-    return optimizer, lambda: optimizer.step()  # looked up each time: a scheduler replaces the method
+def _tilestep(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    names = ("lr", "betas", "weight_decay", "max_grad_norm", "state_dtype", "master_weights", "rounding")
+    return Optimizer(model.parameters(), "AdamW", **{name: getattr(recipe, name) for name in names})
 
 
 def train(
     competing: Sequence[Entry], recipe: Recipe, progress: Callable[[int, int, float], object] = lambda *done: None
 ) -> list[Run]:
     """Train one model for each entry from the recipe's seed and measure the optimizer's part of every step."""
-    trainings = [_Training(entry, recipe) for entry in competing]
+    runs = [Run(entry, recipe) for entry in competing]
     for done in range(0, recipe.steps, TURN):
-        for index, training in enumerate(trainings):
-            loss = training.advance(min(TURN, recipe.steps - done))
-            progress(index, len(training.losses), loss)
-    return [training.finish() for training in trainings]
+        for index, run in enumerate(runs):
+            loss = run.advance(min(TURN, recipe.steps - done))
+            progress(index, len(run.wall), loss)
+    for run in runs:
+        run.finish()
+    return runs
 
 
-class _Training:
+class Run:
+    """A training run and its results. Times of steps in milliseconds: until the call returned, until it was done."""
+
+    validation: float
+    trace: Trace
+
     def __init__(self, entry: Entry, recipe: Recipe) -> None:
         torch.manual_seed(recipe.seed)
-        self.name, self.recipe = entry.name, recipe
-        self.model = GPT(recipe.size).to(recipe.device)
-        if entry.has_formats and (recipe.master_weights or recipe.rounding != "nearest"):
-            self.model.to(torch.bfloat16)
-        text, self.validation = _split(documentation(), recipe.device)
-        self.batches = _batches(text, recipe)
-        self.optimizer, self.take = entry.build(list(self.model.parameters()), recipe)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, recipe.rate)
-        self.losses: list[Tensor] = []
+        self.name, self._recipe, self._step_clips = entry.name, recipe, entry.clips
+        self.model = GPT(recipe.size).to(recipe.device, entry.dtype)
+        text, self._validation = _split(documentation(), recipe.device)
+        self._batches = _batches(text, recipe)
+        self._optimizer = entry.build(self.model, recipe)
+        self._losses: list[Tensor] = []
+        self.losses: list[float] = []
         self.host: list[float] = []
         self.wall: list[float] = []
 
+    def backward(self) -> None:
+        """Compute the gradients of the next batch."""
+        loss = self.model.loss(next(self._batches))
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._losses.append(loss.detach())
+
+    def step(self) -> None:
+        """Clip and step."""
+        if not self._step_clips and self._recipe.max_grad_norm:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._recipe.max_grad_norm)
+        self._optimizer.step()
+
     def advance(self, steps: int) -> float:
         """Train some steps and return the last loss."""
-        for text in itertools.islice(self.batches, steps):
-            loss = self.model.loss(text)
-            self.optimizer.zero_grad()
-            loss.backward()
-            returned, done = timed(self.take, self.recipe.device)
+        for _ in range(steps):
+            for group in self._optimizer.param_groups:
+                group["lr"] = self._recipe.lr * self._recipe.rate(len(self.wall))
+            self.backward()
+            returned, done = timed(self.step, self._recipe.device)
             self.host.append(returned)
             self.wall.append(done)
-            self.schedule.step()
-            self.losses.append(loss.detach())
-        return self.losses[-1].item()
+        return self._losses[-1].item()
 
-    def finish(self) -> Run:
+    @torch.no_grad()
+    def finish(self) -> None:
         """Evaluate, then trace one more step."""
-        final = _evaluate(self.model, self.validation, self.recipe)
-        losses = [loss.item() for loss in self.losses]
-        traced = trace(self.take, self.recipe.device)
-        return Run(self.name, losses, final, self.host, self.wall, traced)
+        length, recipe = self._recipe.size.context + 1, self._recipe
+        count = min(len(self._validation) // length, 64)
+        batches = self._validation[: count * length].view(count, length).long().split(recipe.batch)
+        self.validation = sum(self.model.loss(batch).item() * len(batch) for batch in batches) / count
+        self.losses = [loss.item() for loss in self._losses]
+        self.trace = trace(self.step, recipe.device)
+
+    @property
+    def final_loss(self) -> float:
+        """The mean loss of the last twentieth of the steps."""
+        return statistics.fmean(self.losses[-max(len(self.losses) // 20, 1) :])
 
 
 def _split(text: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -238,17 +231,9 @@ def _split(text: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
 def _batches(text: Tensor, recipe: Recipe) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(recipe.seed)
     window = torch.arange(recipe.size.context + 1, device=text.device)
-    for _ in range(recipe.steps):
-        starts = torch.randint(len(text) - len(window), (recipe.batch, 1), generator=generator)
-        yield text[starts.to(text.device) + window].long()
-
-
-@torch.no_grad()
-def _evaluate(model: GPT, text: Tensor, recipe: Recipe) -> float:
-    length = recipe.size.context + 1
-    count = min(len(text) // length, 64)
-    batches = text[: count * length].view(count, length).long().split(recipe.batch)
-    return sum(model.loss(batch).item() * len(batch) for batch in batches) / count
+    most = len(text) - len(window)
+    starts = torch.randint(most, (recipe.steps, recipe.batch, 1), generator=generator).to(text.device)
+    return (text[start + window].long() for start in starts)
 
 
 def largest_difference(runs: Sequence[Run]) -> float:
@@ -256,66 +241,48 @@ def largest_difference(runs: Sequence[Run]) -> float:
     return max(max(losses) - min(losses) for losses in zip(*(run.losses for run in runs), strict=True))
 
 
-def table(runs: Sequence[Run], gpu: bool) -> Table:
+def comparison(runs: Sequence[Run], gpu: bool) -> Table:
     """Return the comparison, one column per run."""
-    figures: list[tuple[str, Callable[[Run], str]]] = [
-        ("training loss at the end", lambda run: f"{run.final_loss:.5f}"),
-        ("validation loss", lambda run: f"{run.validation:.5f}"),
-        ("clip + step, median ms", lambda run: _milliseconds(run.wall)),
-        ("  of which host", lambda run: _milliseconds(run.host)),
-        ("launches a step" if gpu else "torch calls a step", lambda run: _count(run, gpu)),
-        ("extra memory in a step", lambda run: f"{run.trace.peak_bytes / 1e3:,.1f} kB"),
+
+    def milliseconds(values: Sequence[float]) -> str:
+        middle = spread(values)
+        return f"{middle.median:.3f} ±{(middle.high - middle.low) / 2:.3f}"
+
+    columns = [
+        (
+            run.name,
+            *(f"{run.final_loss:.5f}", f"{run.validation:.5f}"),
+            *(milliseconds(run.wall), milliseconds(run.host)),
+            *(str(run.trace.launches if gpu else run.trace.calls), f"{run.trace.peak_bytes / 1e3:,.1f} kB"),
+        )
+        for run in runs
     ]
-    shown = Table(title=f"largest difference of the two losses at any step: {largest_difference(runs):.2g}")
-    shown.add_column("")
-    for run in runs:
-        shown.add_column(run.name, justify="right")
-    for title, figure in figures:
-        shown.add_row(title, *[figure(run) for run in runs])
-    return shown
-
-
-def _milliseconds(values: Sequence[float]) -> str:
-    middle = spread(values)
-    return f"{middle.median:.3f} ±{(middle.high - middle.low) / 2:.3f}"
-
-
-def _count(run: Run, gpu: bool) -> str:
-    return str(run.trace.launches if gpu else run.trace.calls)
+    counted = "launches a step" if gpu else "torch calls a step"
+    rows = ("", "training loss at the end", "validation loss", "clip + step, median ms", "  of which host", counted)
+    titles, *cells = zip((*rows, "extra memory in a step"), *columns, strict=True)
+    return table(f"largest difference of the two losses at any step: {largest_difference(runs):.2g}", titles, cells)
 
 
 def picture(runs: Sequence[Run], path: Path, title: str) -> None:
     """Draw both loss curves, their distance, and the optimizer's time in every step."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (losses, distance, times) = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    styles = [{"color": "#8a9ba8", "linewidth": 3.5}, {"color": "#c8553d", "linewidth": 1.2}]
-    for run, style in zip(runs, styles, strict=True):
-        steps = range(1, len(run.losses) + 1)
-        losses.plot(steps, run.losses, label=run.name, **style)
-        times.plot(steps, run.wall, ".", markersize=3, color=style["color"], alpha=0.5)
-        median = statistics.median(run.wall)
-        times.axhline(median, color=style["color"], label=f"{run.name}: {median:.2f} ms")
-    apart = [abs(one - other) for one, other in zip(runs[0].losses, runs[1].losses, strict=True)]
-    distance.plot(range(1, len(apart) + 1), apart, color="black", linewidth=0.8)
-    if any(apart):
-        distance.set_yscale("log")
-    times.set_ylim(0, 3 * max(statistics.median(run.wall) for run in runs))
-    for panel, name in ((losses, "training loss, nats a byte"), (distance, "distance of the two losses")):
-        panel.set_title(name, fontsize=10)
-    times.set_title("clip + optimizer, ms a step", fontsize=10)
-    for panel in (losses, distance, times):
-        panel.set_xlabel("step")
-        panel.spines[["top", "right"]].set_visible(False)
-    losses.legend(fontsize=8)
-    times.legend(fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    with drawn(path, 1, 3, figsize=(13, 4)) as (figure, (losses, distance, times)):
+        for run, color, width in zip(runs, (OTHER_COLOUR, OURS_COLOUR), (3.5, 1.2), strict=True):
+            steps, median = range(1, len(run.losses) + 1), statistics.median(run.wall)
+            losses.plot(steps, run.losses, label=run.name, color=color, linewidth=width)
+            times.plot(steps, run.wall, ".", markersize=3, color=color, alpha=0.5)
+            times.axhline(median, color=color, label=f"{run.name}: {median:.2f} ms")
+        apart = [abs(one - other) for one, other in zip(runs[0].losses, runs[1].losses, strict=True)]
+        distance.plot(steps, apart, color="black", linewidth=0.8)
+        if any(apart):
+            distance.set_yscale("log")
+        times.set_ylim(0, 3 * max(statistics.median(run.wall) for run in runs))
+        names = ("training loss, nats a byte", "distance of the two losses", "clip + optimizer, ms a step")
+        for panel, name in zip((losses, distance, times), names, strict=True):
+            panel.set_title(name, fontsize=10)
+            panel.set_xlabel("step")
+        losses.legend(fontsize=8)
+        times.legend(fontsize=8)
+        figure.suptitle(title, fontsize=10)
 
 
 WARM_UP = 3
@@ -327,35 +294,30 @@ def train_traced(recipe: Recipe, out: Path, rule: Rule | None, bf16: bool = Fals
     Without a `rule` it is torch's fused AdamW with its clip that trains; `during` is "backward" or "forward", see
     `tilestep.overlap`, or "neither" for steps between them. A `max_grad_norm` of 0 clips nothing.
     """
-    torch.manual_seed(recipe.seed)
-    model = GPT(recipe.size).to(recipe.device, torch.bfloat16 if bf16 else torch.float32)
-    parameters, clip = list(model.parameters()), recipe.max_grad_norm
-    optimizer: torch.optim.Optimizer = (
-        torch.optim.AdamW(parameters, lr=1e-3, fused=True)
-        if rule is None
-        else Optimizer(parameters, rule, max_grad_norm=clip or None)
-    )
-    if isinstance(optimizer, Optimizer) and during != "neither":
-        optimizer = overlap(optimizer, model, "backward" if during == "backward" else "forward", bucket_cap_mb=1.0)
-    text = documentation().to(recipe.device)
-    window = torch.arange(recipe.size.context + 1, device=recipe.device)
+
+    def build(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+        if rule is None:
+            return _torch(model, recipe)
+        optimizer = Optimizer(model.parameters(), rule, max_grad_norm=recipe.max_grad_norm or None)
+        if during == "neither":
+            return optimizer
+        return overlap(optimizer, model, "backward" if during == "backward" else "forward", bucket_cap_mb=1.0)
+
+    name = "torch's fused AdamW" if rule is None else f"tilestep's {rule.name}"
+    name += "" if during == "neither" else f" during {during}"
+    entry = Entry(name, build, torch.bfloat16 if bf16 else torch.float32, clips=rule is not None)
+    run = Run(entry, replace(recipe, steps=recipe.steps + WARM_UP))
     keep_near = _one_ahead(recipe.device)
 
     def iterate() -> None:
         keep_near()
-        starts = torch.randint(len(text) - len(window), (recipe.batch, 1), device=recipe.device)
-        model.loss(text[starts + window].long()).backward()
-        if rule is None and clip:
-            torch.nn.utils.clip_grad_norm_(parameters, clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        run.backward()
+        run.step()
 
     for _ in range(WARM_UP):
         iterate()
-    millions = sum(parameter.numel() for parameter in parameters) / 1e6
-    name = "torch's fused AdamW" if rule is None else f"tilestep's {rule.name}"
-    name += "" if during == "neither" else f" during {during}"
-    clips = "clip by norm; " if clip else ""
+    clips = "clip by norm; " if recipe.max_grad_norm else ""
+    millions = sum(parameter.numel() for parameter in run.model.parameters()) / 1e6
     title = f"{name}, {clips}GPT of {millions:.1f} M parameters, {device_name(recipe.device)}"
     with profile(out, title=title) as profiled:
         for _ in range(recipe.steps):

@@ -8,13 +8,14 @@ import math
 import os
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -61,13 +62,12 @@ def trace(call: Callable[[], object], device: torch.device) -> Trace:
         if gpu:
             torch.cuda.synchronize(device)
     events = exported(profiler)["traceEvents"]
-    categories = [event.get("cat") for event in events]
-    kernels = categories.count("kernel")
-    if gpu and not kernels:
+    categories = Counter(event.get("cat") for event in events)
+    if gpu and not categories["kernel"]:
         raise NotRecorded("the profiler has recorded nothing of the GPU: another one may be at work on it")
     return Trace(
-        kernels=kernels - gpu,
-        copies=categories.count("gpu_memcpy") + categories.count("gpu_memset"),
+        kernels=categories["kernel"] - gpu,
+        copies=categories["gpu_memcpy"] + categories["gpu_memset"],
         calls=_outermost(event for event in events if event.get("cat") == "cpu_op") - gpu,
         peak_bytes=torch.cuda.max_memory_allocated(device) - before if gpu else _peak(events),
     )
@@ -78,7 +78,7 @@ def _outermost(operators: Iterable[dict[str, Any]]) -> int:
     count = 0
     ends: dict[Any, float] = {}
     for operator in sorted(operators, key=lambda event: (event["ts"], -event["dur"])):
-        if operator["ts"] >= ends.get(operator["tid"], float("-inf")):
+        if operator["ts"] >= ends.get(operator["tid"], -math.inf):
             count += 1
             ends[operator["tid"]] = operator["ts"] + operator["dur"]
     return count
@@ -87,11 +87,8 @@ def _outermost(operators: Iterable[dict[str, Any]]) -> int:
 def _peak(events: Iterable[dict[str, Any]]) -> int:
     """Return the highest running sum of the allocations on the CPU, in bytes."""
     allocations = [event for event in events if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0]
-    held = peak = 0
-    for allocation in sorted(allocations, key=lambda event: event["ts"]):
-        held += allocation["args"]["Bytes"]
-        peak = max(peak, held)
-    return peak
+    allocations.sort(key=lambda event: event["ts"])
+    return max(accumulate((event["args"]["Bytes"] for event in allocations), initial=0))
 
 
 # Threads of an OpenMP runtime spin for a few milliseconds after their work, and would slow down the next contender.
@@ -172,50 +169,26 @@ def measure(
     until: float | None = None,
 ) -> list[Row]:
     """Measure contenders in interleaved rounds, each round in another order."""
-    runs = [_Run(contender, Row(contender.name, bytes_moved=contender.bytes_moved)) for contender in contenders]
+    runs = [_Run(contender, device) for contender in contenders]
     for run in runs:
         for _ in range(warmup):
-            run.guarded(_wall, device, False)
+            run.guarded(run.warm_up)
     delay = _Delay(device) if has_streams(device) and busy else None
     for turn in range(rounds):
         if until is not None and turn >= LEAST_ROUNDS and time.monotonic() > until:
             break
         shift = turn % max(len(runs), 1)
         for run in runs[shift:] + runs[:shift]:
-            run.guarded(_wall, device, True)
+            run.guarded(run.wall)
             if delay is not None:
-                run.guarded(_device, delay)
+                run.guarded(run.busy, delay)
     for run in runs:
         if traced:
-            run.guarded(_traced, device)
-        run.finish()
+            run.guarded(run.trace)
+        if run.row.failure is None:
+            for name, values in run.times.items():
+                setattr(run.row, name, spread(values) if values else None)
     return [run.row.note_bandwidth() for run in runs]
-
-
-@dataclass
-class _Run:
-    contender: Contender
-    row: Row
-    host: list[float] = field(default_factory=list)
-    wall: list[float] = field(default_factory=list)
-    device: list[float] = field(default_factory=list)
-
-    def guarded(self, action: Callable[..., None], *arguments: object) -> None:
-        """Prepare and act, unless the contender has failed; note it if it fails now."""
-        if self.row.failure is not None:
-            return
-        try:
-            if self.contender.prepare is not None:
-                self.contender.prepare()
-            action(self, *arguments)
-        except Exception as failure:  # a peer may fail in any way; other figures are still valid
-            self.row.failure = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
-
-    def finish(self) -> None:
-        if self.row.failure is None and self.wall:
-            self.row.host = spread(self.host)
-            self.row.wall = spread(self.wall)
-            self.row.device = spread(self.device) if self.device else None
 
 
 def timed(call: Callable[[], object], device: torch.device, repeat: int = 1) -> tuple[float, float]:
@@ -229,77 +202,76 @@ def timed(call: Callable[[], object], device: torch.device, repeat: int = 1) -> 
     return (returned - begin) * 1e3 / repeat, (time.perf_counter() - begin) * 1e3 / repeat
 
 
-def _wall(run: _Run, device: torch.device, keep: bool) -> None:
-    synchronize(device)
-    if is_host(device) and keep:
-        time.sleep(SETTLE_SECONDS)
-    host, wall = timed(run.contender.call, device, run.contender.repeat)
-    if keep:
-        run.host.append(host)
-        run.wall.append(wall)
+class _Run:
+    """A contender, and its figures so far."""
+
+    def __init__(self, contender: Contender, device: torch.device) -> None:
+        self._contender, self._device = contender, device
+        self.row = Row(contender.name, bytes_moved=contender.bytes_moved)
+        self.times: dict[str, list[float]] = {"host": [], "wall": [], "device": []}
+
+    def guarded(self, action: Callable[..., object], *arguments: object) -> None:
+        """Prepare and act, unless the contender has failed; note it if it fails now."""
+        if self.row.failure is not None:
+            return
+        try:
+            if self._contender.prepare is not None:
+                self._contender.prepare()
+            action(*arguments)
+        except Exception as failure:  # a peer may fail in any way; other figures are still valid
+            self.row.failure = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+
+    def warm_up(self) -> tuple[float, float]:
+        return timed(self._contender.call, self._device, self._contender.repeat)
+
+    def wall(self) -> None:
+        if is_host(self._device):
+            time.sleep(SETTLE_SECONDS)
+        for name, value in zip(("host", "wall"), self.warm_up(), strict=True):
+            self.times[name].append(value)
+
+    def busy(self, delay: _Delay) -> None:
+        """Measure the time of the GPU between events, which it is kept from until the host has enqueued everything."""
+        delay.enqueue(self.times["host"][-1])
+        self.times["device"].append(between_events(self._contender.call))
+
+    def trace(self) -> None:
+        # Otherwise the driver keeps notifying the profiler of every call: later launches take twice the time.
+        # A profile after another may then be empty: there are times, but no counts.
+        os.environ.setdefault("TEARDOWN_CUPTI", "1")
+        for pause in (0.0, 0.2, 1.0):
+            time.sleep(pause)
+            with contextlib.suppress(NotRecorded):
+                seen = trace(self._contender.call, self._device)
+                self.row.launches = seen.launches if has_streams(self._device) else None
+                self.row.calls, self.row.peak_bytes = seen.calls, seen.peak_bytes
+                return
 
 
-def _device(run: _Run, delay: _Delay) -> None:
-    """Measure the time of the GPU between events, which it is kept from until the host has enqueued everything."""
+def between_events(call: Callable[[], object], repeat: int = 1) -> float:
+    """Milliseconds of a call between two events of the GPU's current stream; the mean over `repeat` calls in a row."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    delay.enqueue(run.host[-1])
     begin.record()
-    run.contender.call()
+    for _ in range(repeat):
+        call()
     end.record()
     end.synchronize()
-    run.device.append(begin.elapsed_time(end))
-
-
-def _traced(run: _Run, device: torch.device) -> None:
-    # Otherwise the driver keeps notifying the profiler of every call: later launches take twice the time.
-    # A profile after another may then be empty: there are times, but no counts.
-    os.environ.setdefault("TEARDOWN_CUPTI", "1")
-    for pause in (0.0, 0.2, 1.0):
-        time.sleep(pause)
-        with contextlib.suppress(NotRecorded):
-            seen = trace(run.contender.call, device)
-            run.row.launches = seen.launches if has_streams(device) else None
-            run.row.calls, run.row.peak_bytes = seen.calls, seen.peak_bytes
-            return
+    return begin.elapsed_time(end) / repeat
 
 
 class _Delay:
     """Work that keeps the GPU busy for a given time, and leaves its cache full of data that no contender reads."""
 
     def __init__(self, device: torch.device) -> None:
-        self.source = torch.ones(128 << 20, dtype=torch.uint8, device=device)
-        self.target = torch.empty_like(self.source)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        source = torch.ones(128 << 20, dtype=torch.uint8, device=device)
+        self.copy = partial(torch.empty_like(source).copy_, source)
         for _ in range(3):
-            self.target.copy_(self.source)
-        begin.record()
-        for _ in range(10):
-            self.target.copy_(self.source)
-        end.record()
-        end.synchronize()
-        self.copy_milliseconds = begin.elapsed_time(end) / 10
+            self.copy()
+        self.copy_milliseconds = between_events(self.copy, 10)
 
     def enqueue(self, milliseconds: float) -> None:
         for _ in range(math.ceil(1.5 * milliseconds / self.copy_milliseconds) + 4):
-            self.target.copy_(self.source)
-
-
-TILE = 8192
-
-
-@triton.jit
-def _sum_tiles(source, partial, length, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    tile = tl.program_id(0).to(tl.int64)
-    offsets = tile * TILE + tl.arange(0, TILE)
-    values = tl.load(source + offsets, mask=offsets < length, other=0.0)
-    tl.store(partial + tile, tl.sum(values))
-
-
-def flat_read(flat: Tensor) -> Tensor:
-    """Sum every tile of 8,192 elements of a flat fp32 tensor on a GPU; returns one sum per tile."""
-    partial = torch.empty(triton.cdiv(flat.numel(), TILE), device=flat.device)
-    _sum_tiles[(partial.numel(),)](flat, partial, flat.numel(), TILE=TILE, num_warps=8)
-    return partial
+            self.copy()
 
 
 COPY = "copy"
@@ -309,8 +281,7 @@ LOOP_OVER_TENSORS = "plain loop over tensors"
 
 SOURCE = """
 #include <cstdint>
-template <typename T>
-static void update(T *const *p, T *const *g, T *const *m, T *const *v, const int64_t *n, int64_t count) {
+extern "C" void update(T *const *p, T *const *g, T *const *m, T *const *v, const int64_t *n, int64_t count) {
 #pragma omp parallel for schedule(static)
     for (int64_t t = 0; t < count; ++t) {
         T *__restrict pt = p[t], *__restrict mt = m[t], *__restrict vt = v[t];
@@ -324,33 +295,24 @@ static void update(T *const *p, T *const *g, T *const *m, T *const *v, const int
         }
     }
 }
-extern "C" void update_4(uint32_t **p, uint32_t **g, uint32_t **m, uint32_t **v, const int64_t *n, int64_t count) {
-    update(p, g, m, v, n, count);
-}
-extern "C" void update_2(uint16_t **p, uint16_t **g, uint16_t **m, uint16_t **v, const int64_t *n, int64_t count) {
-    update(p, g, m, v, n, count);
-}
 """
 
 
 def copy(device: torch.device, size: int) -> Contender:
     """Return a copy of one buffer to another; it moves every byte twice."""
     source = torch.ones(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return Contender(COPY, lambda: target.copy_(source), bytes_moved=2 * size)
+    return Contender(COPY, partial(torch.empty_like(source).copy_, source), bytes_moved=2 * size)
 
 
 def flat_reads(device: torch.device, size: int) -> list[Contender]:
     """Return reductions that read one flat fp32 buffer once; the fastest is the limit of a read."""
     flat = torch.full((size // 4,), 1e-3, device=device)
-    bytes_moved = flat.numel() * 4
-    contenders = [
-        Contender(f"{READ} (sum)", flat.sum, bytes_moved),
-        Contender(f"{READ} (norm)", lambda: torch.linalg.vector_norm(flat), bytes_moved),
-    ]
+    calls: dict[str, Callable[[], object]] = {"sum": flat.sum, "norm": partial(torch.linalg.vector_norm, flat)}
     if has_streams(device):
-        contenders.append(Contender(f"{READ} (tiles)", lambda: flat_read(flat), bytes_moved))
-    return contenders
+        from .flat_read import flat_read
+
+        calls["tiles"] = partial(flat_read, flat)
+    return [Contender(f"{READ} ({name})", call, flat.nbytes) for name, call in calls.items()]
 
 
 def plain_loop(elements: int, dtype: torch.dtype) -> Contender | None:
@@ -370,17 +332,16 @@ _INTEGER = {2: torch.int16, 4: torch.int32}
 
 def _loop(name: str, operands: list[list[Tensor]]) -> Contender | None:
     """Return the loop over parameters, gradients and two moments; None without a working compiler."""
-    sizes = [array.numel() for array in operands[0]]
+    sizes = torch.tensor([array.numel() for array in operands[0]])
     width = operands[0][0].itemsize
     try:
-        update = load_library("loops", SOURCE)[f"update_{width}"]
+        update = load_library("loops", f"#define T uint{8 * width}_t{SOURCE}").update
     except BuildError:
         return None
-    tables = [torch.tensor([array.data_ptr() for array in operand]) for operand in operands]
-    tables.append(torch.tensor(sizes))
+    tables = [*(torch.tensor([array.data_ptr() for array in operand]) for operand in operands), sizes]
     addresses = [ctypes.c_void_p(table.data_ptr()) for table in tables]
 
     def call(held: object = (operands, tables)) -> None:  # the default keeps the arrays alive
         update(*addresses, ctypes.c_int64(len(sizes)))
 
-    return Contender(name, call, bytes_moved=7 * sum(sizes) * width)
+    return Contender(name, call, bytes_moved=7 * int(sizes.sum()) * width)

@@ -94,12 +94,9 @@ def make_parameters(workload: Workload, device: torch.device) -> list[Tensor]:
 
 def adamw_bytes(parameters: Sequence[Tensor], clip: bool, master_weights: bool = False) -> int:
     """Return the least traffic of an AdamW step in bytes: gradients read (twice with a clip), all else also written."""
-    total = 0
-    for parameter in parameters:
-        size = parameter.element_size()
-        buffers = 6 * 4 + size if master_weights else 6 * size
-        total += parameter.numel() * (buffers + size * (2 if clip else 1))
-    return total
+    buffers = 24 if master_weights else 0  # bytes of float32 masters and moments, besides 16-bit parameters
+    sizes = [(parameter.numel(), parameter.element_size()) for parameter in parameters]
+    return sum(count * (buffers + size * ((1 if buffers else 6) + (2 if clip else 1))) for count, size in sizes)
 
 
 LEARNING_RATE = 1e-4
@@ -116,31 +113,28 @@ class Peer:
     compiled: bool = False  # whether its first step compiles for minutes: it runs on request only
     clips: bool = False  # whether `step()` itself clips, when built with `max_grad_norm`
     gpu_only: bool = False  # whether it has no CPU version
+    has_masters: bool = False  # whether it keeps float32 master weights and moments
 
 
-_torch_adamw = partial(torch.optim.AdamW, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+_ADAMW: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
+_torch_adamw = partial(torch.optim.AdamW, **_ADAMW)
+_tilestep = partial(Optimizer, rule="AdamW", **_ADAMW)
 
 
 def _torch_compiled(parameters: Sequence[Tensor]) -> Any:
-    optimizer = torch.optim.AdamW(
-        parameters, lr=torch.tensor(LEARNING_RATE), weight_decay=WEIGHT_DECAY, capturable=parameters[0].is_cuda
-    )
+    rate = torch.tensor(LEARNING_RATE)
+    optimizer = torch.optim.AdamW(parameters, rate, weight_decay=WEIGHT_DECAY, capturable=parameters[0].is_cuda)
     optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign]
     return optimizer
 
 
-_tilestep = partial(Optimizer, rule="AdamW", lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-
-
 def _of_peer(parameters: Sequence[Tensor], module: str, name: str, **options: Any) -> Any:
     own = {"storage_dtype": str(parameters[0].dtype).removeprefix("torch.")} if module == "heavyball" else {}
-    adamw = getattr(importlib.import_module(module), name)
-    return adamw(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **options, **own)
+    return getattr(importlib.import_module(module), name)(parameters, **_ADAMW, **options, **own)
 
 
-_optimi = partial(_of_peer, module="optimi", name="AdamW", betas=(0.9, 0.999), eps=1e-8, kahan_sum=False)
-_flashoptim = partial(_of_peer, module="flashoptim", name="FlashAdamW", quantize=False, master_weight_bits=None)
-_heavyball = partial(_of_peer, module="heavyball", name="AdamW", betas=(0.9, 0.999))
+def _peer(title: str, module: str, name: str, options: dict[str, Any], **properties: bool) -> Peer:
+    return Peer(title, partial(_of_peer, module=module, name=name, **options), module, **properties)
 
 
 PEERS = [
@@ -148,11 +142,12 @@ PEERS = [
     Peer("torch foreach", partial(_torch_adamw, foreach=True)),
     Peer("torch fused", partial(_torch_adamw, fused=True)),
     Peer("torch compiled", _torch_compiled, compiled=True),
-    Peer("torch-optimi", _optimi, module="optimi"),
-    Peer("flashoptim", _flashoptim, module="flashoptim", gpu_only=True),
-    Peer("heavyball", _heavyball, module="heavyball", compiled=True),
+    _peer("torch-optimi", "optimi", "AdamW", {"betas": (0.9, 0.999), "eps": 1e-8, "kahan_sum": False}),
+    _peer("flashoptim", "flashoptim", "FlashAdamW", {"quantize": False, "master_weight_bits": None}, gpu_only=True),
+    _peer("heavyball", "heavyball", "AdamW", {"betas": (0.9, 0.999)}, compiled=True),
     Peer(OURS, _tilestep, module="tilestep", clips=True),
 ]
+_WITH_MASTERS = [Peer(OURS, partial(_tilestep, master_weights=True), clips=True, has_masters=True)]
 
 
 def peers(device: torch.device, compiled: bool = False, names: Sequence[str] = ()) -> list[Peer]:
@@ -171,7 +166,7 @@ def step_of(peer: Peer, parameters: Sequence[Tensor], max_grad_norm: float | Non
     """Return a function that takes one step, clipping by the global norm first where asked."""
     if peer.clips or max_grad_norm is None:
         optimizer = peer.build(parameters, **({} if max_grad_norm is None else {"max_grad_norm": max_grad_norm}))
-        return lambda: optimizer.step()
+        return optimizer.step  # type: ignore[no-any-return]
     clipped = peer.build(parameters)
 
     def step() -> None:
@@ -224,25 +219,27 @@ def run_norm(settings: Settings) -> Result:
 def _norm_groups(workload: Workload, settings: Settings) -> list[Group]:
     parameters = make_parameters(workload, settings.device)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    read = sum(gradient.numel() * gradient.element_size() for gradient in gradients)
-    norms = [
-        Contender("torch", partial(torch.nn.utils.get_total_norm, gradients), read),
-        Contender(OURS, partial(total_norm, gradients), read),
-    ]
-
+    read = sum(gradient.nbytes for gradient in gradients)
+    norms = {"torch": torch.nn.utils.get_total_norm, OURS: total_norm}
+    clips = {"torch": torch.nn.utils.clip_grad_norm_, OURS: clip_grad_norm_}
     # Gradients are restored, so that every call clips.
     enlarge = partial(torch._foreach_mul_, gradients, 1.5)
-
-    clips = [
-        Contender("torch", partial(torch.nn.utils.clip_grad_norm_, parameters, MAX_GRAD_NORM), 3 * read, enlarge),
-        Contender(OURS, partial(clip_grad_norm_, parameters, MAX_GRAD_NORM), 3 * read, enlarge),
-    ]
-    reads = bandwidth.flat_reads(settings.device, settings.buffer_bytes)
-    copy = bandwidth.copy(settings.device, settings.buffer_bytes)
-
+    compared = {
+        "total norm": (
+            [Contender(name, partial(norm, gradients), read) for name, norm in norms.items()],
+            bandwidth.flat_reads(settings.device, settings.buffer_bytes),
+        ),
+        "clip": (
+            [
+                Contender(name, partial(clip, parameters, MAX_GRAD_NORM), 3 * read, enlarge)
+                for name, clip in clips.items()
+            ],
+            [bandwidth.copy(settings.device, settings.buffer_bytes)],
+        ),
+    }
     return [
-        measured_group(f"total norm, {workload.title}", norms, reads, settings, settings.device),
-        measured_group(f"clip, {workload.title}", clips, [copy], settings, settings.device),
+        measured_group(f"{title}, {workload.title}", contenders, limits, settings, settings.device)
+        for title, (contenders, limits) in compared.items()
     ]
 
 
@@ -252,77 +249,67 @@ def run_step(settings: Settings) -> Result:
     # torch's default on a GPU is foreach.
     same = "torch default" if has_streams(settings.device) else ""
     competing = [peer for peer in peers(settings.device, settings.compiled) if peer.name != same]
+
+    def limits() -> list[Contender]:
+        return [bandwidth.copy(settings.device, settings.buffer_bytes)]
+
     for workload in gpu_workloads(settings.quick):
         float32 = dataclasses.replace(workload, dtype=torch.float32)
-        _step_group(result, settings, workload, MAX_GRAD_NORM, competing)
+        kinds: list[tuple[Workload, float | None, list[Peer]]] = [(workload, MAX_GRAD_NORM, competing)]
         if workload.name == "llama":
-            _step_group(result, settings, workload, None, competing)
-            _step_group(result, settings, float32, MAX_GRAD_NORM, competing)
-            _step_group(result, settings, float32, None, competing)
-            _step_group(result, settings, workload, MAX_GRAD_NORM, None)
-        _step_group(result, settings, workload, None, None)
+            kinds += [(workload, None, competing), (float32, MAX_GRAD_NORM, competing), (float32, None, competing)]
+            kinds += [(workload, MAX_GRAD_NORM, _WITH_MASTERS)]
+        for listed, clip, contenders in (*kinds, (workload, None, _WITH_MASTERS)):
+            _step_group(result, settings, listed, clip, contenders, limits)
     return result
-
-
-def _step_group(
-    result: Result, settings: Settings, workload: Workload, clip: float | None, competing: Sequence[Peer] | None
-) -> None:
-    """Measure one kind of step; without peers with float32 master weights, which only tilestep has."""
-    device = settings.device
-    master = competing is None
-    weights = ", float32 master weights and moments" if master else ""
-    title = f"{'clip + ' if clip else ''}AdamW{weights}, {workload.title}"
-    settings.say(f"step: {title}")
-
-    def with_masters() -> Contender:
-        parameters = make_parameters(workload, device)
-        optimizer = Optimizer(parameters, "AdamW", lr=1e-4, master_weights=True, max_grad_norm=clip)
-        return Contender(OURS, optimizer.step, adamw_bytes(parameters, clip is not None, master_weights=True))
-
-    builds: list[Callable[[], Contender]] = [
-        partial(_step_contender, peer, workload, device, clip) for peer in competing or ()
-    ]
-    builds += [with_masters] if master else []
-    room = _room(settings, workload, bytes_an_element=16 if master else 4 * workload.dtype.itemsize)
-    if room < 1:
-        result.notes.append(f"left out, memory does not suffice: {title}")
-        return
-    group: Group | None = None
-    for start in range(0, len(builds), room):
-        contenders = [build() for build in builds[start : start + room]]
-        copy = bandwidth.copy(device, settings.buffer_bytes)
-        measured = measured_group(title, contenders, [copy], settings, device)
-        if group is None:
-            group = measured
-        else:
-            group.rows[-1:-1] = measured.rows[:-1]
-        contenders.clear()
-        free(device)
-    assert group is not None
-    if room < len(builds):
-        result.notes.append(f"{room} at a time, memory does not suffice for all at once: {title}")
-    result.groups.append(group)
 
 
 def run_cpu(settings: Settings) -> Result:
     """Measure AdamW on the CPU against torch and against a plain loop with the same traffic."""
-    device = torch.device("cpu")
-    result = Result("cpu", environment(device))
+    settings = dataclasses.replace(settings, device=torch.device("cpu"))
+    result = Result("cpu", environment(settings.device))
+    # torch's foreach is a loop on the CPU, like the default.
+    competing = [peer for peer in peers(settings.device, settings.compiled) if peer.name != "torch foreach"]
     for workload in cpu_workloads(settings.quick):
-        settings.say(f"cpu: AdamW, {workload.title}")
-        contenders = [
-            _step_contender(peer, workload, device, None)
-            for peer in peers(device, settings.compiled)
-            if peer.name != "torch foreach"  # a loop on the CPU, like the default
-        ]
-        loop = bandwidth.plain_loop(workload.elements, workload.dtype)
-        pieces = bandwidth.loop_over_tensors([math.prod(shape) for shape in workload.shapes], workload.dtype)
-        limits = [limit for limit in (loop, pieces) if limit is not None]
-        limits = limits or [bandwidth.copy(device, settings.buffer_bytes)]
-        result.groups.append(measured_group(f"AdamW, {workload.title}", contenders, limits, settings, device))
-        del contenders, limits, loop, pieces
-        free(device)
+
+        def limits(workload: Workload = workload) -> list[Contender]:
+            loop = bandwidth.plain_loop(workload.elements, workload.dtype)
+            pieces = bandwidth.loop_over_tensors([math.prod(shape) for shape in workload.shapes], workload.dtype)
+            loops = [limit for limit in (loop, pieces) if limit is not None]
+            return loops or [bandwidth.copy(settings.device, settings.buffer_bytes)]
+
+        _step_group(result, settings, workload, None, competing, limits)
     return result
+
+
+def _step_group(
+    result: Result,
+    settings: Settings,
+    workload: Workload,
+    clip: float | None,
+    competing: Sequence[Peer],
+    limits: Callable[[], list[Contender]],
+) -> None:
+    """Measure one kind of step, with as many contenders at a time as memory suffices for."""
+    has_masters = competing[0].has_masters
+    weights = ", float32 master weights and moments" if has_masters else ""
+    title = f"{'clip + ' if clip else ''}AdamW{weights}, {workload.title}"
+    settings.say(f"{result.section}: {title}")
+    room = _room(settings, workload, bytes_an_element=16 if has_masters else 4 * workload.dtype.itemsize)
+    if room < 1:
+        result.notes.append(f"left out, memory does not suffice: {title}")
+        return
+    rows: list[Row] = []
+    for start in range(0, len(competing), room):
+        listed = competing[start : start + room]
+        contenders = [_step_contender(peer, workload, settings.device, clip) for peer in listed]
+        group = measured_group(title, contenders, limits(), settings, settings.device)
+        rows += group.rows[: len(listed)]
+        del contenders
+        free(settings.device)
+    if room < len(competing):
+        result.notes.append(f"{room} at a time, memory does not suffice for all at once: {title}")
+    result.groups.append(dataclasses.replace(group, rows=[*rows, *group.rows[len(listed) :]]))
 
 
 def _step_contender(peer: Peer, workload: Workload, device: torch.device, max_grad_norm: float | None) -> Contender:
@@ -340,7 +327,8 @@ def _step_contender(peer: Peer, workload: Workload, device: torch.device, max_gr
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient  # some optimizers drop gradients
 
-    return Contender(peer.name, call, adamw_bytes(parameters, clip=max_grad_norm is not None), prepare)
+    moved = adamw_bytes(parameters, max_grad_norm is not None, peer.has_masters)
+    return Contender(peer.name, call, moved, prepare)
 
 
 def measured_group(

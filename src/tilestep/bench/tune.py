@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,13 +12,13 @@ from typing import Any
 import torch
 
 from ..backends.tuning import TileShape, candidates, forced_shape, save_shapes, signature, tile_shape
-from ..devices import has_streams, is_host
+from ..devices import has_streams
 from ..kernels.launch import build_threads, build_together
 from ..kernels.spec import KernelSpec
 from ..optimizer import Optimizer
 from ..optimizer.plan import StepPlan
 from ..rules import Rule, registry
-from .measure import SETTLE_SECONDS, synchronize
+from .measure import Contender, measure
 
 KINDS: Mapping[str, tuple[torch.dtype, Mapping[str, Any]]] = {
     "fp32": (torch.float32, {}),
@@ -100,72 +99,6 @@ def jobs(rules: Iterable[Rule], device: torch.device) -> list[Job]:
     return list(by_signature.values())
 
 
-def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a call: on a GPU of one of four in a row, by its events."""
-    synchronize(device)
-    if is_host(device):
-        time.sleep(SETTLE_SECONDS)
-        begin = time.perf_counter()
-        call()
-        return time.perf_counter() - begin
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    first.record()
-    for _ in range(4):
-        call()
-    last.record()
-    last.synchronize()
-    return first.elapsed_time(last) / 4e3
-
-
-class _Turns:
-    """An optimizer of a job's signature, and the times of its step with each shape, in milliseconds."""
-
-    def __init__(self, job: Job, device: torch.device, elements: int, tick: Callable[[str], object]) -> None:
-        self._optimizer = _optimizer(job.rule, job.kind, elements, device)
-        self._device, self._tick = device, tick
-        self.milliseconds: dict[TileShape, list[float]] = {}
-
-    def build(self, shapes: Sequence[TileShape]) -> None:
-        """Compile the kernels of all shapes in parallel."""
-        if not has_streams(self._device):
-            return  # on a CPU one kernel serves all shapes
-        self._tick(f"compiling {len(shapes)} shapes")
-        launches = []
-        for shape in shapes:
-            for engine in self._rebuilt(shape).engines:
-                launches += [launch for passes in engine.passes for launch in passes.launches(False)]
-        build_together(launches, self._device)
-
-    def turn(self, shape: TileShape) -> None:
-        """Time a step with this shape."""
-        self._tick(str(shape))
-        self._rebuilt(shape)
-        self._optimizer.step()  # builds, and updates the tables
-        taken = timed(self._optimizer.step, self._device) * 1e3
-        self.milliseconds.setdefault(shape, []).append(taken)
-
-    def rounds(self, shapes: Sequence[TileShape], count: int, until: float, least: int = 0) -> None:
-        """Let shapes take turns, each round with another first shape; ends early at the time limit."""
-        for index in range(count):
-            if index >= least and time.monotonic() > until:
-                break
-            shift = index % len(shapes)
-            for shape in (*shapes[shift:], *shapes[:shift]):
-                self.turn(shape)
-
-    def medians(self) -> dict[TileShape, float]:
-        """The median time of each shape."""
-        return {shape: statistics.median(taken) for shape, taken in self.milliseconds.items()}
-
-    def forget(self) -> None:
-        """Drop the times before the deciding turns: the best of many shapes was partly lucky."""
-        self.milliseconds = {}
-
-    def _rebuilt(self, shape: TileShape) -> StepPlan:
-        with forced_shape(shape):
-            return self._optimizer.rebuild()
-
-
 def _measure(
     job: Job,
     shapes: Sequence[TileShape],
@@ -176,27 +109,54 @@ def _measure(
     tick: Callable[[str], object],
 ) -> tuple[dict[TileShape, float], TileShape]:
     """Milliseconds of a step with the shape in use, the first, and with other shapes; and the fastest shape."""
-    turns, before = _Turns(job, device, elements, tick), shapes[0]
+    optimizer, before = _optimizer(job.rule, job.kind, elements, device), shapes[0]
+
+    def rebuilt(shape: TileShape) -> StepPlan:
+        with forced_shape(shape):
+            return optimizer.rebuild()
+
+    def build(shapes: Sequence[TileShape]) -> None:
+        """Compile the kernels of all shapes in parallel; on a CPU one kernel serves all shapes."""
+        tick(f"compiling {len(shapes)} shapes")
+        passes = [passes for shape in shapes for engine in rebuilt(shape).engines for passes in engine.passes]
+        build_together([launch for each in passes for launch in each.launches(False)], device)
+
+    def turns(shapes: Sequence[TileShape], rounds: int, until: float) -> dict[TileShape, float]:
+        def prepare(shape: TileShape) -> None:
+            tick(str(shape))
+            rebuilt(shape)
+            optimizer.step()  # builds, and updates the tables
+
+        repeat = 4 if has_streams(device) else 1
+        contenders = [
+            Contender(str(shape), optimizer.step, prepare=partial(prepare, shape), repeat=repeat) for shape in shapes
+        ]
+        rows = measure(contenders, device, rounds, warmup=0, traced=False, busy=False, until=until)
+        for row in rows:
+            if row.wall is None:
+                raise RuntimeError(f"{job.rule.name}, {job.kind}, tiles of {row.contender}: {row.failure}")
+        return {shape: row.wall.median for shape, row in zip(shapes, rows) if row.wall}
+
     decide = until - (until - time.monotonic()) / 4 if math.isfinite(until) else until
     together = build_threads()
+    medians: dict[TileShape, float] = {}
     for start in range(0, len(shapes), together):
         # A few at a time: kernels of states in blocks take seconds to build, and late shapes are not measured.
         if start and time.monotonic() >= decide:
             break
-        turns.build(shapes[start : start + together])
-        for shape in shapes[start : start + together]:
-            if shape is before or time.monotonic() < decide:
-                turns.turn(shape)
-    least = min(turns.medians().values())
-    close = [shape for shape, taken in turns.medians().items() if taken <= (1 + _CLOSE) * least]
-    if len(close) > 1:
-        turns.rounds(close, rounds - 1, decide)
-    medians = turns.medians()
+        chosen = shapes[start : start + together]
+        if has_streams(device):
+            build(chosen)
+        medians |= turns(chosen, 1, until)
+    least = min(medians.values())
+    close = [shape for shape, taken in medians.items() if taken <= (1 + _CLOSE) * least]
+    if len(close) > 1 and rounds > 1 and time.monotonic() < decide:
+        medians |= turns(close, rounds - 1, decide)
     best = min(medians, key=medians.__getitem__)
     if rounds > 1 and best != before:
-        turns.forget()
-        turns.rounds([before, best], rounds, until, least=min(rounds, 3))
-    return {**medians, **turns.medians()}, best
+        # The best of many shapes was partly lucky: these turns alone decide.
+        medians |= turns([before, best], rounds, until)
+    return medians, best
 
 
 def tune(

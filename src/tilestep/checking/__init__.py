@@ -58,12 +58,7 @@ def check_rule(
         subject = Subject(rule, overrides, device, graphs)
         if is_host(device) and compiler() is None:
             yield Verdict(DEVICE_NAMES["cpu"], None, "no compiler: what is not built yet is tested as eager PyTorch")
-        for name, item in ITEMS.items():
-            if name == "threads" and subject.has_matrices:
-                text = "left out: torch's own matrix products are not the same for every number of threads"
-                yield Verdict(f"{DEVICE_NAMES['cpu']}, {name}", None, text)
-            elif name != "threads" or is_host(device):
-                yield run_item(subject, name, item)
+        yield from (run_item(subject, *item) for item in ITEMS.items() if item[0] != "threads" or is_host(device))
     if len(devices) == 1:
         yield from check_interpreted(rule, overrides) if interpret else ()
 
@@ -106,19 +101,14 @@ def check_interpreted(rule: Any, overrides: Mapping[str, Any]) -> Iterator[Verdi
         return
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", f"from {__name__} import answer; answer()"]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
-    ) as process:
-        try:
-            out, errors = process.communicate(payload, timeout=_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            yield Verdict(_BACKEND, None, f"not done after {_TIMEOUT} seconds")
-            return
-    verdicts = [Verdict(**json.loads(line)) for line in out.decode().splitlines() if line.startswith("{")]
-    yield from verdicts
-    if process.returncode:
-        last = errors.decode().strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
+    try:
+        done = subprocess.run(command, input=payload, capture_output=True, env=environment, timeout=_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        yield Verdict(_BACKEND, None, f"not done after {_TIMEOUT} seconds")
+        return
+    yield from (Verdict(**json.loads(line)) for line in done.stdout.decode().splitlines() if line.startswith("{"))
+    if done.returncode:
+        last = done.stderr.decode().strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         yield Verdict(_BACKEND, False, f"it stopped with: {last[0]}")
 
 
@@ -141,7 +131,8 @@ def answer() -> None:
     subject = Subject(subject_rule, overrides, torch.device("cpu"), graphs)
     if subject.has_matrices:
         text = "left out for matrices: the interpreter does not round to bfloat16 as a GPU does"
-        print(json.dumps(asdict(Verdict(_BACKEND, None, text))), flush=True)
-        return
-    for name in INTERPRETED:
-        print(json.dumps(asdict(run_item(subject, name, ITEMS[name], _BACKEND))), flush=True)
+        verdicts = iter([Verdict(_BACKEND, None, text)])
+    else:
+        verdicts = (run_item(subject, name, ITEMS[name], _BACKEND) for name in INTERPRETED)
+    for verdict in verdicts:
+        print(json.dumps(asdict(verdict)), flush=True)

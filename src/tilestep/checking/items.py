@@ -49,6 +49,10 @@ class CheckFailure(Exception):
         self.buffer = buffer
 
 
+class NotChecked(Exception):
+    """A check means nothing for a rule; the message says why."""
+
+
 @dataclass
 class Snapshot:
     """A parameter, its gradient and its state before a step, as copies."""
@@ -92,16 +96,23 @@ class Snapshot:
         exact = exact_values(param, {}) if master_kind(param.dtype, group) is None else param.detach().float()
         return cls(exact, param.grad.detach().clone(), buffers, 1.0)
 
-    def kept_as(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
+    def kept_as(self, state: Mapping[str, Any]) -> None:
         """Round initial states to their formats."""
         for name, value in self.states.items():
-            blocks = kept_in_blocks(state, name)
-            if blocks is not None:
-                arrays = {array.name: torch.empty_like(state[array.name]) for array in blocks.arrays(name)}
-                stored_in(blocks, arrays, name, value, shape=param.shape)
-                self.states[name] = values_of(blocks, arrays, name, shape=param.shape)
+            if (blocks := kept_in_blocks(state, name)) is not None:
+                self.states[name] = _stored_and_read(blocks, name, value)
             elif isinstance(state.get(name), torch.Tensor):
                 self.states[name] = value.to(state[name].dtype).to(value.dtype)
+
+
+def _stored_and_read(blocks: Storage, name: str, value: torch.Tensor) -> torch.Tensor:
+    """Values of a state after a round trip through its format."""
+    arrays = {
+        array.name: value.new_empty(shape_of_entries(value.shape, array.elements), dtype=array.dtype)
+        for array in blocks.arrays(name)
+    }
+    stored_in(blocks, arrays, name, value, shape=value.shape)
+    return values_of(blocks, arrays, name, shape=value.shape)
 
 
 def expected(
@@ -113,7 +124,8 @@ def expected(
         state = before.states.get(name)
         wide = torch.float64 if rule.states[name].shape == "scalar" else dtype
         buffers.append(None if state is None else state.to(wide, copy=True))
-    kept = precision_of.set(lambda _: torch.finfo(before.param.dtype).eps)
+    precision = torch.finfo(before.param.dtype).eps
+    kept = precision_of.set(lambda _: precision)
     try:
         copies = [None if buffer is None else buffer.clone() for buffer in buffers]
         results = rule(*copies, **hyperparameters, step=before.step)
@@ -158,68 +170,37 @@ def compare(
     for name, value in actual.items():
         if name not in wanted:
             raise CheckFailure(f"{name} of {label} is kept, but the rule returns None for it", name)
-        shaped = wanted[name].to(value.device).expand(value.shape)
+        right = wanted[name].to(value.device).expand(value.shape)
         blocks = None if name == "param" else kept_in_blocks(state, name)
         if blocks is not None:
-            _close_in_blocks(name, label, blocks, value, shaped, before.step)
+            rounded = _stored_and_read(blocks, name, right)
+            own, off = (float((kept.double() - right).square().sum()) for kept in (rounded, value))
+            if not off <= 2 * own + 1e-12 * float(right.square().sum()):
+                raise CheckFailure(
+                    f"{name} of {label}, kept as {blocks}, is off by {off:.3g} at step {before.step:g} (a sum of "
+                    f"squares), where the format alone is by {own:.3g}",
+                    name,
+                )
             continue
-        spread = (rough[name].to(value.device).expand(value.shape) - shaped).abs()
+        spread = (rough[name].to(value.device).expand(value.shape) - right).abs()
         if coarse and spread.numel():
             spread = spread.amax().expand(value.shape)
-        previous = old[name].to(value.device).double()
-        kept = precision if name == "param" else torch.finfo(value.dtype).eps
-        _close(name, label, value.detach(), shaped, previous, spread, kept, compute, before.step)
-    has_master = not MASTER_KEYS.isdisjoint(state)
-    if has_master and not torch.equal(param.detach(), exact.to(param.device, param.dtype)):
+        kept, number, previous = torch.finfo(value.dtype), value.detach().double(), old[name].to(value.device).double()
+        computed = 64 * torch.finfo(compute).eps * (right.abs() + previous.abs() + (right - previous).abs())
+        stored = (precision if name == "param" else kept.eps) * right.abs() + kept.smallest_normal * kept.eps
+        strays = ~((number - right).abs() <= stored + computed + 8 * spread)
+        strays &= ~(number == right) & ~(number.isnan() & right.isnan())
+        count = int(strays.sum())
+        if count > number.numel() // _STRAY:
+            place = int(strays.flatten().nonzero()[0])
+            raise CheckFailure(
+                f"{'the parameter' if name == 'param' else name} of {label} is {number.flatten()[place].item():.9g} at "
+                f"step {before.step:g}, where the formula gives {right.flatten()[place].item():.9g} (element {place}; "
+                f"{count} of {number.numel()} are off)",
+                name,
+            )
+    if not MASTER_KEYS.isdisjoint(state) and not torch.equal(param.detach(), exact.to(param.device, param.dtype)):
         raise CheckFailure(f"{label} is not its float32 master rounded to {param.dtype}", "param")
-
-
-def _close_in_blocks(
-    name: str, label: str, blocks: Storage, actual: torch.Tensor, wanted: torch.Tensor, step: float
-) -> None:
-    """Raise if the error of a state in blocks is much larger than the rounding error of the format."""
-    shapes = {array.name: shape_of_entries(actual.shape, array.elements) for array in blocks.arrays(name)}
-    kept = {
-        array.name: torch.empty(shapes[array.name], dtype=array.dtype, device=actual.device)
-        for array in blocks.arrays(name)
-    }
-    stored_in(blocks, kept, name, wanted.float(), shape=actual.shape)
-    rounded = values_of(blocks, kept, name, shape=actual.shape).double()
-    own, off = float((rounded - wanted).square().sum()), float((actual.double() - wanted).square().sum())
-    if not off <= 2 * own + 1e-12 * float(wanted.square().sum()):
-        raise CheckFailure(
-            f"{name} of {label}, kept as {blocks}, is off by {off:.3g} at step {step:g} (a sum of squares), where the "
-            f"format alone is by {own:.3g}",
-            name,
-        )
-
-
-def _close(
-    name: str,
-    label: str,
-    actual: torch.Tensor,
-    wanted: torch.Tensor,
-    old: torch.Tensor,
-    spread: torch.Tensor,
-    eps: float,
-    compute: torch.dtype,
-    step: float,
-) -> None:
-    kept, actual = torch.finfo(actual.dtype), actual.double()
-    scale = wanted.abs() + old.abs() + (wanted - old).abs()
-    computed = 64 * torch.finfo(compute).eps * scale
-    allowed = eps * wanted.abs() + kept.smallest_normal * kept.eps + computed + 8 * spread
-    strays = ~((actual - wanted).abs() <= allowed) & ~(actual == wanted) & ~(actual.isnan() & wanted.isnan())
-    count = int(strays.sum())
-    if count <= actual.numel() // _STRAY:
-        return
-    place = int(strays.flatten().nonzero()[0])
-    what = f"{'the parameter' if name == 'param' else name} of {label}"
-    raise CheckFailure(
-        f"{what} is {actual.flatten()[place].item():.9g} at step {step:g}, where the formula gives "
-        f"{wanted.flatten()[place].item():.9g} (element {place}; {count} of {actual.numel()} are off)",
-        name,
-    )
 
 
 DEVICE_NAMES = {"cpu": "C++", "cuda": "Triton"}
@@ -319,20 +300,13 @@ class Training:
 
     def group(self, index: int) -> dict[str, Any]:
         """The param group of a parameter."""
-        for group in self.owner[index].param_groups:
-            if any(param is self.params[index] for param in group["params"]):
-                return group
-        raise AssertionError("the parameter is in no group")
+        groups = self.owner[index].param_groups
+        return next(group for group in groups if any(param is self.params[index] for param in group["params"]))
 
-    def hyperparameters(self, index: int) -> dict[str, Any]:
-        """The hyperparameters of a parameter's group."""
-        group = self.group(index)
-        return {key: group[key] for key in self.subject.rule.hyperparameters}
-
-    def set_gradients(self, seed: int = 0) -> None:
+    def set_gradients(self) -> None:
         """Draw this step's gradients."""
         for index, param in enumerate(self.params):
-            param.grad = draw(param.shape, param.dtype, param.device, 1000 * (self.steps + 1) + index + seed)
+            param.grad = draw(param.shape, param.dtype, param.device, 1000 * (self.steps + 1) + index)
 
     def step(self) -> None:
         """Step every optimizer."""
@@ -342,37 +316,33 @@ class Training:
 
     def compared_step(self, limit: float | None = None) -> None:
         """Step, and compare parameters that have gradients with the formula; other parameters must not change."""
-        before: list[Snapshot | torch.Tensor] = []
+        rule, snapshots, others = self.subject.rule, dict[int, Snapshot](), dict[int, torch.Tensor]()
+        states = [self.state(index) for index in range(len(self.params))]
+        numbers = [{key: self.group(index)[key] for key in rule.hyperparameters} for index in range(len(self.params))]
         for index, param in enumerate(self.params):
             if param.grad is None:
-                before.append(param.detach().clone())
-            elif state := self.state(index):
-                before.append(Snapshot.of(param, state))
+                others[index] = param.detach().clone()
+            elif states[index]:
+                snapshots[index] = Snapshot.of(param, states[index])
             else:
-                before.append(Snapshot.first(param, self.subject.rule, self.group(index)))
-        is_first = [not self.state(index) for index in range(len(self.params))]
-        hyperparameters = [self.hyperparameters(index) for index in range(len(self.params))]
+                snapshots[index] = Snapshot.first(param, rule, self.group(index))
         if limit is not None:
-            self._clip(before, limit)
+            self._clip(snapshots, limit)
         self.step()
-        for index, (param, old) in enumerate(zip(self.params, before)):
+        for index, param in enumerate(self.params):
             label = f"a {str(param.dtype).removeprefix('torch.')} tensor of shape {tuple(param.shape)}"
-            if isinstance(old, Snapshot):
-                if is_first[index]:
-                    old.kept_as(param, self.state(index))
-                rule, coarse = self.subject.rule, self.subject.has_matrices
-                compare(rule, label, param, self.state(index), old, hyperparameters[index], coarse)
-            elif not torch.equal(param.detach(), old):
+            if index in snapshots:
+                old, state = snapshots[index], self.state(index)
+                if not states[index]:
+                    old.kept_as(state)
+                compare(rule, label, param, state, old, numbers[index], self.subject.has_matrices)
+            elif not torch.equal(param.detach(), others[index]):
                 raise CheckFailure(f"{label} has no gradient and was changed", "param")
 
-    def _clip(self, before: Sequence[Snapshot | torch.Tensor], limit: float) -> None:
+    def _clip(self, snapshots: Mapping[int, Snapshot], limit: float) -> None:
         """Clip the gradients of snapshots in float64, as `torch.nn.utils.clip_grad_norm_` does."""
         for optimizer in self.optimizers:
-            own = [
-                snapshot
-                for snapshot, owner in zip(before, self.owner)
-                if owner is optimizer and isinstance(snapshot, Snapshot)
-            ]
+            own = [snapshot for index, snapshot in snapshots.items() if self.owner[index] is optimizer]
             norm = math.sqrt(sum(float(snapshot.grad.double().square().sum()) for snapshot in own))
             for snapshot in own:
                 snapshot.grad = snapshot.grad.double() * min(1.0, limit / (norm + 1e-6))
@@ -382,18 +352,11 @@ class Training:
         for index in range(len(self.params)):
             self.state(index)["step"].fill_(count - 1)
 
-    def run(self, steps: int = 5) -> Training:
-        """Compared steps, each with new gradients."""
+    def run(self, steps: int = 5, *, compared: bool = True) -> Training:
+        """Steps, each with new gradients."""
         for _ in range(steps):
             self.set_gradients()
-            self.compared_step()
-        return self
-
-    def trained(self, steps: int) -> Training:
-        """Steps without comparisons, each with new gradients."""
-        for _ in range(steps):
-            self.set_gradients()
-            self.step()
+            (self.compared_step if compared else self.step)()
         return self
 
     def contents(self) -> list[torch.Tensor]:
@@ -423,16 +386,17 @@ def run_item(subject: Subject, name: str, item: Callable[[Subject], str], backen
 def timed(label: str, where: Subject | str, check: Callable[..., str], *args: Any) -> Verdict:
     """Call a check: its text, or how and where it fails."""
     begin = time.perf_counter()
+    passed: bool | None
     try:
         passed, text = True, check(*args)
+    except NotChecked as unfit:
+        passed, text = None, str(unfit)
     except CheckFailure as failure:
-        place = where if isinstance(where, str) else where.line_of(failure.buffer)
-        passed, text = False, f"{failure}; see {place}"
+        passed, text = False, f"{failure}; see {where if isinstance(where, str) else where.line_of(failure.buffer)}"
     except Exception as error:  # any error of a user's rule is the verdict
         place = _failing_line(error, where if isinstance(where, str) else where.rule.where)
         reason = " ".join(str(error).split()) or type(error).__name__
-        named = reason if place.rpartition(":")[0] in reason else f"{reason}; see {place}"
-        passed, text = False, named
+        passed, text = False, reason if place.rpartition(":")[0] in reason else f"{reason}; see {place}"
     return Verdict(label, passed, text, time.perf_counter() - begin)
 
 
@@ -463,21 +427,25 @@ _LARGE = ((37, 130), (5000,), (6, 8, 96), (48, 12, 3, 3))
 _SMALL_TILES = ((0,), (1,), (511,), (513,), (1025,), (0, 3), (1, 1), (1, 519), (519, 1))
 
 
-def _parameters(subject: Subject, dtype: torch.dtype = torch.float32, shapes: Any = None) -> list[torch.nn.Parameter]:
-    wanted = subject.shapes() if shapes is None else subject.shapes(shapes)
-    return [torch.nn.Parameter(draw(shape, dtype, subject.device, seed)) for seed, shape in enumerate(wanted, start=1)]
+def _trial(
+    subject: Subject, options: Any = None, *, dtype: Any = torch.float32, shapes: Any = SHAPES, groups: Any = ()
+) -> Training:
+    """Random parameters of the shapes that the rule supports, with optimizers."""
+    wanted = enumerate(subject.shapes(shapes), start=1)
+    params = [torch.nn.Parameter(draw(shape, dtype, subject.device, seed)) for seed, shape in wanted]
+    return Training(subject, params, options, groups)
 
 
 def formula(subject: Subject, dtype: torch.dtype, **options: Any) -> str:
     """Steps of parameters of a dtype agree with the formula."""
-    trial = Training(subject, _parameters(subject, dtype), options).run()
+    trial = _trial(subject, options, dtype=dtype).run()
     return f"{trial.steps} steps of {len(trial.params)} tensors agree with the rule's own code in float64"
 
 
 def late_steps(subject: Subject) -> str:
     """Steps with later counts: where a branch on the count changes, and at step 1,000."""
     counts = late_counts(subject.graphs.values(), subject.hyperparameters)
-    trial, branches = Training(subject, _parameters(subject)), Branches()
+    trial, branches = _trial(subject), Branches()
     with branches:
         trial.run(1)
         for count in counts:
@@ -490,14 +458,13 @@ def late_steps(subject: Subject) -> str:
 
 def formats(subject: Subject, state_dtype: str) -> str:
     """States in a format: steps from stored states agree with the formula, and its results are stored correctly."""
-    shapes = subject.shapes(_LARGE)
     try:
-        trial = Training(subject, _parameters(subject, shapes=shapes), {"state_dtype": state_dtype}).run(3)
+        trial = _trial(subject, {"state_dtype": state_dtype}, shapes=_LARGE).run(3)
     except StateError as error:
         return f"refused: {error}"
     changed = sum(
         value.dtype is not torch.float32 and name != "step" and "_scales" not in name
-        for index in range(len(shapes))
+        for index in range(len(trial.params))
         for name, value in trial.state(index).items()
     )
     if not changed:
@@ -510,10 +477,10 @@ def sizes(subject: Subject) -> str:
     from ..backends import registry
 
     interpreted = is_host(subject.device) and registry.interpreting
-    shapes = subject.shapes(_MATRICES if subject.has_matrices else _SMALL_TILES if interpreted else _TILES)
-    Training(subject, _parameters(subject, shapes=shapes)).run(1 if interpreted else 2)
-    longest = max(math.prod(shape) for shape in shapes)
-    return f"{len(shapes)} sizes of up to {longest:,} elements agree with the formula"
+    shapes = _MATRICES if subject.has_matrices else _SMALL_TILES if interpreted else _TILES
+    trial = _trial(subject, shapes=shapes).run(1 if interpreted else 2)
+    longest = max(map(torch.Tensor.numel, trial.params))
+    return f"{len(trial.params)} sizes of up to {longest:,} elements agree with the formula"
 
 
 def layouts(subject: Subject) -> str:
@@ -552,8 +519,7 @@ def layouts(subject: Subject) -> str:
 
 def groups(subject: Subject) -> str:
     """Two param groups with different numbers, and parameters that have no gradient for some steps."""
-    moved = _moved(subject, 0.5)
-    trial = Training(subject, _parameters(subject), groups=[moved])
+    trial = _trial(subject, groups=[_moved(subject, 0.5)])
     for turn in range(4):
         trial.set_gradients()
         for index, param in enumerate(trial.params):
@@ -584,7 +550,7 @@ def moving_numbers(subject: Subject) -> str:
     """Every number changes at every step, without a rebuild."""
     if not _moved(subject, 0.9):
         return "there is no number to change"
-    trial = Training(subject, _parameters(subject)).run(1)
+    trial = _trial(subject).run(1)
     built = compile_count()
     for turn in range(3):
         for optimizer in trial.optimizers:
@@ -599,8 +565,8 @@ def moving_numbers(subject: Subject) -> str:
 
 def repeats(subject: Subject) -> str:
     """The same training twice gives the same bits."""
-    shapes = [*subject.shapes(), *subject.shapes(((20_011,), (101, 67)))]
-    runs = [Training(subject, _parameters(subject, shapes=shapes)).trained(3).contents() for _ in range(2)]
+    shapes = (*SHAPES, (20_011,), (101, 67))
+    runs = [_trial(subject, shapes=shapes).run(3, compared=False).contents() for _ in range(2)]
     _same_bits(runs, "a second run of the same training gives other bits")
     return "a second run of the same training gives the same bits"
 
@@ -613,12 +579,14 @@ def _same_bits(runs: list[list[torch.Tensor]], text: str) -> None:
 
 def threads(subject: Subject) -> str:
     """One thread and several give the same bits."""
+    if subject.has_matrices:
+        raise NotChecked("left out: torch's own matrix products are not the same for every number of threads")
     before = torch.get_num_threads()
     runs = []
     try:
         for count in (1, 4):
             torch.set_num_threads(count)
-            runs.append(Training(subject, _parameters(subject, shapes=((70_001,), (90, 231)))).trained(3).contents())
+            runs.append(_trial(subject, shapes=((70_001,), (90, 231))).run(3, compared=False).contents())
     finally:
         torch.set_num_threads(before)
     _same_bits(runs, "one thread and four give different bits")
@@ -627,13 +595,13 @@ def threads(subject: Subject) -> str:
 
 def checkpoint(subject: Subject) -> str:
     """Training continues from a checkpoint with the same bits."""
-    first = Training(subject, _parameters(subject)).run(3)
+    first = _trial(subject).run(3)
     second = Training(subject, [torch.nn.Parameter(param.detach().clone()) for param in first.params])
     second.steps = first.steps
     for mine, other in zip(first.optimizers, second.optimizers):
         other.load_state_dict(mine.state_dict())
     _same_bits(
-        [trial.trained(2).contents() for trial in (first, second)],
+        [trial.run(2, compared=False).contents() for trial in (first, second)],
         "training goes on otherwise from a checkpoint than without one",
     )
     return "training goes on from a checkpoint to the same bits"
@@ -641,7 +609,7 @@ def checkpoint(subject: Subject) -> str:
 
 def skipping(subject: Subject) -> str:
     """A step with non-finite gradients is skipped as a whole."""
-    trial = Training(subject, _parameters(subject), {"skip_nonfinite": True}).run(2)
+    trial = _trial(subject, {"skip_nonfinite": True}).run(2)
     before = trial.contents()
     trial.set_gradients()
     for param in trial.params:
@@ -655,7 +623,7 @@ def skipping(subject: Subject) -> str:
 def clipping(subject: Subject) -> str:
     """Clipping inside the step equals clipping before it."""
     limit = 0.5
-    trial = Training(subject, _parameters(subject), {"max_grad_norm": limit})
+    trial = _trial(subject, {"max_grad_norm": limit})
     try:
         for _ in range(2):
             trial.set_gradients()
@@ -670,9 +638,7 @@ def outputs(subject: Subject) -> str:
     """Steps that measure and mark changed weights give the same bits, and report correctly."""
     runs = []
     for options in ({}, {"stats": Stats(), "track_changes": True}):
-        trial = Training(
-            subject, _parameters(subject, shapes=[*subject.shapes(), *subject.shapes(((101, 67),))]), options
-        )
+        trial = _trial(subject, options, shapes=(*SHAPES, (101, 67)))
         for _ in range(3):
             before = [param.detach().clone() for param in trial.params]
             trial.set_gradients()

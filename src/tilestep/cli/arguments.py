@@ -134,10 +134,8 @@ def parse_settings(settings: Sequence[str] | None, rule: Rule) -> dict[str, Any]
 
 def _value(text: str) -> Any:
     words = {"true": True, "false": False, "none": None, "inf": float("inf")}
-    if text.lower() in words:
-        return words[text.lower()]
     try:
-        return ast.literal_eval(text)
+        return words[text.lower()] if text.lower() in words else ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
 
@@ -179,30 +177,29 @@ def parse_formats(
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
+def _read(pattern: str, text: str, refusal: str, option: str) -> re.Match[str]:
+    match = re.fullmatch(pattern, text.strip().upper())
+    if match is None:
+        raise typer.BadParameter(f"{text!r}{refusal}", param_hint=option)
+    return match
+
+
 def elements_of(text: str) -> float:
     """A number of elements."""
-    match = re.fullmatch(r"([\d.,_]+(?:E[+-]?\d+)?)\s*([KMBGT]?)", text.strip().upper())
-    try:
-        assert match is not None
-        return float(match[1].replace(",", "").replace("_", "")) * _UNITS[match[2]]
-    except (AssertionError, ValueError):
-        message = f"{text!r} is no number of elements, such as 1.2B, 350M or 7e9"
-        raise typer.BadParameter(message, param_hint="SIZE") from None
+    refusal = " is no number of elements, such as 1.2B, 350M or 7e9"
+    match = _read(r"((?:\d[\d,_]*\.?[\d,_]*|\.\d[\d,_]*)(?:E[+-]?\d+)?)\s*([KMBGT]?)", text, refusal, "SIZE")
+    return float(re.sub("[,_]", "", match[1])) * _UNITS[match[2]]
 
 
 def matrices_of(text: str) -> list[tuple[int, int, int]]:
     """Numbers of matrices, with their rows and columns: `48x2048x2048,24x512x2048`."""
-    found = [re.fullmatch(r"(\d+)x(\d+)x(\d+)", one.strip().lower()) for one in text.split(",") if one.strip()]
-    if not all(found):
-        message = f"{text!r}: matrices are written as their number x rows x columns, such as 48x2048x2048"
-        raise typer.BadParameter(message, param_hint="--matrices")
-    return [(int(match[1]), int(match[2]), int(match[3])) for match in found if match is not None]
+    refusal = ": matrices are written as their number x rows x columns, such as 48x2048x2048"
+    found = _read(r"(?:\s*\d+X\d+X\d+\s*(?:,|$))*", text, refusal, "--matrices")
+    return [(int(a), int(b), int(c)) for a, b, c in re.findall(r"(\d+)X(\d+)X(\d+)", found[0])]
 
 
 def mesh_of(text: str) -> tuple[int, int]:
     """Ranks that split the state, and copies of it: `8`, `8x4`."""
-    match = re.fullmatch(r"(\d+)(?:x(\d+))?", text.strip().lower())
-    if match is None or 0 in (sizes := (int(match[1]), int(match[2] or 1))):
-        message = f"{text!r} is no mesh: ranks that split the state, x copies, such as 8 or 8x4"
-        raise typer.BadParameter(message, param_hint="--mesh")
-    return sizes
+    refusal = " is no mesh: ranks that split the state, x copies, such as 8 or 8x4"
+    match = _read(r"(0*[1-9]\d*)(?:X(0*[1-9]\d*))?", text, refusal, "--mesh")
+    return int(match[1]), int(match[2] or 1)

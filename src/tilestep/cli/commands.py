@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
     from ..planning import Constants, Job, Plan
     from ..planning.describe import RuleDescription
-    from ..storage import Array
     from ..tracing import Report
 
 app = typer.Typer(
@@ -50,6 +50,26 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+
+
+@functools.cache
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console()
+
+
+_PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
+
+
+def _say(text: str, style: str = "", end: str = "\n") -> None:
+    _console().print(text, style=style, end=end, **_PLAIN)
+
+
+def _say_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+    from ..tracing.shown import table
+
+    _console().print(table(title, list(columns), [list(row) for row in rows]))
 
 
 @app.command()
@@ -65,17 +85,12 @@ def bench(
 
     First steps, all rules and whole training iterations are measured by `benchmarks/bench.py` of a checkout.
     """
-    from rich.console import Console
-
     from ..bench.results import plot, print_result
     from ..bench.sections import Settings, run_cpu, run_norm, run_step
     from ..native import wait
 
     require_output(out)
-    console = Console()
-
-    say = partial(console.print, style="dim", markup=False)
-    chosen = chosen_device(device)
+    say, chosen = partial(_say, style="dim"), chosen_device(device)
     if not quick and wait():
         say("the C++ look at tensors is built: steps are measured as a training sees them after its first minute")
     settings = Settings(chosen, quick=quick, compiled=compiled, rounds=rounds, say=say)
@@ -84,8 +99,8 @@ def bench(
         result = runs[name](settings)
         stored = result.save(out)
         plot(result, stored.with_suffix(".png"))
-        print_result(result, console)
-        console.print(f"written: {stored} and {stored.with_suffix('.png')}", markup=False)
+        print_result(result, _console())
+        _say(f"written: {stored} and {stored.with_suffix('.png')}")
 
 
 @app.command()
@@ -100,31 +115,22 @@ def check(
 
     Exit code 0 if nothing failed, 1 if something did.
     """
-    from rich.console import Console
-
     from ..checking import check_rule
 
     loaded = load_rule(rule)
-    console = Console()
     marks = {True: ("ok  ", "green"), False: ("FAIL", "bold red"), None: ("-   ", "yellow")}
-    failed = left_out = 0
-    _print_line(console, f"{loaded.name}   ({loaded.where})")
-    with console.status("checking"):
+    seen: list[bool | None] = []
+    _say(f"{loaded.name}   ({loaded.where})")
+    with _console().status("checking"):
         for verdict in check_rule(loaded, parse_settings(settings, loaded), interpret=interpret):
-            mark, style = marks[verdict.passed]
-            failed += verdict.passed is False
-            left_out += verdict.passed is None
-            console.print(mark, style=style, end=" ")
-            _print_line(console, f"{verdict.item}: {verdict.text}")
-    if failed:
-        console.print(f"{failed} of the checks failed: do not use {loaded.name} like this.", style="bold red")
+            seen.append(verdict.passed)
+            _say(*marks[verdict.passed], end=" ")
+            _say(f"{verdict.item}: {verdict.text}")
+    if failed := seen.count(False):
+        _say(f"{failed} of the checks failed: do not use {loaded.name} like this.", "bold red")
         raise typer.Exit(1)
-    rest = f"; {left_out} could not be checked here" if left_out else ""
-    console.print(f"{loaded.name} does what its code says{rest}.", style="bold green", soft_wrap=True)
-
-
-def _print_line(console: Console, text: str = "", style: str = "") -> None:
-    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    rest = f"; {seen.count(None)} could not be checked here" if None in seen else ""
+    _say(f"{loaded.name} does what its code says{rest}.", "bold green")
 
 
 @app.command()
@@ -143,35 +149,32 @@ def demo(
 ) -> None:
     """Train a byte-level GPT on Python's documentation twice from one seed, and compare losses and step times."""
     import torch
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from ..bench.demo import GPT, Recipe, entries, picture, table, train
+    from ..bench.demo import GPT, Recipe, comparison, entries, picture, train
     from ..bench.results import device_name
     from ..devices import has_streams
 
     require_output(out)
-    console = Console()
     formats = parse_formats(state_dtype, master_weights, rounding, masters_option="--master-weights")
     recipe = Recipe(chosen_device(device), steps=steps, seed=seed, **formats)
-    parameters = list(GPT(recipe.size).parameters())
+    parameters, competing = list(GPT(recipe.size).parameters()), entries(recipe)
     count = f"{sum(p.numel() for p in parameters) / 1e6:.1f} M parameters in {len(parameters)} tensors"
-    console.print(f"a GPT over bytes, {count}, on {device_name(recipe.device)}", highlight=False)
-    if not console.is_terminal:
-        console.print(f"{len(entries())} trainings of {steps} steps by turns: minutes on a CPU", highlight=False)
+    _say(f"a GPT over bytes, {count}, on {device_name(recipe.device)}")
+    if not _console().is_terminal:
+        _say(f"{len(competing)} trainings of {steps} steps by turns: minutes on a CPU")
     columns = [TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    with Progress(*columns, TextColumn("{task.fields[loss]}"), console=console) as progress:
-        competing = entries()
+    with Progress(*columns, TextColumn("{task.fields[loss]}"), console=_console()) as progress:
         tasks = [progress.add_task(entry.name, total=steps, loss="") for entry in competing]
 
         def advance(index: int, done: int, loss: float) -> None:
             progress.update(tasks[index], completed=done, loss=f"loss {loss:.3f}")
 
         runs = train(competing, recipe, advance)
-    console.print(table(runs, gpu=has_streams(recipe.device)))
+    _console().print(comparison(runs, gpu=has_streams(recipe.device)))
     path = out / "demo.png"
     picture(runs, path, f"{count}, {steps} steps, {device_name(recipe.device)}, torch {torch.__version__}")
-    console.print(f"picture: {path}", markup=False)
+    _say(f"picture: {path}")
 
 
 @app.command()
@@ -254,9 +257,7 @@ def plan(
     """Estimate memory, traffic and time per rank of a sharded training, and compare meshes."""
     from dataclasses import replace
 
-    from rich.console import Console
-
-    from ..planning import Constants, Job, footprint, meshes
+    from ..planning import Constants, Job, footprint
     from ..planning import plan as planned
 
     loaded = load_rule(rule, "--rule")
@@ -268,35 +269,34 @@ def plan(
         **parse_formats(state_dtype, masters, rounding, master_weights, remainder),
     )
     split, copies = mesh_of(mesh)
-    figures = Constants.load() if constants is None else Constants.load(constants)
-    contiguous = grad_buffer == "contiguous"
-    measured: dict[str, float] = {"network_bandwidth": network * 1e9} if network else {}
-    measured |= {"gpus_per_node": gpus_per_node} if gpus_per_node else {}
-    sources = {**figures.sources, **dict.fromkeys(measured, "as the command line says")}
-    figures = replace(figures, **measured, sources=sources)  # type: ignore[arg-type]
-    runs: dict[str, Any] = {"regime": model, "captured": captured, "tensors": tensors or None}
-    runs |= {"in_backward": in_backward, "matrices": matrices_of(matrices), "layout": layout}
-    bucket = bucket_mb * 2**20 or None
-    job = Job(elements_of(size), needs, split, copies, tokens, contiguous, clip, bucket=bucket, **runs)
-    console = Console()
+    figures = Constants.load(*([] if constants is None else [constants]))
+    given = {"network_bandwidth": network * 1e9, "gpus_per_node": gpus_per_node}
+    measured = {name: value for name, value in given.items() if value}
+    figures = replace(
+        figures, **measured, sources={**figures.sources, **dict.fromkeys(measured, "as the command line says")}
+    )
+    job = Job(
+        elements_of(size), needs, split, copies, tokens, grad_buffer == "contiguous", clip,
+        bucket=bucket_mb * 2**20 or None, regime=model, captured=captured, tensors=tensors or None,
+        matrices=matrices_of(matrices), in_backward=in_backward, layout=layout,
+    )  # fmt: skip
     chosen = planned(job, figures)
-    console.print(
+    _say(
         f"{job.elements / 1e9:g} B elements, {loaded.name}, {split} x {copies} ranks, "
         f"{len(job.buckets):,} buckets of {_bucket(job)} MiB",
-        style="bold",
+        "bold",
     )
-    _print_memory(console, chosen)
-    _print_time(console, chosen)
+    _say_plan(chosen)
     if job.ranks > 1:
-        _print_meshes(console, list(meshes(job, figures)), job, figures)
+        _say_meshes(job, figures)
     claim = "; ".join(chosen.unclaimed)
     claimed = f"not claimed to 5%: {claim}" if claim else "claimed to 5%, see docs/scaling.md"
-    console.print(f"an iteration of {chosen.iteration * 1e3:,.2f} ms: {claimed}", markup=False, soft_wrap=True)
+    _say(f"an iteration of {chosen.iteration * 1e3:,.2f} ms: {claimed}")
     for note in needs.notes:
-        console.print(f"not in it: {note}", style="dim", markup=False)
+        _say(f"not in it: {note}", "dim")
     if figures.assumed:
         listed = ", ".join(f"{name} {getattr(figures, name):g}" for name in figures.assumed)
-        console.print(f"assumed, not measured: {listed}", style="dim", markup=False)
+        _say(f"assumed, not measured: {listed}", "dim")
 
 
 def _bucket(job: Job) -> str:
@@ -307,60 +307,36 @@ def _bucket(job: Job) -> str:
     return " to ".join(dict.fromkeys(f"{size / 2**20:.3g}" for size in (min(sizes), max(sizes))))
 
 
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:,.2f}"
+def _say_plan(plan: Plan) -> None:
+    kept = {**plan.memory, "in all, without activations": plan.total_memory}
+    kept["the state if it were not split"] = plan.whole_state
+    _say_table("memory of a rank", ["", "GB"], [(name, f"{value / 1e9:,.2f}") for name, value in kept.items()])
+    rows = [(name, f"{value / 1e9:,.2f}") for name, value in plan.sent.items() if value]
+    _say_table("sent in an iteration", ["", "GB"], [*rows, ("collectives", f"{plan.messages:,}")])
+    times: dict[str, tuple[float | None, float | None]]
+    times = {name: (plan.times[name], exposed) for name, exposed in plan.exposed.items()}
+    times |= {} if plan.host is None else {"host": (plan.host, None)}
+    times["an iteration"] = None, plan.iteration
+    cells = [(name, *("" if s is None else f"{s * 1e3:,.2f}" for s in both)) for name, both in times.items()]
+    cells += [("beyond forward and backward", "", f"{plan.iteration / plan.compute - 1:.1%}")]
+    _say_table("time of a rank", ["", "ms", "ms exposed"], cells)
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:,.2f}"
+def _say_meshes(job: Job, constants: Constants) -> None:
+    from ..planning import meshes
 
-
-def _print_memory(console: Console, plan: Plan) -> None:
-    rows = [(name, _gigabytes(value)) for name, value in plan.memory.items()]
-    rows += [("in all, without activations", _gigabytes(plan.total_memory))]
-    rows += [("the state if it were not split", _gigabytes(plan.whole_state))]
-    _print_table(console, "memory of a rank", ["", "GB"], rows)
-    rows = [(name, _gigabytes(value)) for name, value in plan.sent.items() if value]
-    rows += [("collectives", f"{plan.messages:,}")]
-    _print_table(console, "sent in an iteration", ["", "GB"], rows)
-
-
-def _print_time(console: Console, plan: Plan) -> None:
-    rows = [(name, _milliseconds(plan.times[name]), _milliseconds(value)) for name, value in plan.exposed.items()]
-    if plan.host is not None:
-        rows += [("host", _milliseconds(plan.host), "")]
-    rows += [("an iteration", "", _milliseconds(plan.iteration))]
-    rows += [("beyond forward and backward", "", f"{plan.iteration / plan.compute - 1:.1%}")]
-    _print_table(console, "time of a rank", ["", "ms", "ms exposed"], rows)
-
-
-def _print_meshes(console: Console, plans: Sequence[Plan], job: Job, constants: Constants) -> None:
-    rows = []
-    for candidate in plans:
-        fits = candidate.total_memory < constants.gpu_memory
-        mine = (candidate.job.shard, candidate.job.replicate) == (job.shard, job.replicate)
-        rows.append(
-            (
-                f"{candidate.job.shard} x {candidate.job.replicate}{' *' if mine else ''}",
-                _bucket(candidate.job),
-                _gigabytes(candidate.total_memory) + ("" if fits else " too much"),
-                _milliseconds(candidate.iteration),
-                f"{candidate.latency_share:.0%}",
-            )
+    rows = [
+        (
+            f"{plan.job.shard} x {plan.job.replicate}{' *' * (plan.job.shard == job.shard)}",
+            _bucket(plan.job),
+            f"{plan.total_memory / 1e9:,.2f}{' too much' * (plan.total_memory >= constants.gpu_memory)}",
+            f"{plan.iteration * 1e3:,.2f}",
+            f"{plan.latency_share:.0%}",
         )
-    title = f"meshes of {job.ranks:,} ranks, split x copies"
-    _print_table(console, title, ["mesh", "bucket MiB", "memory GB", "iteration ms", "latency"], rows)
-
-
-def _print_table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", title_style="")
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="right" if place else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+        for plan in meshes(job, constants)
+    ]
+    columns = ["mesh", "bucket MiB", "memory GB", "iteration ms", "latency"]
+    _say_table(f"meshes of {job.ranks:,} ranks, split x copies", columns, rows)
 
 
 @app.command()
@@ -380,7 +356,6 @@ def show(
     code_only: Annotated[bool, typer.Option(help="Print only the generated code.")] = False,
 ) -> None:
     """Print a rule's equations, passes, traffic, launches and generated code."""
-    from rich.console import Console
     from rich.syntax import Syntax
 
     from ..planning.describe import describe
@@ -396,53 +371,43 @@ def show(
         changes=changes,
         **parse_formats(state_dtype, masters, rounding, master_weights, remainder),
     )
-    console = Console()
     if not code_only:
-        _print_description(console, description)
-    if not console.is_terminal:
+        for title, lines in _described(description):
+            _say(title, "bold")
+            _say("\n".join((*lines, "")))
+    if not _console().is_terminal:
         print(description.source, end="")
         return
     language = "python" if backend == "triton" else "cpp"
-    console.print(Syntax(description.source, language, background_color="default", word_wrap=False))
+    _console().print(Syntax(description.source, language, background_color="default", word_wrap=False))
 
 
-def _print_description(console: Console, description: RuleDescription) -> None:
-    line, rule = partial(_print_line, console), description.rule
-    line(f"{rule.name}, {description.backend} backend   ({rule.where})", "bold")
-    line()
-    line(description.equations)
-    line()
-    line("State of each parameter", "bold")
-    for name, kept in description.states.items():
-        line(f"  {name:<18} {kept}")
+def _described(description: RuleDescription) -> Iterator[tuple[str, Iterable[str]]]:
+    """Titles and lines on a rule's equations, states, passes and launches."""
+    rule = description.rule
+    yield f"{rule.name}, {description.backend} backend   ({rule.where})", ("", description.equations)
+    states = [f"  {name:<18} {kept}" for name, kept in description.states.items()]
     if description.specialized:
-        line()
-        line("This code holds while " + "; ".join(description.specialized))
-    line()
-    line("Passes, with bytes for each element of a parameter", "bold")
+        states += ["", f"This code holds while {'; '.join(description.specialized)}"]
+    yield "State of each parameter", states
+    passes = []
     for number, entry in enumerate(description.passes, start=1):
-        line(f"  {number:>2}  {entry.kind:<7} {entry.what}")
-        if entry.traffic is not None:
-            traffic = entry.traffic
-            line(f"      reads  {traffic.bytes_read:>3} B  {_listed(traffic.reads, traffic.small_reads)}")
-            line(f"      writes {traffic.bytes_written:>3} B  {_listed(traffic.writes, traffic.small_writes)}")
-    line(f"  in all: {description.bytes_read} B read, {description.bytes_written} B written")
-    line()
+        passes.append(f"  {number:>2}  {entry.kind:<7} {entry.what}")
+        if (traffic := entry.traffic) is not None:
+            for verb, count, arrays, small in (
+                ("reads", traffic.bytes_read, traffic.reads, traffic.small_reads),
+                ("writes", traffic.bytes_written, traffic.writes, traffic.small_writes),
+            ):
+                words = [f"{array.name} {array.dtype.itemsize}" for array in arrays]
+                words += [f"{array.name} (by slice)" for array in small]
+                passes.append(f"      {verb:<6} {count:>3} B  {', '.join(words) or 'nothing'}")
+    passes.append(f"  in all: {description.bytes_read} B read, {description.bytes_written} B written")
+    yield "Passes, with bytes for each element of a parameter", passes
     if description.outputs:
-        line("Left besides the update", "bold")
-        for words in description.outputs:
-            line(f"  {words}")
-        line()
-    line("Called in a step, however many tensors there are", "bold")
-    for number, name in enumerate(description.launches, start=1):
-        line(f"  {number:>2}  {name}")
-    line("  before them, only where a clip, a scaler or a skip asks for it: one norm pass over the gradients")
-    line()
-
-
-def _listed(arrays: Sequence[Array], small: Sequence[Array]) -> str:
-    words = [f"{array.name} {array.dtype.itemsize}" for array in arrays]
-    return ", ".join([*words, *(f"{array.name} (by slice)" for array in small)]) or "nothing"
+        yield "Left besides the update", [f"  {words}" for words in description.outputs]
+    launches = [f"  {number:>2}  {name}" for number, name in enumerate(description.launches, start=1)]
+    norm = "  before them, only where a clip, a scaler or a skip asks for it: one norm pass over the gradients"
+    yield "Called in a step, however many tensors there are", [*launches, norm]
 
 
 # Arguments after the script's name are the script's.
@@ -470,12 +435,9 @@ def trace(
 
     Without a script it trains the demo's model. A script chooses what to trace, with `tilestep.profile`.
     """
-    from rich.console import Console
-
     from ..bench.demo import Recipe, Size, train_traced
 
     require_output(out)
-    console = Console()
     if script is None:
         size = Size(layers, width, 1 if width % 64 else width // 64, context)
         recipe = Recipe(chosen_device(device), steps=iterations, batch=batch, max_grad_norm=clip, size=size)
@@ -486,10 +448,10 @@ def trace(
     else:
         reports = _script(script, arguments or [], out)
     for report in reports:
-        console.print(report.table())
-        console.print(report.summary(), highlight=False)
+        _console().print(report.table())
+        _say(report.summary())
     for path in dict.fromkeys(path for report in reports for path in report.files):
-        console.print(f"written: {path}", markup=False)
+        _say(f"written: {path}")
 
 
 def _script(script: Path, arguments: list[str], out: Path) -> list[Report]:
@@ -537,15 +499,14 @@ def tune(
     from ..bench.tune import jobs, tiled_rules
     from ..bench.tune import tune as measured
 
-    # Triton prints the code of a compilation that Ctrl-C has interrupted, with a request to report it.
-    console = Console(file=sys.stdout)
     chosen = chosen_device(device)
-    with console.status("looking for signatures"):
+    with _console().status("looking for signatures"):
         listed = jobs([load_rule(name) for name in rules] if rules else tiled_rules(), chosen)
-    console.print(f"milliseconds of a step, {device_key(chosen)}", markup=False)
+    _say(f"milliseconds of a step, {device_key(chosen)}")
     columns = [BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")]
     count, stopped = 0, ""
-    progress = Progress(*columns, console=console, transient=True, redirect_stdout=False)
+    # Triton prints the code of a compilation that Ctrl-C has interrupted, with a request to report it.
+    progress = Progress(*columns, console=Console(file=sys.stdout), transient=True, redirect_stdout=False)
     with progress, contextlib.redirect_stdout(io.StringIO()):
         task = progress.add_task("", total=len(listed))
 
@@ -558,20 +519,18 @@ def tune(
                 change = "no other is faster"
                 if outcome.after != outcome.before:
                     change = f"after {outcome.after}: {times[outcome.after]:.3f}, {outcome.gain:.1%} less"
-                _print_line(
-                    progress.console,
+                progress.console.print(
                     f"{job.rule.name}, {job.kind} ({job.signature})\n"
                     f"  before {outcome.before}: {times[outcome.before]:.3f}; {change} ({len(times)} shapes)",
+                    **_PLAIN,
                 )
                 progress.update(task, advance=1)
         except KeyboardInterrupt:
             stopped = "stopped"
     if count < len(listed):
-        kept = "kept" if save else "measured"
-        console.print(
-            f"{stopped or f'{seconds:g} seconds are over'}: {count} of {len(listed)} signatures are {kept}; "
-            "--seconds, or names of rules, for the others",
-            markup=False,
+        _say(
+            f"{stopped or f'{seconds:g} seconds are over'}: {count} of {len(listed)} signatures are "
+            f"{'kept' if save else 'measured'}; --seconds, or names of rules, for the others"
         )
     if stopped:
         raise typer.Exit(130)
@@ -580,15 +539,12 @@ def tune(
 @app.command()
 def version() -> None:
     """Print versions, compilers and the device, and report problems of this machine."""
-    from rich.console import Console
-
     from ..bench.results import environment
     from .machine import complaints, facts
 
-    console = Console(soft_wrap=True)
     for name, value in {**environment(), **facts()}.items():
-        console.print(f"{name:<12} {value}", highlight=False, markup=False)
+        _say(f"{name:<12} {value}")
     wrong = complaints()
-    console.print("nothing is wrong with this machine" if not wrong else "what is wrong with this machine:")
+    _say("what is wrong with this machine:" if wrong else "nothing is wrong with this machine")
     for sentence in wrong:
-        console.print(f"- {sentence}", highlight=False, markup=False)
+        _say(f"- {sentence}")

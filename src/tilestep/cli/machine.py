@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -61,10 +62,7 @@ def _system() -> str | None:
 
 
 def _torch() -> str | None:
-    version = tuple(
-        int("".join(filter(str.isdigit, part)) or 0) for part in torch.__version__.split("+")[0].split(".")[:2]
-    )
-    if version >= OLDEST_TORCH:
+    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= OLDEST_TORCH:
         return None
     least = ".".join(map(str, OLDEST_TORCH))
     return f"torch {torch.__version__} is older than {least}. Install a newer one: pip install 'torch>={least}'."
@@ -123,13 +121,9 @@ def _headers() -> str | None:
     include = Path(sysconfig.get_paths()["include"])
     if (include / "Python.h").exists():
         return None
-    needed = (
-        "the native extension, and what launches kernels on a GPU,"
-        if torch.cuda.is_available()
-        else "the native extension"
-    )
+    launchers = ", and what launches kernels on a GPU," if torch.cuda.is_available() else ""
     return (
-        f"Python's headers are missing ({include}/Python.h), so {needed} cannot be built. "
+        f"Python's headers are missing ({include}/Python.h), so the native extension{launchers} cannot be built. "
         "Install them (apt install python3-dev)."
     )
 

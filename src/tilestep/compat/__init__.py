@@ -43,9 +43,14 @@ def fake_tensors() -> Any:
     return _unlogged(FakeTensorMode(allow_non_fake_inputs=True))
 
 
+def _imported(module: str, name: str) -> Any | None:
+    """A class of a module of torch; None if the module was not imported."""
+    return getattr(sys.modules.get(f"torch.{module}"), name, None)
+
+
 def is_fake(tensor: Any) -> bool:
     """Whether a tensor was made under a `FakeTensorMode`: it has a shape and no data."""
-    kind = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
+    kind = _imported("_subclasses.fake_tensor", "FakeTensor")
     return kind is not None and isinstance(tensor, kind)
 
 
@@ -56,11 +61,10 @@ def fake_mode_is_active() -> bool:
     """Whether operations return fake tensors at present."""
     if not _active_modes():
         return False
-    kind = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensorMode", None)
+    kind = _imported("_subclasses.fake_tensor", "FakeTensorMode")
     # Other modes would see a tensor made for the check.
-    return kind is not None and any(
-        isinstance(mode, kind) for mode in _python_dispatch._get_current_dispatch_mode_stack()
-    )
+    modes = _python_dispatch._get_current_dispatch_mode_stack()
+    return kind is not None and any(isinstance(mode, kind) for mode in modes)
 
 
 @contextlib.contextmanager
@@ -84,9 +88,7 @@ def decomposition(overload: Any) -> Callable[..., Any] | None:
     return decomposition_table.get(overload)
 
 
-def wrapper_tensor(kind: type, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-    """A tensor of a subclass, without memory."""
-    return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
+wrapper_tensor = torch.Tensor._make_wrapper_subclass  # makes a tensor of a subclass, without memory
 
 
 def is_copy(operation: Any) -> bool:
@@ -145,9 +147,8 @@ def operation_name(operation: Any) -> str:
     return str(operation._schema.name.split("::")[-1])
 
 
-def is_mutable(operation: Any) -> bool:
-    """Whether an operation writes to one of its arguments."""
-    return bool(operation._schema.is_mutable)
+is_mutable: Callable[[Any], bool] = operator.attrgetter("_schema.is_mutable")
+"""Whether an operation writes to one of its arguments."""
 
 
 def returns_view(operation: Any) -> bool:
@@ -186,24 +187,21 @@ def addresses_equal(tensors: list[torch.Tensor], addresses: list[int], indices: 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy tensors into tensors; on a GPU in a few launches, without the private call in a launch per tensor."""
-    together = getattr(torch, "_foreach_copy_", None)
-    if together is not None and targets:
-        together(targets, sources)
-    else:
-        for target, source in zip(targets, sources):
-            target.copy_(source)
+    if targets:
+        getattr(torch, "_foreach_copy_", _copy_each)(targets, sources)
+
+
+def _copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources):
+        target.copy_(source)
 
 
 def zero_all(tensors: list[torch.Tensor]) -> None:
     """Fill tensors with zeros; on a GPU in a few launches, without the private call in a launch per tensor."""
-    together = getattr(torch, "_foreach_zero_", None)
-    # It does not support float8.
+    # The private call does not support float8.
     tensors = [tensor if tensor.dtype.itemsize > 1 else tensor.view(torch.uint8) for tensor in tensors]
-    if together is not None and tensors:
-        together(tensors)
-    else:
-        for tensor in tensors:
-            tensor.zero_()
+    if tensors:
+        getattr(torch, "_foreach_zero_", lambda each: [tensor.zero_() for tensor in each])(tensors)
 
 
 # Modules: their parameters and hooks, compiled modules, FSDP.
@@ -238,7 +236,7 @@ _callers_are_held = "torch._dynamo" not in sys.modules  # otherwise it was impor
 
 def fsdp_module_type() -> Any | None:
     """The class of modules that FSDP2 shards; None if FSDP2 was not imported."""
-    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return _imported("distributed.fsdp", "FSDPModule")
 
 
 def is_flat_part(param: Any) -> bool:
@@ -325,40 +323,10 @@ def kept_parameters(module: torch.nn.Module) -> dict[str, Any]:
     return vars(module).get("_parameters") or {}
 
 
-def watch_all_forwards(before: Callable[[torch.nn.Module, Any], None]) -> Any:
-    """Call a function before every module's forward, of any model, until its handle is removed."""
-    from torch.nn.modules.module import register_module_forward_pre_hook
-
-    return register_module_forward_pre_hook(before)
-
-
 def is_being_compiled() -> bool:
     """Whether torch is compiling code now, with guards on the present state."""
     context = getattr(torch._guards, "CompileContext", None)
     return context is not None and context.try_get() is not None
-
-
-def watch_all_parameters(before: Callable[[torch.nn.Module, str, Any], None]) -> Any:
-    """Call a function before any module gets a parameter, until its handle is removed; None if torch cannot."""
-    from torch.nn.modules import module as modules
-
-    register = getattr(modules, "register_module_parameter_registration_hook", None)
-    return None if register is None else register(before)
-
-
-def watch_all_submodules(before: Callable[[torch.nn.Module, Any], None]) -> Any:
-    """Call a function before any module gets a submodule, until its handle is removed; None if torch cannot."""
-    from torch.nn.modules import module as modules
-
-    register = getattr(modules, "register_module_module_registration_hook", None)
-    if register is None:
-        return None
-
-    def called(module: torch.nn.Module, name: str, submodule: Any) -> None:
-        if submodule is not None:
-            before(module, submodule)
-
-    return register(called)
 
 
 def is_dropping_gradients() -> bool:
@@ -492,18 +460,17 @@ def step_is_watched(optimizer: torch.optim.Optimizer) -> bool:
     """Whether hooks of this or of all optimizers, or a profiler, observe the steps of an optimizer."""
     try:
         hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-        recording = _profiler_enabled
-        return bool(hooks or _EVERY_PRE_HOOK or _EVERY_POST_HOOK or recording is None or recording())
+        watched = hooks or _EVERY_PRE_HOOK or _EVERY_POST_HOOK
+        return bool(watched or _profiler_enabled is None or _profiler_enabled())
     except AttributeError:
         return True
 
 
 def step_is_ordinary() -> bool:
     """Whether no profiler, autocast or dispatch mode is active."""
-    recording = _profiler_enabled
     return not (
-        recording is None
-        or recording()
+        _profiler_enabled is None
+        or _profiler_enabled()
         or _active_modes()
         or torch.is_autocast_enabled("cpu")
         or torch.is_autocast_enabled("cuda")
@@ -573,17 +540,14 @@ def group_device_types(group: Any) -> set[str] | None:
 
 def gather_together(group: Any, wholes: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> tuple[bool, Any]:
     """Start an all-gather of several tensors in one message; returns whether torch can, and the work to wait for."""
-    for name in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"):
-        call, options = (
-            getattr(group, name, None),
-            getattr(torch.distributed.distributed_c10d, "AllgatherOptions", None),
-        )
-        if call is None or options is None:
-            continue
-        told = options()
-        told.asyncOp = not wholes[0].is_cuda
-        return True, call(list(wholes), list(parts), told)
-    return False, None
+    names = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+    call = next((getattr(group, name) for name in names if hasattr(group, name)), None)
+    options = getattr(torch.distributed.distributed_c10d, "AllgatherOptions", None)
+    if call is None or options is None:
+        return False, None
+    told = options()
+    told.asyncOp = not wholes[0].is_cuda
+    return True, call(list(wholes), list(parts), told)
 
 
 def checkpoint_chunk(offsets: Sequence[int], sizes: Sequence[int]) -> Any:

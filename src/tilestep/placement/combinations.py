@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ..compat import fsdp_module_type, is_flat_part, watch_all_submodules
+from ..compat import fsdp_module_type, is_flat_part
 from ..devices.garbage import living
 
 DDP, FSDP1, FSDP2, DP = "DistributedDataParallel", "FullyShardedDataParallel", "fully_shard", "DataParallel"
@@ -173,12 +174,12 @@ def follow_wrappers(follower: Any, model: nn.Module | None = None) -> None:
     # `holds(param)` selects parameters; `wrapped(wrapper, kind)` adapts, or raises in the wrapper's constructor.
     _following[follower] = weakref.WeakSet(() if model is None else model.modules())
     if not _watching:
-        _watching.append(watch_all_submodules(_look_at))
+        _watching.append(register_module_module_registration_hook(_look_at))
 
 
-def _look_at(parent: nn.Module, child: nn.Module) -> None:
+def _look_at(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     kind = kind_of(parent) if _following else ""
-    if kind not in (DDP, FSDP1):
+    if child is None or kind not in (DDP, FSDP1):
         return
     params, modules = list(child.parameters()), list(child.modules())
 

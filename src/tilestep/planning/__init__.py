@@ -16,7 +16,6 @@ import torch
 
 from ..execution.zero.buckets import default_sizes
 from ..kernels.spec import total_traffic
-from ..optimizer.masters import MasterWeights
 from ..optimizer.states import compute_dtype
 from ..placement.matrices import OWNED_IN_A_BUCKET
 from ..rules import Rule
@@ -27,64 +26,40 @@ ASSUMED = "assumed"  # prefix of the source of a constant that is not measured
 _DEFAULTS = Path(__file__).with_name("constants.json")
 
 
-@dataclass(frozen=True)
-class Constants:
-    """Constants of a machine, from which the times of a plan are computed."""
+_KNOWN: dict[str, dict[str, Any]] = json.loads(_DEFAULTS.read_text())
+_Values: Any = dataclasses.make_dataclass("_Values", [*_KNOWN, "sources"], frozen=True)
 
-    reduce_scatter_bandwidth: float  # bytes per second that a rank receives in a large reduce-scatter inside a node
-    all_gather_bandwidth: float  # bytes per second that a rank receives in a large all-gather inside a node
-    network_bandwidth: float  # bytes a second between nodes, for each GPU
-    launch_latency: float  # seconds of the smallest collective, without its hops
-    hop_latency: float  # seconds per further rank of a node
-    network_hop_latency: float  # seconds per further node
-    memory_bandwidth: float  # bytes a second of a copy on one GPU, read and written
-    step_latency: float  # seconds of a step without parameters: consecutive launches
-    compute: float  # floating-point operations per second in forward and backward of an eager model
-    compiled_compute: float  # the same with blocks that are compiled
-    matrix_compute: float  # floating-point operations per second in Newton-Schulz iterations, as in `work_of`
-    model_bytes: float  # bytes per element that forward and backward move for any number of tokens
-    compiled_model_bytes: float  # the same with blocks that are compiled
-    model_host: float  # seconds of the host for each tensor in forward and backward of an eager model
-    compiled_model_host: float  # the same with blocks that are compiled
-    fsdp_host: float  # seconds of the host for each tensor that FSDP2 adds in forward and backward
-    step_host: float  # seconds of the host in a step without parameters
-    tensor_host: float  # seconds that each tensor adds to it
-    message_host: float  # seconds that each collective adds to it
-    beside_sums: float  # seconds that backward takes longer for each second of sums beside it
-    beside_gathers: float  # seconds that forward takes longer for each second of gathers beside it
-    gpu_memory: float  # bytes
-    gpus_per_node: int  # GPUs per node
-    sources: dict[str, str] = field(default_factory=dict)
+
+class Constants(_Values):  # type: ignore[misc]
+    """Constants of a machine, from which the times of a plan are computed, and their `sources`.
+
+    constants.json has their names, meanings and defaults, which were measured on H200 GPUs, eight to a node.
+    """
 
     @classmethod
     def load(cls, path: Path = _DEFAULTS) -> Constants:
-        """Read constants that `save` wrote, all or some of them; the rest, and all without a path, are the defaults.
-
-        The defaults were measured on H200 GPUs, eight to a node.
-        """
+        """Read constants that `save` wrote, all or some of them; the rest, and all without a path, are the defaults."""
         try:
             stored: dict[str, dict[str, Any]] = json.loads(path.read_text())
         except ValueError as error:
             raise ValueError(f"{path} is no JSON: {error}") from None
         if not isinstance(stored, dict) or not all(isinstance(entry, dict) for entry in stored.values()):
             raise ValueError(f'{path} has no constants: write {{"compute": {{"value": 4e14, "source": "measured"}}}}')
-        names = [constant.name for constant in dataclasses.fields(cls) if constant.name != "sources"]
-        defaults: dict[str, dict[str, Any]] = {} if path == _DEFAULTS else json.loads(_DEFAULTS.read_text())
         for name, entry in stored.items():
-            if name not in names:
-                raise ValueError(f"{path}: no constant is called {name!r}; there are {', '.join(names)}")
+            if name not in _KNOWN:
+                raise ValueError(f"{path}: no constant is called {name!r}; there are {', '.join(_KNOWN)}")
             if not isinstance(entry.get("value"), (int, float)) or not entry["value"] > 0:
                 raise ValueError(f"{path}: {name} is {entry.get('value')!r}; it must be a positive number")
-        entries = {**defaults, **stored}
-        return cls(
-            **{name: entries[name]["value"] for name in names},
-            sources={name: str(entries[name].get("source", ASSUMED)) for name in names},
-        )
+        entries = {**_KNOWN, **stored}
+        sources = {name: str(entry.get("source", ASSUMED)) for name, entry in entries.items()}
+        return cls(**{name: entry["value"] for name, entry in entries.items()}, sources=sources)
 
     def save(self, path: Path) -> None:
-        """Write the constants as JSON: name, value, source."""
-        names = [constant.name for constant in dataclasses.fields(self) if constant.name != "sources"]
-        entries = {name: {"value": getattr(self, name), "source": self.sources.get(name, ASSUMED)} for name in names}
+        """Write the constants as JSON: name, value, source, meaning."""
+        entries = {
+            name: {**known, "value": getattr(self, name), "source": self.sources.get(name, ASSUMED)}
+            for name, known in _KNOWN.items()
+        }
         path.write_text(json.dumps(entries, indent=1) + "\n")
 
     @property
@@ -110,30 +85,24 @@ def footprint(
     hyperparameters: Mapping[str, Any] | None = None,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    master_weights: MasterWeights = False,
-    state_dtype: Any = None,
-    rounding: str = "nearest",
     grad_sync_dtype: torch.dtype | None = None,
+    **formats: Any,
 ) -> Footprint:
-    """Bytes that a rule stores and moves for the elements of a matrix."""
-    spec = spec_for(
-        rule, hyperparameters, dtype=dtype, master_weights=master_weights, state_dtype=state_dtype, rounding=rounding
-    )
-    graph, notes, state = spec.program.graph, [], 0.0
+    """Bytes that a rule stores and moves for the elements of a matrix, with the formats of `spec_for`."""
+    spec = spec_for(rule, hyperparameters, dtype=dtype, **formats)
+    graph, notes, state, work = spec.program.graph, [], 0.0, None
     for name, storage in spec.storages.items():
         if name in ("grad", *spec.program.matrices.scratch):
             continue
-        arrays = [array for array in storage.arrays(name) if array.name != "param"]
         if name == "param" or rule.states[name].shape == "param":
+            arrays = [array for array in storage.arrays(name) if array.name != "param"]
             state += sum(array.dtype.itemsize / array.elements for array in arrays)
         else:
             notes.append(f"{name}, one number for each {rule.states[name].shape}")
-    squares = len(graph.matrix_states)
-    if squares:
+    if graph.matrix_states:
         like = torch.empty(0, dtype=dtype, device="meta")
-        state += squares * compute_dtype(like).itemsize
+        state += len(graph.matrix_states) * compute_dtype(like).itemsize
         notes.append("for matrices that are not square, what squares of their sides need beyond the matrix itself")
-    work = None
     if spec.program.matrices.scratch:
         notes.append("memory for matrix products")
         group = {**rule.hyperparameters, **(hyperparameters or {})}
@@ -182,14 +151,12 @@ class Job:
     def __post_init__(self) -> None:
         if self.in_backward and (self.clips or self.ranks > 1):
             raise ValueError("Invalid in_backward: gradients go in backward on one rank, without a clip")
-        optional = [name for name in ("bucket", "tensors") if getattr(self, name) is not None]
-        for name in ("elements", "shard", "replicate", "tokens", *optional):
-            if not getattr(self, name) >= 1:
-                raise ValueError(f"Invalid {name}: {getattr(self, name)}; it must be at least 1")
+        for name in ("elements", "shard", "replicate", "tokens", "bucket", "tensors"):
+            if (value := getattr(self, name)) is not None and not value >= 1:
+                raise ValueError(f"Invalid {name}: {value}; it must be at least 1")
         for name, kinds in (("regime", Regime), ("layout", Layout)):
-            if getattr(self, name) not in get_args(kinds):
-                given, listed = getattr(self, name), ", ".join(get_args(kinds))
-                raise ValueError(f"Invalid {name}: {given!r}; it must be one of {listed}")
+            if (value := getattr(self, name)) not in get_args(kinds):
+                raise ValueError(f"Invalid {name}: {value!r}; it must be one of {', '.join(get_args(kinds))}")
         if sum(count for count, _, _ in self.matrices) > _MOST_MATRICES:
             raise ValueError(f"Invalid matrices: there must be at most {_MOST_MATRICES:,}")
         for name, most in (("elements", _MOST_ELEMENTS), ("ranks", _MOST_RANKS), ("tokens", _MOST_ELEMENTS)):

@@ -42,7 +42,6 @@ class RuleDescription:
     rule: Rule
     backend: str  # "triton" or "cpp"
     equations: str  # the rule's docstring
-    hyperparameters: Mapping[str, Any]  # of the trace
     states: Mapping[str, str]  # name, dtype and shape of the buffers of a parameter, in words
     specialized: tuple[str, ...]  # conditions on hyperparameters under which the code is valid
     outputs: tuple[str, ...]  # results of a step besides the update, in words
@@ -108,64 +107,38 @@ def generated_code(spec: KernelSpec, backend: str) -> str:
 
 
 def describe(
-    rule: Rule,
-    hyperparameters: Mapping[str, Any] | None = None,
-    *,
-    backend: str = "triton",
-    dtype: torch.dtype = torch.float32,
-    master_weights: MasterWeights = False,
-    state_dtype: Any = None,
-    rounding: str = "nearest",
-    dims: int = 2,
-    stats: bool = False,
-    changes: bool = False,
+    rule: Rule, hyperparameters: Mapping[str, Any] | None = None, *, backend: str = "triton", **kind: Any
 ) -> RuleDescription:
-    """Trace a rule and describe a step with it."""
-    spec = spec_for(
-        rule,
-        hyperparameters,
-        dtype=dtype,
-        master_weights=master_weights,
-        state_dtype=state_dtype,
-        rounding=rounding,
-        dims=dims,
-        device_type=BACKENDS.get(backend, "cpu"),
-        stats=stats,
-        changes=changes,
-    )
+    """Trace a rule and describe a step with it, for parameters and formats as `spec_for` takes them."""
+    spec = spec_for(rule, hyperparameters, device_type=BACKENDS.get(backend, "cpu"), **kind)
     source = generated_code(spec, backend)
-    guards = spec.program.graph.guards
     return RuleDescription(
         rule=rule,
         backend=backend,
         equations=inspect.cleandoc(rule.__doc__ or "No docstring."),
-        hyperparameters={**rule.hyperparameters, **(hyperparameters or {})},
-        states=_states(rule, spec, dtype, master_weights),
-        specialized=tuple(map(_as_it_holds, guards)),
+        states=_states(rule, spec, master_kind(kind.get("dtype", torch.float32), kind)),
+        specialized=tuple(map(_as_it_holds, spec.program.graph.guards)),
         outputs=_outputs(spec),
         passes=tuple(_passes(spec, backend)),
         source=source,
     )
 
 
-def _states(rule: Rule, spec: KernelSpec, dtype: torch.dtype, master_weights: MasterWeights) -> dict[str, str]:
-    shapes = {
-        "param": "like the parameter",
-        "scalar": "one for each tensor",
-        "row": "one for each row",
-        "column": "one for each column",
-    }
+_SHAPES = {"param": "like the parameter", "scalar": "one for each tensor"}
+
+
+def _states(rule: Rule, spec: KernelSpec, master: Any) -> dict[str, str]:
     states = {"step": "float32, one for each tensor"}
-    kind = master_kind(dtype, {"master_weights": master_weights})
-    if kind is not None:
-        states[kind.key] = f"{dtype_name(kind.dtype)}, like the parameter"
+    if master is not None:
+        states[master.key] = f"{dtype_name(master.dtype)}, like the parameter"
     graph = spec.program.graph
     for name in graph.states:
         if name in graph.matrix_states:
             states[name] = f"a matrix of {' by '.join(graph.matrix_states[name])} of the parameter"
             continue
         kept = dtype_name(spec.scalar_dtype(name)) if name in graph.scalar_states else str(spec.storages[name])
-        states[name] = f"{kept}, {shapes[rule.states[name].shape]}"
+        shape = rule.states[name].shape
+        states[name] = f"{kept}, {_SHAPES.get(shape, f'one for each {shape}')}"
     return states
 
 
@@ -180,22 +153,21 @@ def _passes(spec: KernelSpec, backend: str) -> list[PassDescription]:
         what += f"; keeps {', '.join(stored)}" if stored else ""
         passes.append(PassDescription("scalar", what, launches=(f"{prefix}scalar_pass_{index}",)))
         if scalar.global_reductions:
-            sums = ", ".join(
-                f"{value.operation.split('_')[1]} of {_in_words(value.args[0])}"
-                for _, value in scalar.global_reductions
-            )
-            calls = tuple("torch, over all tensors" for _ in scalar.global_reductions)
+            sums = ", ".join(_reduced(value) for _, value in scalar.global_reductions)
+            calls = ("torch, over all tensors",) * len(scalar.global_reductions)
             passes.append(PassDescription("across", f"over all tensors: {sums}", launches=calls))
-        passes += [_tile_pass(spec, tile, prefix, backend) for tile in program.slices_before(index)]
-        tile = program.tiles[index]
-        if tile is not None:
-            passes.append(_tile_pass(spec, tile, prefix, backend))
-        matrix_pass = program.matrices.passes[index] if index < len(program.matrices.passes) else None
-        if matrix_pass is not None:
-            operations = ", ".join(value.operation for value in matrix_pass.values)
-            calls = tuple(f"torch, {value.operation} for each shape" for value in matrix_pass.values)
-            passes.append(PassDescription("matrix", f"on whole matrices: {operations}", launches=calls))
+        tiles = (*program.slices_before(index), program.tiles[index])
+        passes += [_tile_pass(spec, tile, prefix, backend) for tile in tiles if tile is not None]
+        for matrix in program.matrices.passes[index : index + 1]:
+            if matrix is not None:
+                names = [value.operation for value in matrix.values]
+                calls = tuple(f"torch, {name} for each shape" for name in names)
+                passes.append(PassDescription("matrix", f"on whole matrices: {', '.join(names)}", launches=calls))
     return passes
+
+
+def _reduced(value: Value) -> str:
+    return f"{value.operation.split('_')[1]} of {_in_words(value.args[0])}"
 
 
 def _outputs(spec: KernelSpec) -> tuple[str, ...]:
@@ -214,7 +186,7 @@ def _tile_pass(spec: KernelSpec, tile: TilePass, prefix: str, backend: str) -> P
     parts += [_in_words(value) for _, value in tile.kept]
     for _, value in (*tile.parts, *tile.reductions):
         kept = "" if value.over is None else f", one for each {slice_word(value.over, spec.program.graph.dims)}"
-        parts.append(f"{value.operation.split('_')[1]} of {_in_words(value.args[0])}{kept}")
+        parts.append(_reduced(value) + kept)
     title = tile.title or f"tile_pass_{tile.stage}"
     launches = [f"{prefix}{title}"]
     if backend == "triton":
@@ -228,8 +200,6 @@ def _tile_pass(spec: KernelSpec, tile: TilePass, prefix: str, backend: str) -> P
 _SIGNS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "pow": "**", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _SIGNS |= {"eq": "==", "ne": "!=", "and": "and", "or": "or"}
 _LONGEST = 40
-
-
 _OPPOSITE = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le", "eq": "ne", "ne": "eq"}
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..kernels.spec import INVERSE_SCALE, KernelSpec, Output
 from ..placement.local import is_distributed
 from ..runtime import DeviceEngine
 from ..runtime.passes import Passes
-from ..storage import Term
+from ..storage import Stored, Term
 
 _COLUMNS = (
     "grad_norm",
@@ -36,18 +37,23 @@ _NEAR, _FAR = 2.0**40, 2.0**-11
 from 1e-31 to 1e+6, the second, used where the first overflows, up to 1e+22."""
 
 
-def _squared(number: Term) -> Term:
-    return number * number
+Number = Callable[[Stored], Term]
 
 
+def _squares(name: str, number: Number) -> Output:
+    return Output(name, lambda stored: (value := number(stored)) * value, "sum")
+
+
+def _largest(name: str, number: Number) -> Output:
+    return Output(f"{name}_max", lambda stored: number(stored).function("abs"), "max")
+
+
+_GRAD, _PARAM, _UPDATE = methodcaller("old", "grad"), methodcaller("new", "param"), methodcaller("update")
 _BASE = (
-    Output("grad_squares", lambda stored: _squared(stored.old("grad")), "sum"),
-    Output("grad_max", lambda stored: stored.old("grad").function("abs"), "max"),
+    *(_squares("grad_squares", _GRAD), _largest("grad", _GRAD)),
     Output("grad_zeros", lambda stored: stored.old("grad").same(0), "sum"),
-    Output("param_squares", lambda stored: _squared(stored.new("param")), "sum"),
-    Output("param_max", lambda stored: stored.new("param").function("abs"), "max"),
-    Output("update_squares", lambda stored: _squared(stored.update()), "sum"),
-    Output("update_max", lambda stored: stored.update().function("abs"), "max"),
+    *(_squares("param_squares", _PARAM), _largest("param", _PARAM)),
+    *(_squares("update_squares", _UPDATE), _largest("update", _UPDATE)),
     Output(
         "lost",
         lambda stored: (stored.moves() | stored.update().same(0).function("not")) & stored.is_other().function("not"),
@@ -59,9 +65,9 @@ _BASE = (
 @functools.cache
 def _of_state(name: str) -> tuple[Output, ...]:
     return (
-        Output(f"{name}_near", lambda stored: _squared(stored.new(name) * _NEAR), "sum"),
-        Output(f"{name}_far", lambda stored: _squared(stored.new(name) * _FAR), "sum"),
-        Output(f"{name}_max", lambda stored: stored.new(name).function("abs"), "max"),
+        _squares(f"{name}_near", lambda stored: stored.new(name) * _NEAR),
+        _squares(f"{name}_far", lambda stored: stored.new(name) * _FAR),
+        _largest(name, methodcaller("new", name)),
     )
 
 

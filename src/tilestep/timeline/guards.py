@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_pre_hook,
+    register_module_parameter_registration_hook,
+)
 
 from ..compat import (
     compiled_call,
@@ -16,8 +20,6 @@ from ..compat import (
     is_dropping_gradients,
     kept_parameters,
     replace_compiled_call,
-    watch_all_forwards,
-    watch_all_parameters,
 )
 from ..devices.garbage import living
 from .side_stream import Mark, SideStream, Ticket
@@ -194,7 +196,7 @@ def guard_sharers(publication: Publication) -> None:
             _guard_sharer(publication, module, param)
     if not _watching:
         # Once for all: torch is looking at its hooks whenever one of these might end.
-        _watching.append(watch_all_parameters(_look_at))
+        _watching.append(register_module_parameter_registration_hook(_look_at))
 
 
 def _look_at(module: nn.Module, name: str, param: Any) -> None:
@@ -219,7 +221,7 @@ def guard_forwards(publication: Publication) -> None:
     if not _forwards:
         # Compiled code is traced again when it comes or goes: it goes with the last of them, and not at a later
         # forward, which may be that of code that was compiled since.
-        _forwards.append(watch_all_forwards(_before_any_forward))
+        _forwards.append(register_module_forward_pre_hook(_before_any_forward))
     weakref.finalize(publication, _unwatch_forwards).atexit = False
 
 

@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity
 
 from ..compat import ITERATION
 from .lanes import Intervals, Iteration, exported, length, read_events, split
+from .shown import OTHER_COLOUR, OURS_COLOUR, picture, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,22 +31,16 @@ _COLORS = {
     "forward": "#7fa8c9",
     "backward": "#3d6d99",
     "communication": "#6a994e",
-    "update": "#c8553d",
+    "update": OURS_COLOUR,
     "copies": "#d9a441",
-    "host": "#8a9ba8",
+    "host": OTHER_COLOUR,
 }
 _FINEST = 1 / 3000  # fraction of the picture's width below which gaps are drawn over
 
 
 def draw(report: Report, path: Path, title: str) -> None:
     """Draw the shown iteration of a report."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     shown, rows = report.shown, report.rows()
-    figure, panel = pyplot.subplots(figsize=(11, 0.9 + 0.42 * len(rows)), layout="constrained")
 
     def bars(spans: Intervals) -> list[tuple[float, float]]:
         drawn: Intervals = []
@@ -56,20 +51,18 @@ def draw(report: Report, path: Path, title: str) -> None:
                 drawn.append((start, stop))
         return [((start - shown.start) / 1e3, (stop - start) / 1e3) for start, stop in drawn]
 
-    for place, (name, spans) in enumerate(rows):
-        panel.broken_barh(bars(spans), (place - 0.38, 0.76), color=_COLORS[name], linewidth=0)
-    for start, width in bars(shown.lanes.exposed):
-        panel.axvspan(start, start + width, color=_COLORS["update"], alpha=0.15, linewidth=0)
-    panel.set_yticks(range(len(rows)), [name for name, _ in rows])
-    panel.set_ylim(len(rows) - 0.5, -0.5)
-    panel.set_xlim(0, shown.milliseconds)
-    panel.set_xlabel("milliseconds; shaded: only the optimizer runs", fontsize=9)
-    panel.tick_params(labelsize=9, left=False)
-    panel.spines[["top", "right", "left"]].set_visible(False)
-    panel.set_title(f"{title}\n{report.summary()}", fontsize=9, loc="left")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with picture(path, 1, figsize=(11, 0.9 + 0.42 * len(rows))) as (_, (panel,)):
+        for place, (name, spans) in enumerate(rows):
+            panel.broken_barh(bars(spans), (place - 0.38, 0.76), color=_COLORS[name], linewidth=0)
+        for start, width in bars(shown.lanes.exposed):
+            panel.axvspan(start, start + width, color=OURS_COLOUR, alpha=0.15, linewidth=0)
+        panel.set_yticks(range(len(rows)), [name for name, _ in rows])
+        panel.set_ylim(len(rows) - 0.5, -0.5)
+        panel.set_xlim(0, shown.milliseconds)
+        panel.set_xlabel("milliseconds; shaded: only the optimizer runs", fontsize=9)
+        panel.tick_params(labelsize=9, left=False)
+        panel.spines["left"].set_visible(False)
+        panel.set_title(f"{title}\n{report.summary()}", fontsize=9, loc="left")
 
 
 LANES = tuple(_COLORS)  # names of the shown lanes
@@ -117,21 +110,17 @@ class Report:
 
     def table(self) -> Table:
         """The busy time of each lane in the shown iteration."""
-        from rich.table import Table
-
         lanes, total = self.shown.lanes, self.shown.milliseconds
-        table = Table()
-        table.add_column("lane")
-        for title in ("busy ms", "of the iteration"):
-            table.add_column(title, justify="right")
         rows = self.rows()
         if self.on_gpu:
             rows.append(("host, optimizer's calls", lanes.host_update))
         rows += [("optimizer, with its copies and communication", lanes.optimizer), ("  of it exposed", lanes.exposed)]
-        for title, spans in rows:
-            busy = length(spans) / 1e3
-            table.add_row(title, f"{busy:.3f}", f"{busy / total:.1%}")
-        return table
+        busy = [(title, length(spans) / 1e3) for title, spans in rows]
+        return table(
+            "",
+            ["lane", "busy ms", "of the iteration"],
+            [(title, f"{ms:.3f}", f"{ms / total:.1%}") for title, ms in busy],
+        )
 
 
 def report_on(trace: Sequence[Mapping[str, Any]]) -> Report:

@@ -27,7 +27,7 @@ class ShardedTensorPiece(torch.Tensor):
         cls, local: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...], ranges: Any, ranks: Any
     ) -> ShardedTensorPiece:
         local = local.permute(order if local.shape == shape else memory_order(local)).reshape(-1)
-        made = wrapper_tensor(cls, shape, local.dtype, local.device)
+        made = wrapper_tensor(cls, shape, dtype=local.dtype, device=local.device)
         made.local, made.order, made.ranges, made.ranks = local, order, ranges, ranks
         made.own_range = ranges[ranks.rank]
         return made
