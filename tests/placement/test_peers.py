@@ -58,9 +58,9 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     monkeypatch.setattr(peers.torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(peers, "_require_nvidia", lambda device: None)
     monkeypatch.setattr(peers, "SymmetricMemory", lambda *_: SimpleNamespace(meet_first=lambda group: None))
-    peers.Driver.of_this_process.cache_clear()
+    peers.driver_of_this_process.cache_clear()
     yield made
-    peers.Driver.of_this_process.cache_clear()
+    peers.driver_of_this_process.cache_clear()
 
 
 def test_memory_is_offered_with_its_place_and_mapped_until_it_is_gone(library: Library) -> None:
@@ -79,7 +79,7 @@ def test_what_the_driver_refuses_is_said(library: Library) -> None:
     with pytest.raises(RuntimeError, match=r"cannot share memory of torch's .* \(CUDA_ERROR_INVALID_VALUE\)"):
         peers.MappedMemory(6, torch.float32, torch.device("cpu"))
     with pytest.raises(RuntimeError, match=r"CUDA cannot map another GPU's memory \(CUDA_ERROR_INVALID_VALUE\)"):
-        peers.Driver.of_this_process().open(bytes(72), torch.device("cpu"))
+        peers.driver_of_this_process().open(bytes(72), torch.device("cpu"))
 
 
 def test_without_a_driver_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ WIDTH = 120
 _OPEN, _CLOSE = "([{", ")]}"
 
 _AS_IT_IS = "  # fmt: skip"  # a formatter leaves the statement alone
+_OTHER_SPACES = re.compile(" (?![-+*/&|<>]+ )")  # those that are not before an operator
 
 
 def logical_lines(lines: Sequence[str]) -> list[str]:
@@ -56,7 +57,7 @@ def folded(line: str, width: int = WIDTH) -> list[str]:
         return [line]
     head, value = _assignment(line)
     if value and (_has_operators(value) or value.count(").") > 1):
-        return [f"{head}(", *_wrapped(_before_operators(value), f"{indent}    ", width), f"{indent}){_AS_IT_IS}"]
+        return [f"{head}(", *_wrapped(_OTHER_SPACES.sub("\0", value), f"{indent}    ", width), f"{indent}){_AS_IT_IS}"]
     openings = [place for place, letter, depth in _walk(line) if letter in _OPEN and not depth]
     if not openings:
         return [line]
@@ -65,11 +66,6 @@ def folded(line: str, width: int = WIDTH) -> list[str]:
     opening = openings[0] if line.lstrip().startswith("def ") or not fitting else fitting[-1]
     closing = _matching(line, opening)
     return _around(line[: opening + 1], line[opening + 1 : closing], line[closing:], indent, width)
-
-
-def _before_operators(text: str) -> str:
-    """Text with spaces before operators alone; the others are zeros."""
-    return re.sub(r" (?![-+*/&|<>]+ )", "\0", text)
 
 
 def _wrapped(text: str, indent: str, width: int) -> list[str]:
@@ -86,7 +82,8 @@ def _around(head: str, body: str, tail: str, indent: str, width: int) -> list[st
         return [head, f"{inner}{body}", f"{indent}{tail}"]
     if head.lstrip().startswith("def ") or head.endswith("dict(") or (len(parts) == 1 and _has_operators(body)):
         # As many on a line as there is room for.
-        body = _before_operators(body) if len(parts) == 1 else " ".join(part.replace(" ", "\0") + "," for part in parts)
+        listed = (part.replace(" ", "\0") + "," for part in parts)
+        body = _OTHER_SPACES.sub("\0", body) if len(parts) == 1 else " ".join(listed)
         return [head, *_wrapped(body, inner, width), f"{indent}{tail}{_AS_IT_IS}"]
     if len(parts) == 1 and not body.rstrip().endswith(","):
         return [head, *folded(f"{inner}{body}", width), f"{indent}{tail}"]

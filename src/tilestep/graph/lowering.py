@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -607,8 +608,8 @@ LOWERINGS.update(
     {
         "sum": _reduced(_Reduction.sum),
         "mean": _reduced(_Reduction.mean),
-        "amax": _reduced(lambda reduction: reduction.apply("reduce_amax")),
-        "amin": _reduced(lambda reduction: reduction.apply("reduce_amin")),
+        "amax": _reduced(methodcaller("apply", "reduce_amax")),
+        "amin": _reduced(methodcaller("apply", "reduce_amin")),
         "max": _total_or_pairwise("reduce_amax", "maximum"),
         "min": _total_or_pairwise("reduce_amin", "minimum"),
         "linalg_vector_norm": _norm,

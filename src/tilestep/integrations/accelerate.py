@@ -43,16 +43,6 @@ class PreparedOptimizer(AcceleratedOptimizer):
         return getattr(self.optimizer, name)
 
     @property
-    def grad_norm(self) -> torch.Tensor:
-        """The global 2-norm of the last step's gradients, a scalar on the device, not yet read."""
-        return self.optimizer.grad_norm
-
-    @property
-    def skipped_steps(self) -> torch.Tensor:
-        """The number of skipped steps so far, a scalar on the device, not yet read."""
-        return self.optimizer.skipped_steps
-
-    @property
     def step_was_skipped(self) -> bool:
         """Whether a scaler skipped the last step; waits for the device. Schedulers read it."""
         before, after = self._skipped

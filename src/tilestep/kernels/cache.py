@@ -113,9 +113,9 @@ def _require_room(directory: Path) -> None:
         file.flush()
 
 
-@functools.lru_cache(maxsize=1)
-def _process_directory() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="tilestep-", ignore_cleanup_errors=True)
+_process_directory = functools.lru_cache(maxsize=1)(
+    functools.partial(tempfile.TemporaryDirectory, prefix="tilestep-", ignore_cleanup_errors=True)
+)
 
 
 _warned: set[str] = set()

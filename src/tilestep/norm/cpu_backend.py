@@ -321,9 +321,9 @@ class CpuNorm(EagerNorm):
     def __init__(self, library: ctypes.CDLL, tiles: NormTiles, whole: Callable[[], ctypes.CDLL] | None = None) -> None:
         super().__init__(tiles)
         self._library, self._whole = library, whole
-        self._partials = torch.empty(max(1, tiles.count), dtype=torch.float64, device="cpu")
+        self._partials = torch.empty(max(1, len(tiles.tensor_of)), dtype=torch.float64, device="cpu")
         self._most_threads = max(1, int(tiles.rows[:, 0].sum()) // PER_THREAD)
-        self._tile_tables = tiles.rows.ctypes.data, tiles.tensor_of.ctypes.data, tiles.count
+        self._tile_tables = tiles.rows.ctypes.data, tiles.tensor_of.ctypes.data, len(tiles.tensor_of)
         self._partials_address = self._partials.data_ptr()
 
     def sum_squares(self, addresses: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -65,11 +65,6 @@ class NormTiles:
     tensor_of: np.ndarray  # int32[number of tiles]
     dtypes: tuple[torch.dtype, ...]  # occurring dtypes, in the order of `DTYPES`
 
-    @property
-    def count(self) -> int:
-        """Number of tiles."""
-        return len(self.tensor_of)
-
 
 def cut(numels: Sequence[int], dtypes: Sequence[torch.dtype], tile: int) -> NormTiles:
     """Cut tensors of these lengths into tiles; an empty tensor has none."""

@@ -22,7 +22,7 @@ class TritonNorm:
         self._device = device
         self._tile, self._step, self._warps = tile_shape(sum(numels))
         self._tiles = tiles = cut(numels, dtypes, self._tile)
-        self._count = tiles.count
+        self._count = len(tiles.tensor_of)
         sizes = np.array([self._count, len(tiles.rows)], dtype=np.int64)
         table = upload(np.concatenate((tiles.rows.reshape(-1), sizes)), device)
         self._table, self._tile_size, self._tensor_size = table, table[-2:-1], table[-1:]

@@ -15,7 +15,7 @@ import torch
 from ..compat import SymmetricMemory, is_capturing, tensor_at
 from ..devices import has_streams
 from ..errors import first_line
-from .reduction import Ranks
+from .reduction import Ranks, gather_in
 
 
 class MappedMemory:
@@ -31,12 +31,12 @@ class MappedMemory:
         _require_nvidia(device)
         self.memory = torch.zeros(numel, dtype=dtype, device=device)
         self._signals = SymmetricMemory(1, torch.int32, device)
-        self.offer = Driver.of_this_process().export(self.memory)
+        self.offer = driver_of_this_process().export(self.memory)
         self._addresses: dict[int, int] = {}
 
     def find(self, rank: int, offers: Sequence[bytes]) -> None:
         """Map the others' memory; `offers` are those of all ranks, of which this one is `rank`."""
-        driver, device = Driver.of_this_process(), self.memory.device
+        driver, device = driver_of_this_process(), self.memory.device
         for other, offer in enumerate(offers):
             if other != rank:
                 base, self._addresses[other] = driver.open(offer, device)
@@ -88,7 +88,7 @@ def share_memory(
 
     All ranks decide together: if one of them cannot, none of them has it. They try the ways one after the other.
     """
-    hosts = set(ranks.gather_in_shard(socket.gethostname()))
+    hosts = set(gather_in(ranks.shard, socket.gethostname()))
     reasons = ranks.gather_objects(f"ranks that split the state are on {len(hosts)} hosts" if len(hosts) > 1 else "")
     first = _first(reasons)
     if first:
@@ -108,7 +108,7 @@ def _tried(
     made: list[PeerMemory] = []
     if reason := _together(ranks, lambda: made.append(way(numel, dtype, device))):
         return None, reason
-    (memory,), offers = made, ranks.gather_in_shard(made[0].offer)
+    (memory,), offers = made, gather_in(ranks.shard, made[0].offer)
     reason = _together(ranks, partial(memory.find, ranks.rank, offers))
     reason = reason or _together(ranks, partial(memory.meet_first, ranks.shard))
     reason = reason or _together(ranks, partial(_verify, memory, ranks))
@@ -170,12 +170,6 @@ class Driver:
         except (OSError, AttributeError) as error:
             raise RuntimeError(f"CUDA's driver shares no memory between processes: {error}") from error
 
-    @staticmethod
-    @functools.cache
-    def of_this_process() -> Driver:
-        """The driver, once it has been loaded."""
-        return Driver()
-
     def export(self, memory: torch.Tensor) -> bytes:
         """What another process opens: a handle of the allocation that a tensor is in, and where it begins in that."""
         address, base, size = ctypes.c_uint64(memory.data_ptr()), ctypes.c_uint64(), ctypes.c_size_t()
@@ -214,3 +208,7 @@ class Driver:
             name = ctypes.c_char_p()
             self._library.cuGetErrorName(code, ctypes.byref(name))
             raise RuntimeError(f"CUDA cannot {what} ({(name.value or b'unknown error').decode()})")
+
+
+driver_of_this_process = functools.cache(Driver)
+"""The driver, once it has been loaded."""

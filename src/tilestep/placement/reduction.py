@@ -409,15 +409,12 @@ class Ranks:
         """One object of each rank, on every rank."""
         values = [value]
         for group in self.groups:
-            values = [one for part in _gather_in(group, values) for one in part]
+            values = [one for part in gather_in(group, values) for one in part]
         return values
 
-    def gather_in_shard(self, value: Any) -> list[Any]:
-        """One object of each rank that splits the state, on each of them."""
-        return _gather_in(self.shard, value)
 
-
-def _gather_in(group: Any, value: Any) -> list[Any]:
+def gather_in(group: Any, value: Any) -> list[Any]:
+    """One object of each rank of a group, on each of them."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values

@@ -82,7 +82,7 @@ class Changes:
 
     def __init__(self) -> None:
         self._tracked: dict[int, _Tracked] = {}
-        self._order: list[int] = []
+        self._ordered: list[_Tracked] = []
         self._sharers: Any = None
         self._names: Sequence[str] = ()
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], tuple[int, int]]] = {}  # before tables exist
@@ -118,7 +118,7 @@ class Changes:
             outputs = passes.outputs
             for position, updated in enumerate(passes.segment.entries):
                 share = updated.share
-                entry = self._track(names, share.param, share.holder, updated.param, outputs.bits(position))
+                entry = self._track(names, share.param, share.holder, updated.param, outputs.bits[position])
                 if share.start is not None:
                     entry.logical = share.logical
                 outputs.watched[position] = entry.watched
@@ -154,7 +154,7 @@ class Changes:
         ]
         self._steps.clear()
         self._cut.clear()
-        self._order = sorted(tracked, key=lambda key: tracked[key].place)
+        self._ordered = sorted(tracked.values(), key=operator.attrgetter("place"))
         for engine in tables.engines:
             engine.wrote = self._note
         self._lying = self._addresses()
@@ -204,7 +204,7 @@ class Changes:
     def read(self, *, clear: bool, gather: bool) -> list[Change]:
         """The changed weights, by parameter; the host waits once."""
         self._see_writes()
-        tracked = [self._tracked[key] for key in self._order]
+        tracked = self._ordered
         gathers = gather and self._sharers is not None and self._sharers.size > 1
         by_device: dict[torch.device, list[_Tracked]] = {}
         for entry in tracked:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -74,7 +76,7 @@ class Publication:
                 ticket.finish()
             if ticket.mark is not None:
                 marks.append(ticket.mark)
-        return max(marks, key=lambda mark: mark.place, default=None)
+        return max(marks, key=attrgetter("place"), default=None)
 
     def wait_on_host(self) -> None:
         """Let the host wait too: later code need not know of these tickets."""
@@ -169,7 +171,7 @@ def _guard(module: nn.Module, publication: Publication) -> None:
     if module in guarded:
         return
     guarded.add(module)
-    is_guarded = guard_parameters(module, lambda entries: GuardedParameters.of(entries, publication))
+    is_guarded = guard_parameters(module, partial(GuardedParameters.of, publication=publication))
     lists = (value for value in vars(module).values() if isinstance(value, (list, tuple)))
     # Recurrent ones keep their parameters in a list of their own too, for their kernels.
     if is_guarded and not any(isinstance(item, nn.Parameter) for value in lists for item in value):

@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,7 @@ class Report:
     @property
     def shown(self) -> Iteration:
         """The iteration of the picture: of median length among all but the first."""
-        candidates = sorted(self.iterations[1:] or self.iterations, key=lambda iteration: iteration.milliseconds)
+        candidates = sorted(self.iterations[1:] or self.iterations, key=attrgetter("milliseconds"))
         return candidates[(len(candidates) - 1) // 2]
 
     @property

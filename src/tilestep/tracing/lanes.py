@@ -8,6 +8,7 @@ import tempfile
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,7 @@ def read_events(trace: Iterable[Mapping[str, Any]]) -> Events:
         elif category == "kernel" or category in _COPIES:
             launched = launches.get(event.get("args", {}).get("correlation"))
             works.append(Work(name, start, stop, category != "kernel", launched))
-    return Events(sorted(calls, key=lambda call: call.start), sorted(works, key=lambda work: work.start))
+    return Events(sorted(calls, key=attrgetter("start")), sorted(works, key=attrgetter("start")))
 
 
 @dataclass(frozen=True)

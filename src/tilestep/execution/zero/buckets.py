@@ -218,11 +218,6 @@ class Box:
     sizes: tuple[int, ...]  # its elements in each dimension
     start: int  # its first element, counted along the memory of a tensor without gaps
 
-    @property
-    def numel(self) -> int:
-        """Its elements."""
-        return math.prod(self.sizes)
-
 
 def boxes(sizes: Sequence[int], start: int, stop: int) -> list[Box]:
     """Blocks, each without gaps in memory, that together are a range of a tensor's elements."""
@@ -384,13 +379,9 @@ class Bucket:
         """This rank's section of the parameters, where the optimizer updates them."""
         return self._section if self.exact is None else self.exact
 
-    def piece(self, slot: Slot) -> tuple[int, int]:
-        """The elements of a parameter that are this rank's, first and one past the last in storage order."""
-        return self.layout.piece(slot, self.ranks.rank)
-
     def cut(self, section: torch.Tensor, slot: Slot) -> torch.Tensor:
         """This rank's piece of a parameter, out of memory for this rank's section."""
-        start, stop = self.piece(slot)
+        start, stop = self.layout.piece(slot, self.ranks.rank)
         if start == stop:
             return section[:0]
         first = slot.offset + start - self.own.start

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ...optimizer.matrices import seen_by
 from ...optimizer.memory import StateMemory
 from ...optimizer.parameters import iter_params
 from ...optimizer.states import StateTemplate, fill_buffers, initialize, storages
+from ...placement.reduction import gather_in
 from ...rules import Rule
 from ...storage import entries_of
 from .core import Member, Sharding
@@ -79,7 +81,7 @@ def full_state_dict(
     own = {number: packed["state"].get(number, {}) for number, member in wholes.items() if member.piece is not None}
     described: dict[Any, dict[str, Any]] = {}
     if wholes:
-        for values_of_rank in ranks.gather_in_shard({number: _described(values) for number, values in own.items()}):
+        for values_of_rank in gather_in(ranks.shard, {number: _described(values) for number, values in own.items()}):
             described.update(values_of_rank)
     state: dict[Any, Any] = {}
     for number in numbers:
@@ -158,10 +160,10 @@ def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str], *, ke
     import torch.distributed.checkpoint as dcp
 
     root = Path(folder)
-    number = _from_first_rank(lambda: _begin(root))
+    number = _from_first_rank(partial(_begin, root))
     begun, whole = root / f"checkpoint-{number}{_BEGUN}", root / f"checkpoint-{number}"
     dcp.save(state, checkpoint_id=begun)
-    _from_first_rank(lambda: _finish(begun, whole, keep))
+    _from_first_rank(partial(_finish, begun, whole, keep))
     return whole
 
 
@@ -198,7 +200,7 @@ def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> Pa
     from .planner import LoadPlanner
 
     root = Path(folder)
-    newest = _from_first_rank(lambda: _newest(root))
+    newest = _from_first_rank(partial(_newest, root))
     if newest is None:
         raise FileNotFoundError(f"there is no finished checkpoint in {root}")
     dcp.load(state, checkpoint_id=root / newest, planner=LoadPlanner())

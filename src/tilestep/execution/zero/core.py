@@ -248,7 +248,7 @@ class Sharding(Placement):
         share.holder = share.local = member.piece
         share.whole = member.whole
         if member.whole is not None:
-            share.start = member.bucket.piece(member.slot)[0]
+            share.start = member.bucket.layout.piece(member.slot, self.ranks.rank)[0]
             share.order = tuple(range(member.param.dim())) if member.division.by_rows else memory_order(member.param)
         return share
 
@@ -312,7 +312,7 @@ class Sharding(Placement):
     def _cut(self, members: Sequence[Member]) -> None:
         """Make this rank's sections of parameters."""
         for member in members:
-            start, stop = member.bucket.piece(member.slot)
+            start, stop = member.bucket.layout.piece(member.slot, self.ranks.rank)
             if member.is_whole and start == stop and member.slot.numel:
                 continue
             flat = member.bucket.cut(member.bucket.updated, member.slot)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -344,7 +345,7 @@ def shard(
         >>> torch.distributed.destroy_process_group()
     """
     ranks = ranks_of(mesh)
-    optimizer, model = attempt_together(ranks, lambda: _prepared(optimizer, model, mesh))
+    optimizer, model = attempt_together(ranks, partial(_prepared, optimizer, model, mesh))
     syncs, dtypes = (overlap_grad_sync, overlap_param_sync), (grad_sync_dtype, param_sync_dtype)
     options = Options(*syncs, bucket_cap_mb, *dtypes, grad_buffer, param_buffer, average)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class ShardedTensorPiece(torch.Tensor):
         blocks = []
         for box in listed:
             first = box.start - self.own_range[0]
-            memory = self.local[first : first + box.numel].view(box.sizes).permute(inverse)
+            memory = self.local[first : first + math.prod(box.sizes)].view(box.sizes).permute(inverse)
             blocks.append((tuple(box.offsets[dim] for dim in inverse), memory.shape, memory))
         return blocks
 
