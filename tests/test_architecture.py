@@ -237,7 +237,7 @@ GONE = (
 """Mechanisms that others have taken in."""
 
 MOST = {
-    "wide classes": 3,
+    "wide classes": 2,
     "modules that ask for addresses": 7,
     "functions that C++ exports": 12,
     "packages that import each other": 0,
@@ -245,7 +245,7 @@ MOST = {
 """What a reader must hold. A change that adds a mechanism names the one it removes; these numbers only fall."""
 
 
-CEILINGS = {"classes": 347, "functions and lambdas that only pass a call on": 157}
+CEILINGS = {"classes": 345, "functions and lambdas that only pass a call on": 119}
 """More of these may not be added; a change that removes some lowers the number."""
 
 

@@ -172,14 +172,14 @@ def measure(
     runs = [_Run(contender, device) for contender in contenders]
     for run in runs:
         for _ in range(warmup):
-            run.guarded(run.warm_up)
+            run.guarded(run.wall, False)
     delay = _Delay(device) if has_streams(device) and busy else None
     for turn in range(rounds):
         if until is not None and turn >= LEAST_ROUNDS and time.monotonic() > until:
             break
         shift = turn % max(len(runs), 1)
         for run in runs[shift:] + runs[:shift]:
-            run.guarded(run.wall)
+            run.guarded(run.wall, True)
             if delay is not None:
                 run.guarded(run.busy, delay)
     for run in runs:
@@ -221,14 +221,12 @@ class _Run:
         except Exception as failure:  # a peer may fail in any way; other figures are still valid
             self.row.failure = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
 
-    def warm_up(self) -> tuple[float, float]:
-        return timed(self._contender.call, self._device, self._contender.repeat)
-
-    def wall(self) -> None:
-        if is_host(self._device):
+    def wall(self, keep: bool) -> None:
+        if keep and is_host(self._device):
             time.sleep(SETTLE_SECONDS)
-        for name, value in zip(("host", "wall"), self.warm_up(), strict=True):
-            self.times[name].append(value)
+        both = timed(self._contender.call, self._device, self._contender.repeat)
+        for name, value in zip(("host", "wall"), both, strict=True):
+            self.times[name] += [value] if keep else []
 
     def busy(self, delay: _Delay) -> None:
         """Measure the time of the GPU between events, which it is kept from until the host has enqueued everything."""

@@ -43,14 +43,9 @@ def fake_tensors() -> Any:
     return _unlogged(FakeTensorMode(allow_non_fake_inputs=True))
 
 
-def _imported(module: str, name: str) -> Any | None:
-    """A class of a module of torch; None if the module was not imported."""
-    return getattr(sys.modules.get(f"torch.{module}"), name, None)
-
-
 def is_fake(tensor: Any) -> bool:
     """Whether a tensor was made under a `FakeTensorMode`: it has a shape and no data."""
-    kind = _imported("_subclasses.fake_tensor", "FakeTensor")
+    kind = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
     return kind is not None and isinstance(tensor, kind)
 
 
@@ -61,7 +56,7 @@ def fake_mode_is_active() -> bool:
     """Whether operations return fake tensors at present."""
     if not _active_modes():
         return False
-    kind = _imported("_subclasses.fake_tensor", "FakeTensorMode")
+    kind = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensorMode", None)
     # Other modes would see a tensor made for the check.
     modes = _python_dispatch._get_current_dispatch_mode_stack()
     return kind is not None and any(isinstance(mode, kind) for mode in modes)
@@ -236,7 +231,7 @@ _callers_are_held = "torch._dynamo" not in sys.modules  # otherwise it was impor
 
 def fsdp_module_type() -> Any | None:
     """The class of modules that FSDP2 shards; None if FSDP2 was not imported."""
-    return _imported("distributed.fsdp", "FSDPModule")
+    return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
 
 
 def is_flat_part(param: Any) -> bool:

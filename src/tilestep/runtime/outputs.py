@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -45,8 +44,6 @@ class OutputTables:
         counts = np.asarray([-(-extent_of(tensor) // WORD) if self._marks else 0 for tensor in tensors], dtype=np.int64)
         self.first_word = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
         self.words = torch.zeros(max(int(self.first_word[-1]), 1), dtype=torch.int32, device=device)
-        self.bits = [self.words[start:stop] for start, stop in pairwise(self.first_word.tolist())]
-        """int32[words], a view of the bits of each tensor."""
         self._before: list[dict[Leaf, torch.Tensor]] = []
         self._versions: list[int] = []
         self._arrays = [dict(entry.arrays) for entry in segment.entries]
@@ -69,6 +66,10 @@ class OutputTables:
     def use_torch(self) -> None:
         """Evaluate the reports with torch: their kernels cannot be built."""
         self._divide([entry for entry in self._entries if entry in self._rest or entry.output.reduce != "or"])
+
+    def bits(self, position: int) -> torch.Tensor:
+        """int32[words], a view of the bits of the tensor at this position."""
+        return self.words[int(self.first_word[position]) : int(self.first_word[position + 1])]
 
     def carry(self, position: int, other: OutputTables, place: int) -> None:
         """Take over the reports on a tensor that another segment has measured in the same step."""
@@ -176,7 +177,7 @@ class OutputTables:
 
     def _mark(self, position: int, flags: torch.Tensor) -> None:
         """Set the bits of elements, which count along the parameter's memory."""
-        bits, param = self.bits[position], self._segment.entries[position].param
+        bits, param = self.bits(position), self._segment.entries[position].param
         if len(bits):
             laid = torch.zeros(len(bits) * WORD, dtype=torch.int32, device=bits.device)
             laid.as_strided(param.shape, param.stride()).copy_(flags)

@@ -125,10 +125,7 @@ def _factor(group: ReductionGroup, entry: Entry, reduction: Value) -> float:
 def _slice_part(group: ReductionGroup, passes: Passes, slot: int, reduction: Value) -> _Part | None:
     assert reduction.over is not None and passes.slices is not None
     segment, own = passes.segment, passes.segment.spec.program.slices
-    slots, starts = (
-        passes.slices.arrays[f"slot_{slot}"],
-        passes.slices.tables.starts[own.kinds.index(own.overs[slot])].tolist(),
-    )
+    slots, starts = passes.slices.slot(slot), passes.slices.tables.starts[own.kinds.index(own.overs[slot])].tolist()
     places: list[torch.Tensor] = []
     targets: list[torch.Tensor] = []
     factors: list[torch.Tensor] = []

@@ -6,6 +6,7 @@ import itertools
 import math
 import operator
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -68,15 +69,6 @@ def index_dtype(param: torch.Tensor) -> torch.dtype:
     return torch.int32 if param.numel() <= _LARGEST else torch.int64
 
 
-@dataclass
-class _Steps:
-    """Consecutive steps that wrote the same tensors."""
-
-    tensors: list[torch.Tensor]
-    places: np.ndarray  # int64, places of the watched tensors
-    count: int = 0
-
-
 class Changes:
     """The changed bits of all parameters of an optimizer."""
 
@@ -91,7 +83,8 @@ class Changes:
         self._places: dict[int, int] = {}  # of watched tensors, by `id`
         self._by_torch: list[tuple[np.ndarray, list[int]]] = []  # version bumps by torch in steps, places
         self._words: list[torch.Tensor] = []
-        self._steps: dict[int, _Steps] = {}
+        self._steps: dict[int, tuple[list[torch.Tensor], np.ndarray]] = {}  # lists of tensors that steps wrote, places
+        self._counts: Counter[int] = Counter()  # of their steps, by `id` of the list
         self._lying: list[int] = []
         self._cut: dict[torch.device, _Blocks] = {}
 
@@ -118,7 +111,7 @@ class Changes:
             outputs = passes.outputs
             for position, updated in enumerate(passes.segment.entries):
                 share = updated.share
-                entry = self._track(names, share.param, share.holder, updated.param, outputs.bits[position])
+                entry = self._track(names, share.param, share.holder, updated.param, outputs.bits(position))
                 if share.start is not None:
                     entry.logical = share.logical
                 outputs.watched[position] = entry.watched
@@ -169,20 +162,19 @@ class Changes:
 
     def _note(self, written: list[torch.Tensor]) -> None:
         """Note a step that wrote these tensors and bumped their versions."""
-        record = self._steps.get(id(written))
-        if record is None:
+        if id(written) not in self._steps:
             if len(self._steps) > 64:
                 self._count_steps()
                 self._steps.clear()
             places = [self._places[id(tensor)] for tensor in written if id(tensor) in self._places]
-            record = self._steps[id(written)] = _Steps(written, np.asarray(places, dtype=np.int64))
-        record.count += 1
+            self._steps[id(written)] = written, np.asarray(places, dtype=np.int64)
+        self._counts[id(written)] += 1
 
     def _count_steps(self) -> None:
         """Account for the version bumps of steps, which are not writes of other code."""
-        for record in self._steps.values():
-            np.add.at(self._writes.versions, record.places, record.count)
-            record.count = 0
+        for key, count in self._counts.items():
+            np.add.at(self._writes.versions, self._steps[key][1], count)
+        self._counts.clear()
         for counted, places in self._by_torch:
             np.add.at(self._writes.versions, places, counted)
             counted[:] = 0
@@ -206,21 +198,15 @@ class Changes:
         self._see_writes()
         tracked = self._ordered
         gathers = gather and self._sharers is not None and self._sharers.size > 1
-        by_device: dict[torch.device, list[_Tracked]] = {}
-        for entry in tracked:
-            if entry.leads or not gathers:
-                by_device.setdefault(entry.param.device, []).append(entry)
-        lists = [
-            _OnCpu(own) if is_host(device) and not _by_kernels(device) else _OnDevice(own, device, self._cut)
-            for device, own in by_device.items()
-        ]
-        if gathers:
-            made = self._gathered(lists)
-        else:
-            made = {}
-            for listing in lists:
-                for entry, (index, values) in zip(listing.tracked, listing.made(listing.counts().tolist())):
-                    made[entry.place] = _moved(index, entry.handle), _moved(values, entry.handle)
+        lists: list[_OnCpu | _OnDevice] = []
+        for device in dict.fromkeys(entry.param.device for entry in tracked):
+            own = [entry for entry in tracked if entry.param.device == device and (entry.leads or not gathers)]
+            by_host = is_host(device) and not _by_kernels(device)
+            lists += [_OnCpu(own) if by_host else _OnDevice(own, device, self._cut)] if own else []
+        made = self._gathered(lists) if gathers else {}
+        for listing in () if gathers else lists:
+            for entry, pair in zip(listing.tracked, listing.made(listing.counts().tolist())):
+                made[entry.place] = _moved(pair[0], entry.handle), _moved(pair[1], entry.handle)
         if clear:
             for entry in tracked:
                 entry.wholly = False
@@ -234,41 +220,37 @@ class Changes:
         own_device = local_part(self._handles[0]).device if self._handles else torch.device("cpu")
         device = next((listing.device for listing in lists if not is_host(listing.device)), own_device)
         mine = torch.zeros(len(self._handles), dtype=torch.int64, device=device)
-        for listing in lists:
-            mine.index_copy_(
-                0, sent([entry.place for entry in listing.tracked], device), _moved(listing.counts(), mine)
-            )
+        places = [[entry.place for entry in listing.tracked] for listing in lists]
+        for listing, own in zip(lists, places):
+            mine.index_copy_(0, sent(own, device), _moved(listing.counts(), mine))
         # The only wait of the host.
         counts = torch.stack(sharers.gather(mine)).tolist()
-        own: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for listing in lists:
-            places = [entry.place for entry in listing.tracked]
-            own.update(zip(places, listing.made([counts[sharers.rank][place] for place in places])))
+        changes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for listing, own in zip(lists, places):
+            changes.update(zip(own, listing.made([counts[sharers.rank][place] for place in own])))
+        changed = [place for place in range(len(self._handles)) if any(rank[place] for rank in counts)]
+        kinds = {
+            (place, which): kind
+            for place in changed
+            for which, kind in enumerate((index_dtype(self._handles[place]), self._handles[place].dtype))
+        }
         # Wide elements first, so that all are aligned.
-        kinds = [(index_dtype(handle), handle.dtype) for handle in self._handles]
-        changed = [place for place in range(len(kinds)) if any(rank[place] for rank in counts)]
-        runs = [(place, which) for place in changed for which in (0, 1)]
-        runs.sort(key=lambda run: (-kinds[run[0]][run[1]].itemsize, str(kinds[run[0]][run[1]])))
-        sizes = [[rank[place] * kinds[place][which].itemsize for place, which in runs] for rank in counts]
-        message = torch.zeros(max(map(sum, sizes)), dtype=torch.uint8, device=device)
-        begin = 0
-        for _, alike in itertools.groupby(runs, key=lambda run: kinds[run[0]][run[1]]):
-            listed = [_moved(own[place][which], mine) for place, which in alike if place in own]
-            if listed:
-                sent_bytes = torch.cat(listed).view(torch.uint8)
-                message[begin : begin + len(sent_bytes)] = sent_bytes
-                begin += len(sent_bytes)
+        runs = sorted(kinds, key=lambda run: (-kinds[run].itemsize, str(kinds[run])))
+        sizes = [[rank[run[0]] * kinds[run].itemsize for run in runs] for rank in counts]
         # As bytes: neither NCCL nor gloo sends 16-bit integers.
-        everyone = sharers.gather(message) if len(message) else []
+        parts, length = [], max(map(sum, sizes))
+        for _, alike in itertools.groupby([run for run in runs if run[0] in changes], kinds.__getitem__):
+            parts.append(torch.cat([_moved(changes[place][which], mine) for place, which in alike]).view(torch.uint8))
+        padding = mine.new_zeros(length - sum(map(len, parts)), dtype=torch.uint8)
+        everyone = sharers.gather(torch.cat([*parts, padding])) if length else []
         arrived: dict[tuple[int, int], list[torch.Tensor]] = {run: [] for run in runs}
         for received, widths in zip(everyone, sizes):
             for run, part in zip(runs, received[: sum(widths)].split(widths)):
-                if part.numel():
-                    arrived[run].append(part.view(kinds[run[0]][run[1]]))
-        joined = {run: parts[0] if len(parts) == 1 else torch.cat(parts) for run, parts in arrived.items()}
+                arrived[run] += [part.view(kinds[run])] if part.numel() else []
         made = {}
         for place in changed:
-            handle, index, values = self._handles[place], joined[place, 0], joined[place, 1]
+            handle = self._handles[place]
+            index, values = (torch.cat(arrived[place, which]) for which in (0, 1))
             cut = getattr(handle, "placements", None)
             cut = None if cut is None else [placement for placement in cut if not placement.is_replicate()]
             # Whether the concatenated lists of ranks have ascending indices.
@@ -324,30 +306,29 @@ class _OnCpu:
     device = torch.device("cpu")
 
     def __init__(self, tracked: Sequence[_Tracked]) -> None:
-        self.tracked = list(tracked)
-        self._indices = list(map(self._changed, tracked))
-
-    @staticmethod
-    def _changed(entry: _Tracked) -> torch.Tensor:
-        """Flat indices of changed weights of the local part."""
-        if entry.wholly:
-            return torch.arange(entry.param.numel(), dtype=torch.int64, device="cpu")
-        if entry.bits.numel() and not entry.param.is_contiguous():
-            return _flags(entry).reshape(-1).nonzero().reshape(-1)
-        words = entry.bits.numpy()
-        nonzero = np.flatnonzero(words)
-        flags = np.unpackbits(words[nonzero].view(np.uint8), bitorder="little").reshape(-1, WORD)
-        row, lane = np.nonzero(flags)
-        return torch.from_numpy(nonzero[row] * WORD + lane)
+        self.tracked, self._indices = list(tracked), list(map(_changed, tracked))
 
     def counts(self) -> torch.Tensor:
         """int64[parameters], counts of changed weights."""
-        return torch.tensor([indices.numel() for indices in self._indices], dtype=torch.int64, device="cpu")
+        return torch.tensor(list(map(len, self._indices)), dtype=torch.int64, device="cpu")
 
     def made(self, counts: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Flat indices into the parameters, and values."""
         pairs = zip(self.tracked, self._indices)
         return [entry.change(index, entry.param.detach().reshape(-1)[index]) for entry, index in pairs]
+
+
+def _changed(entry: _Tracked) -> torch.Tensor:
+    """Flat indices of changed weights of the local part, on the host."""
+    if entry.wholly:
+        return torch.arange(entry.param.numel(), dtype=torch.int64, device="cpu")
+    if entry.bits.numel() and not entry.param.is_contiguous():
+        return _flags(entry).reshape(-1).nonzero().reshape(-1)
+    words = entry.bits.numpy()
+    nonzero = np.flatnonzero(words)
+    flags = np.unpackbits(words[nonzero].view(np.uint8), bitorder="little").reshape(-1, WORD)
+    row, lane = np.nonzero(flags)
+    return torch.from_numpy(nonzero[row] * WORD + lane)
 
 
 def _flags(entry: _Tracked) -> torch.Tensor:
@@ -361,47 +342,37 @@ class _OnDevice:
     """Lists of parameters on a device, made without a wait of the host per parameter."""
 
     def __init__(self, tracked: Sequence[_Tracked], device: torch.device, cut: dict[torch.device, _Blocks]) -> None:
-        self.tracked, self.device = list(tracked), device
-        by_kernels = _by_kernels(device)
+        self.device, by_kernels = device, _by_kernels(device)
         marked = [entry for entry in tracked if not entry.wholly and entry.bits.numel()]
         plain = [entry for entry in marked if by_kernels and entry.param.is_contiguous()]
-        chosen = set(map(id, plain))
-        self._others = [entry for entry in marked if id(entry) not in chosen]
-        self._flags = {id(entry): _flags(entry).reshape(-1) for entry in self._others}
         blocks = cut.get(device)
         self._blocks = cut[device] = blocks if blocks is not None and blocks.fits(plain) else _Blocks(plain, device)
-        self._plain = self._blocks.tracked
-        self._all_plain = len(self._plain) == len(self.tracked) and all(map(operator.is_, self._plain, self.tracked))
+        chosen = set(map(id, plain))
+        others = [entry for entry in marked if id(entry) not in chosen]
+        self._flags = [_flags(entry).reshape(-1) for entry in others]
+        chosen.update(map(id, others))
+        self._unmarked = [entry for entry in tracked if id(entry) not in chosen]
+        self.tracked = [*self._blocks.tracked, *others, *self._unmarked]
 
     def counts(self) -> torch.Tensor:
         """int64[parameters] on the device."""
-        if self._all_plain:
-            return torch.cat(self._blocks.counted())
-        counts = sent([entry.param.numel() if entry.wholly else 0 for entry in self.tracked], self.device)
-        places = {id(entry): place for place, entry in enumerate(self.tracked)}
-        members = [*self._plain, *self._others]
-        if members:
-            totals = [*self._blocks.counted(), *(self._flags[id(entry)].sum().reshape(1) for entry in self._others)]
-            counts.index_copy_(0, sent([places[id(entry)] for entry in members], self.device), torch.cat(totals))
-        return counts
+        counts = [*self._blocks.counted(), *(flags.sum().reshape(1) for flags in self._flags)]
+        if self._unmarked:
+            counts.append(sent([entry.param.numel() if entry.wholly else 0 for entry in self._unmarked], self.device))
+        return torch.cat(counts)
 
     def made(self, counts: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Flat indices into the parameters, and values."""
-        if self._all_plain:
-            return [entry.change(*pair) for entry, pair in zip(self.tracked, self._blocks.pairs(counts))]
-        count_of = {id(entry): count for entry, count in zip(self.tracked, counts)}
-        listed = self._blocks.listed([count_of[id(entry)] for entry in self._plain])
-        lists = []
-        for entry in self.tracked:
-            pair = listed.get(id(entry))
-            if pair is None:
-                if id(entry) in self._flags:
-                    index = torch.nonzero_static(self._flags[id(entry)], size=count_of[id(entry)]).reshape(-1)
-                else:
-                    index = torch.arange(count_of[id(entry)], dtype=torch.int64, device=self.device)
-                pair = index, entry.param.detach().reshape(-1)[index]
-            lists.append(entry.change(*pair))
-        return lists
+        plain = len(self._blocks.tracked)
+        pairs = list(self._blocks.pairs(counts[:plain]))
+        for place, entry in enumerate(self.tracked[plain:]):
+            count = counts[plain + place]
+            if place < len(self._flags):
+                index = torch.nonzero_static(self._flags[place], size=count).reshape(-1)
+            else:
+                index = torch.arange(count, dtype=torch.int64, device=self.device)
+            pairs.append((index, entry.param.detach().reshape(-1)[index]))
+        return [entry.change(*pair) for entry, pair in zip(self.tracked, pairs)]
 
 
 class _Run:
@@ -474,7 +445,3 @@ class _Blocks:
         rest = iter(counts)
         for run in self._runs:
             yield from run.listed(list(itertools.islice(rest, len(run.members))))
-
-    def listed(self, counts: Sequence[int]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """As `pairs`, by `id` of the tracked parameter."""
-        return dict(zip(map(id, self.tracked), self.pairs(counts)))

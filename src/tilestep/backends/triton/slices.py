@@ -118,15 +118,19 @@ class CudaSlices:
         total = sum(entry.param.numel() for entry in entries)
         self.tables = tables = SliceTables(spec.program, entries, block_of(elements_of(total), spec.has_blocks))
         self.most_tiles = tables.most_tiles
-        self.arrays = {
+        self._arrays = {
             "starts": self._table(tables.starts[:, :-1].T),
             "spans": self._table(tables.spans.reshape(len(slices.spans), len(entries), 2).swapaxes(0, 1)),
         }
         for slot, (count, parts) in enumerate(zip(tables.slot_counts, tables.part_counts(spec.program))):
-            self.arrays[f"slot_{slot}"] = torch.zeros(max(count, 1), dtype=spec.compute, device=device)
-            self.arrays[f"parts_{slot}"] = torch.zeros(max(parts, 1), dtype=spec.compute, device=device)
+            self._arrays[f"slot_{slot}"] = torch.zeros(max(count, 1), dtype=spec.compute, device=device)
+            self._arrays[f"parts_{slot}"] = torch.zeros(max(parts, 1), dtype=spec.compute, device=device)
         self._views: dict[int, dict[str, torch.Tensor]] = {}
         self._combines: dict[tuple[int, int, int], dict[str, torch.Tensor]] = {}
+
+    def slot(self, slot: int) -> torch.Tensor:
+        """The array of all slices of a slot."""
+        return self._arrays[f"slot_{slot}"]
 
     def _table(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
@@ -150,7 +154,7 @@ class CudaSlices:
         """The launches of a pass: one for each block that its tiles have, then what finishes its reductions."""
         tiles, own = self._tiles(tile)
         name = f"{self.spec.name}_{tile.title}"
-        common = {**tables, **self.arrays, **own}
+        common = {**tables, **self._arrays, **own}
         launches: list[Launch] = []
         for block, first, count in tiles.ranges:
             constants, options = build_options(self.spec, tile, block, unscale)

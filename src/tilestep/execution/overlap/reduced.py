@@ -95,8 +95,7 @@ class ReducedGradients:
                 "buckets of DistributedDataParallel hold complex gradients in another layout than their parameters: "
                 'use during="forward"'
             )
-        group = wrapper.process_group
-        state, reduce = self._comm_hook or (None, lambda _, bucket: _mean(group, bucket))
+        state, reduce = self._comm_hook or (wrapper.process_group, _mean)
 
         # The module must not keep this, which keeps the module.
         living = weakref.ref(self)

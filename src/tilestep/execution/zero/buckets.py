@@ -334,8 +334,8 @@ class Bucket:
         self.dtype = memory.dtype
         self.grad_dtype, self.sync_dtype = (dtype or memory.dtype for dtype in sync_dtypes)
         self.flat = memory
-        self.own = range(ranks.rank * layout.section, (ranks.rank + 1) * layout.section)
-        self._section = self.section_of(memory)
+        self.own = slice(ranks.rank * layout.section, (ranks.rank + 1) * layout.section)
+        self._section = memory[self.own]
         self.views: list[torch.Tensor] = []
         with torch.no_grad():
             for slot, param in zip(layout.slots, self.params):
@@ -345,7 +345,7 @@ class Bucket:
                 self.views.append(view)
         self.exact: torch.Tensor | None = None  # this rank's section as updated, where what travels has lost bits
         if loses_bits(self.dtype, self.sync_dtype):
-            self.exact = self.section_of(memory).clone()
+            self.exact = memory[self.own].clone()
 
     def theirs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """For each other rank its section of this rank's memory, and the same in its own: what is fetched from it."""
@@ -369,10 +369,6 @@ class Bucket:
         # A NaN is what was sent of a NaN.
         same = (sent == section) | ((sent != sent) & (section != section))
         self.exact.copy_(torch.where(same, self.exact, section))
-
-    def section_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's section of flat memory of the bucket."""
-        return flat[self.own.start : self.own.stop]
 
     @property
     def updated(self) -> torch.Tensor:

@@ -307,7 +307,7 @@ class Sharding(Placement):
         for bucket in buckets:
             self.ranks.broadcast(bucket.flat)
             if bucket.exact is not None:
-                bucket.exact.copy_(bucket.section_of(bucket.flat))
+                bucket.exact.copy_(bucket.flat[bucket.own])
 
     def _cut(self, members: Sequence[Member]) -> None:
         """Make this rank's sections of parameters."""

@@ -42,7 +42,7 @@ class GradientBucket:
         like = torch.empty(0, dtype=bucket.grad_dtype, device=bucket.flat.device)
         self.comes_averaged = options.average and self._ranks.can_average(like)
         """Whether what comes from the other ranks is divided by their number already."""
-        self.own_section = None if memory is None else bucket.section_of(memory)  # where sums go
+        self.own_section = None if memory is None else memory[bucket.own]  # where sums go
         self.is_agreed = bucket.trains  # whether it trains on all ranks, as they have told each other
         self.excluded = False  # whether this rank has sent zeros, for a bucket that it has frozen
         self.keeps = False  # whether gradients of what was thawed wait until ranks have told each other so
@@ -452,7 +452,7 @@ class GatherGroup:
             # The same bytes, seen as whole numbers.
             return bucket.flat.view(bucket.sync_dtype), bucket.updated.view(bucket.sync_dtype)
         whole = torch.empty_like(bucket.flat, dtype=bucket.sync_dtype)
-        own = bucket.section_of(whole)
+        own = whole[bucket.own]
         own.copy_(bucket.updated)
         self._travel.append((bucket, whole))
         return whole, own
