@@ -83,13 +83,11 @@ class InverseSqrt:
         return torch.where(step < self.warmup, rising, self.peak * torch.sqrt(self.warmup / step))
 
 
-def _check(warmup: int, total: int) -> None:
+def _after_warmup(peak: float, warmup: int, total: int, *points: tuple[float, float, str]) -> Piecewise:
     if not 0 <= warmup < total:
         raise ValueError(f"Invalid warmup: {warmup}; it must be at least 0 and less than the total of {total} steps")
-
-
-def _warmup(peak: float, warmup: int) -> tuple[tuple[float, float, str], ...]:
-    return ((0, 0.0, "linear"), (warmup, peak, "linear")) if warmup else ((0, peak, "linear"),)
+    first = ((0, 0.0, "linear"), (warmup, peak, "linear")) if warmup else ((0, peak, "linear"),)
+    return Piecewise((*first, *points))
 
 
 def warmup_cosine(peak: float, warmup: int, total: int, final: float = 0.0) -> Piecewise:
@@ -119,8 +117,7 @@ def warmup_cosine(peak: float, warmup: int, total: int, final: float = 0.0) -> P
         >>> weight.item()  # 0.5 + 1.0 + 0.5 + 0.0
         2.0
     """
-    _check(warmup, total)
-    return Piecewise((*_warmup(peak, warmup), (total, final, "cosine")))
+    return _after_warmup(peak, warmup, total, (total, final, "cosine"))
 
 
 def warmup_linear(peak: float, warmup: int, total: int, final: float = 0.0) -> Piecewise:
@@ -142,8 +139,7 @@ def warmup_linear(peak: float, warmup: int, total: int, final: float = 0.0) -> P
         >>> [float(curve(step)) for step in (1, 2, 3, 4)]
         [0.5, 1.0, 0.5, 0.0]
     """
-    _check(warmup, total)
-    return Piecewise((*_warmup(peak, warmup), (total, final, "linear")))
+    return _after_warmup(peak, warmup, total, (total, final, "linear"))
 
 
 def warmup_stable_decay(
@@ -170,8 +166,7 @@ def warmup_stable_decay(
         >>> [float(curve(step)) for step in (1, 2, 3, 4, 5, 6)]
         [0.5, 1.0, 1.0, 1.0, 0.5, 0.0]
     """
-    _check(warmup, total - decay)
-    return Piecewise((*_warmup(peak, warmup), (total - decay, peak, "linear"), (total, final, shape)))
+    return _after_warmup(peak, warmup, total - decay, (total - decay, peak, "linear"), (total, final, shape))
 
 
 def inverse_sqrt(peak: float, warmup: int) -> InverseSqrt:

@@ -22,20 +22,16 @@ def spread_over_devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         count: how many devices.
     """
 
-    def spread(
-        optimizer: Any, by_device: Mapping[torch.device, Any]
-    ) -> tuple[list[Any], list[Any], dict[Any, list[int]]]:
+    def spread(optimizer: Any, by_device: Mapping[torch.device, Any]) -> tuple[list[Any], dict[Any, tuple[int, ...]]]:
         device, by_spec = next(iter(by_device.items()))
         order = [id(entry) for _, entries in by_spec for entry in entries]
         engines: list[Any] = []
-        controls: list[Any] = []
         for index in range(count):
             own = set(order[index::count])
             mine = [(spec, [entry for entry in entries if id(entry) in own]) for spec, entries in by_spec]
-            made, own_controls, _ = build_engines(optimizer, {device: [one for one in mine if one[1]]})
+            made, _ = build_engines(optimizer, {device: [one for one in mine if one[1]]})
             engines.extend(made)
-            controls.extend(own_controls)
         assert len({id(engine.control) for engine in engines}) == count
-        return engines, controls, {None: list(range(len(engines)))}
+        return engines, {None: tuple(range(len(engines)))}
 
     monkeypatch.setattr(tilestep.optimizer.build, "build_engines", spread)

@@ -154,6 +154,14 @@ def test_a_gradient_of_a_group_that_leaves_goes_back_to_its_parameter(kept: Kept
         training.compare()
 
 
+def test_gradients_of_a_new_group_go_to_the_host_before_any_step(kept: Kept) -> None:
+    net = model()
+    optimizer = kept(tilestep.AdamW(net[0].parameters()))
+    optimizer.add_param_group({"params": net[2].parameters()})
+    net(torch.ones(2, 7)).sum().backward()
+    assert [param.grad for param in (net[0].weight, net[2].weight, net[2].bias)] == [None] * 3
+
+
 def _fail(*_: Any) -> None:
     raise RuntimeError("interrupted")
 

@@ -435,7 +435,7 @@ def test_train_and_eval_touch_nothing_where_no_rule_keeps_averages(monkeypatch: 
     def looked(*_: Any) -> None:
         raise AssertionError("every parameter was looked at")
 
-    for name in ("swap_in_averages", "swap_out_averages", "held_averages"):
+    for name in ("swap_in_averages", "swap_out_averages"):
         monkeypatch.setattr(module, name, looked)
     optimizer.eval()
     optimizer.step()

@@ -534,7 +534,7 @@ def test_nothing_holds_gradients_after_a_step_that_failed() -> None:
         raise RuntimeError("broken")
 
     assert optimizer.plan is not None
-    optimizer.plan.calls.of((0,))[:] = [[partial(broken)]]
+    optimizer.plan._calls[0,][:] = [[partial(broken)]]
     set_gradients(params)
     with pytest.raises(RuntimeError, match="broken"):
         optimizer.step()

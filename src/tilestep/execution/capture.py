@@ -173,8 +173,7 @@ class CapturedStep:
                         optimizer.execution.step(optimizer.update)
                     return self.output
                 if plan.masters.exist:
-                    plan.masters.sync()
-                    plan.masters.note()
+                    plan.masters.catch_up()
                 self._graph.replay()
                 self._choices.replayed()
         return self.output

@@ -93,27 +93,27 @@ def sizes_of_chunks(tiles: Sequence[int], uncut: Sequence[bool], room: int) -> l
     return chunks
 
 
-def cut_tiles(passes: Passes, room: int) -> list[tuple[range, range]]:
-    """The ranges of tiles and of tensors of a segment's chunks, of at most `room` tiles."""
+def cut_tiles(passes: Passes, names: Sequence[str], room: int) -> list[tuple[range, range]]:
+    """The ranges of tiles and of tensors of a segment's chunks, of about `room` bytes of the named arrays."""
     tiles, strided = passes.segment.tiles, set(passes.arrays.strided)
+    width = sum(passes.segment.entries[0].arrays[name].element_size() for name in names)
     counts = (-(-tiles.numel // tiles.size)).tolist()
-    return sizes_of_chunks(counts, [place in strided for place in range(len(counts))], room)
+    most = max(room // max(width * tiles.size, 1), 1)
+    return sizes_of_chunks(counts, [place in strided for place in range(len(counts))], most)
 
 
 def walked_part(segment: Segment, tiles: range, place: int) -> tuple[int, int]:
-    """The range of elements of a tensor in some tiles: first, and last plus 1, which is not larger if it is empty."""
+    """The range of elements of a tensor in memory that some tiles have: first, and last plus 1; both 0 for none."""
     start, size = int(segment.tiles.first_tile[place]), segment.tiles.size
-    return max(tiles.start - start, 0) * size, min((tiles.stop - start) * size, int(segment.tiles.numel[place]))
+    first, stop = max(tiles.start - start, 0) * size, min((tiles.stop - start) * size, int(segment.tiles.numel[place]))
+    return (segment.element_at(place, first), segment.element_at(place, stop)) if stop > first else (0, 0)
 
 
 def cut_chunks(passes: Passes, names: Sequence[str], room: int) -> list[Chunk]:
     """Cut a segment into chunks of about `room` bytes of the named arrays."""
-    segment = passes.segment
-    width = sum(segment.entries[0].arrays[name].element_size() for name in names)
-    per_chunk = max(room // max(width * segment.tiles.size, 1), 1)
-    chunks = [Chunk(*bounds) for bounds in cut_tiles(passes, per_chunk)]
+    chunks = [Chunk(*bounds) for bounds in cut_tiles(passes, names, room)]
     for chunk in chunks:
-        lay_out(chunk, segment, names)
+        lay_out(chunk, passes.segment, names)
     return chunks
 
 
@@ -125,14 +125,12 @@ def lay_out(chunk: Chunk, segment: Segment, names: Sequence[str]) -> None:
         for position, place in enumerate(chunk.tensors):
             array = segment.entries[place].arrays[name]
             first, stop = walked_part(segment, chunk.tiles, place)
-            if stop <= first:
+            if not stop:
                 continue
             # Rows of packed neighbours have even lengths, and tiles begin at even places.
-            packed = segment.entries[place].param.numel() // array.numel()
-            first, stop = segment.element_at(place, first) // packed, segment.element_at(place, stop) // packed
-            width = array.element_size()
-            storage, start = array.untyped_storage(), int(array.storage_offset()) * width + first * width
-            length = (stop - first) * width
+            packed, width = segment.entries[place].param.numel() // array.numel(), array.element_size()
+            first, length = first // packed, (stop // packed - first // packed) * width
+            storage, start = array.untyped_storage(), (int(array.storage_offset()) + first) * width
             if not (runs and runs[-1].extend(storage, start, length)):
                 chunk.size = -(-chunk.size // ALIGNMENT) * ALIGNMENT + start % ALIGNMENT
                 runs.append(Run(storage, start, start + length, chunk.size))

@@ -11,13 +11,14 @@ from ..errors import OffloadError
 from ..kernels.spec import INVERSE_SCALE, SKIP, UNSCALE, KernelSpec, pass_traffic
 from ..native.host_memory import HostMemory
 from ..native.table import Writes, rows_of
+from ..optimizer.memory import Gradients
 from ..optimizer.parameters import check_not_shared, check_parameter
 from ..placement.local import local_part
 from ..runtime import DeviceEngine, Entry, GradNorm, is_dense
 from ..runtime.passes import Passes
 from ..runtime.segment import TileRange
 from .copies import cut_tiles, walked_part
-from .offloaded import ChunkedPasses, Mirror, Mirrors, StateOnHost, check_unchanged, checksums
+from .offloaded import ChunkedPasses, Mirror, Mirrors, StateOnHost, checksums
 
 
 class HostState(StateOnHost):
@@ -37,11 +38,11 @@ class HostState(StateOnHost):
 
     def begin(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Mirror these parameters."""
-        for label, param in params:
-            self.check(label, param)
-            check_parameter(local_part(param), label)
-        check_not_shared([(label, local_part(param)) for label, param in params])
-        self.wait()
+        super().begin(params)
+        parts = [(label, local_part(param)) for label, param in params]
+        for label, part in parts:
+            check_parameter(part, label)
+        check_not_shared(parts)
         has_new, writes = self.follow([param for _, param in params]), self._writes
         if has_new or (writes is not None and len(writes.params) != len(self.mirrors)):
             self._writes, self._sums = None, None
@@ -64,11 +65,9 @@ class HostState(StateOnHost):
             raise OffloadError("updates on the host need a C++ compiler: install one, or take where='gpu'")
         passes.segment.streamer = HostUpdate(self, passes)
 
-    def gradients(
-        self, params: Sequence[Sequence[torch.Tensor]], gradients: list[list[torch.Tensor | None]]
-    ) -> list[list[torch.Tensor | None]]:
+    def gradients(self, params: Sequence[Sequence[torch.Tensor]], gradients: Gradients) -> Gradients:
         """Start copies of gradients to the host; returns the tensors on the host."""
-        check_unchanged(list(self.mirrors.values()))
+        self.require_fitting()
         self.inward.follow(self.compute.mark())
         self.copies.begin()
         sent = [[self._sent(self.mirrors[param], own) for param, own in zip(*pair)] for pair in zip(params, gradients)]
@@ -135,7 +134,7 @@ class HostUpdate(ChunkedPasses):
     """Runs the tile passes of a segment on the host."""
 
     def __init__(self, home: HostState, passes: Passes) -> None:
-        super().__init__(passes)
+        super().__init__(passes, home.chunk_bytes)
         self._home, segment = home, passes.segment
         self._mirrors = [home.mirror_of[id(entry.param)] for entry in segment.entries]
         program = segment.spec.program
@@ -143,10 +142,7 @@ class HostUpdate(ChunkedPasses):
             any(array.name == "param" for array in pass_traffic(segment.spec, index).writes)
             for index in range(len(program.tiles))
         ]
-        tiles = segment.tiles
-        width = segment.entries[0].param.element_size()
-        room = max(home.chunk_bytes // (tiles.size * width), 1) if not self._in_slices else max(tiles.count, 1)
-        self.chunks = [TileRange(*bounds) for bounds in cut_tiles(passes, room)]
+        self.chunks = [TileRange(*bounds) for bounds in cut_tiles(passes, ("param",), self._room)]
         self.tile_ranges = [None] * len(self.chunks) if self._in_slices else self.chunks
 
     def settle(self) -> None:
@@ -164,7 +160,6 @@ class HostUpdate(ChunkedPasses):
             first, stop = walked_part(segment, tile_range.tiles, place)
             mirror = self._mirrors[place]
             if stop > first and mirror.present:
-                first, stop = segment.element_at(place, first), segment.element_at(place, stop)
                 target, source = mirror.part.detach(), mirror.host
                 # The whole parameter if memory orders differ.
                 if target.stride() == source.stride() and is_dense(target):

@@ -86,7 +86,10 @@ def offload(
     refuse("offload", made.attached, error=OffloadError)
     if gradients:
         refuse("offload of gradients", made.attached, error=OffloadError)
-        _refuse_wrappers(made)
+        # They reduce gradients after these have moved to the host.
+        own = {id(param) for _, _, _, param in iter_params(made)}
+        for wrapper in wrappers_around(lambda param: id(param) in own):
+            refuse("offload of gradients", [kind_of(wrapper)], "the model's wrapper", OffloadError)
     device = _device_of(made)
     place, reason = choose(made, device, where)
     size = int(chunk_mb * _MIB)
@@ -97,13 +100,6 @@ def offload(
     elif place == "cpu":
         memory = HostState(device, size, gradients)
     return move_state(made, memory, place, reason)
-
-
-def _refuse_wrappers(optimizer: Optimizer) -> None:
-    """Raise for wrappers that reduce gradients after they have moved to the host."""
-    own = {id(param) for _, _, _, param in iter_params(optimizer)}
-    for wrapper in wrappers_around(lambda param: id(param) in own):
-        refuse("offload of gradients", [kind_of(wrapper)], "the model's wrapper", OffloadError)
 
 
 def _device_of(optimizer: Optimizer) -> torch.device:
@@ -150,7 +146,7 @@ def move_state(optimizer: Optimizer, memory: OffloadedState, where: str, reason:
         memory.attach_to(optimizer, where, reason)
     names: tuple[str, ...] = ("offload in place",)
     if where != "here":
-        options = {"offload to the CPU": where == "cpu", "offload of gradients": memory.keeps_gradients}
+        options = {"offload to the CPU": where == "cpu", "offload of gradients": memory.timeline is not None}
         names = ("offload", *(name for name, is_chosen in options.items() if is_chosen))
     offers = {"offload_report": memory.offload_report}
     optimizer.attach(names, offers=offers if hasattr(optimizer, "wait") else {**offers, "wait": memory.wait})

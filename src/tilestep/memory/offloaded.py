@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from ..compat import ready
 from ..devices import is_host
 from ..errors import OffloadError
 from ..kernels.spec import KernelSpec, pass_traffic, total_traffic
@@ -20,7 +18,7 @@ from ..optimizer import Optimizer
 from ..optimizer.build import spec_of
 from ..optimizer.memory import StateMemory
 from ..optimizer.optimizer import Attached, AttachedType
-from ..optimizer.parameters import shares_of
+from ..optimizer.parameters import params_of, shares_of
 from ..placement import Share, is_distributed
 from ..placement.local import distribute, local_part
 from ..runtime import Stale, grad_dtype, is_dense
@@ -46,7 +44,7 @@ class Plan:
 def plan_for(optimizer: Optimizer) -> Plan:
     """The bytes that an update of an optimizer's parameters moves."""
     totals = [0.0] * 6
-    widths: dict[tuple[int, torch.dtype, torch.dtype], tuple[float, ...]] = {}
+    widths: dict[tuple[Any, ...], tuple[float, ...]] = {}
     for share in shares_of(optimizer):
         param, group = share.holder, share.group
         if param.is_meta:
@@ -56,22 +54,16 @@ def plan_for(optimizer: Optimizer) -> Plan:
         key = (id(spec), part.dtype, grad_dtype(part))
         if key not in widths:
             widths[key] = (*_widths(spec), key[2].itemsize, part.element_size(), round(sum(total_traffic(spec))))
-        for place, width in enumerate(widths[key]):
-            totals[place] += width * part.numel()
+        totals = [total + width * part.numel() for total, width in zip(totals, widths[key])]
     return Plan(*map(round, totals))
 
 
 def _widths(spec: KernelSpec) -> tuple[float, float, float]:
     """Bytes per element over all passes: on the host, copied in, copied out."""
     sizes = {array.name: array.dtype.itemsize / array.elements for array in spec.arrays}
-    touched: set[str] = set()
-    came = went = 0.0
-    for index in range(len(spec.program.tiles)):
-        into, out = traffic_of(spec, index)
-        touched.update(into)
-        came += sum(sizes[name] for name in into)
-        went += sum(sizes[name] for name in out)
-    return sum(sizes[name] for name in touched), came, went
+    moved = [traffic_of(spec, index) for index in range(len(spec.program.tiles))]
+    came, went = (sum(sizes[name] for both in moved for name in both[way]) for way in (0, 1))
+    return sum(sizes[name] for name in {name for into, _ in moved for name in into}), came, went
 
 
 @dataclass(frozen=True)
@@ -86,10 +78,10 @@ class OffloadReport:
 
     def __str__(self) -> str:
         plan = self.plan
-        lines = [f"updates run on: {self.where} ({self.reason})"]
-        lines.append(
-            f"host memory: {gigabytes(self.host_bytes)}; buffers on the device: {gigabytes(self.device_bytes)}"
-        )
+        lines = [
+            f"updates run on: {self.where} ({self.reason})",
+            f"host memory: {gigabytes(self.host_bytes)}; buffers on the device: {gigabytes(self.device_bytes)}",
+        ]
         if self.where != "here":
             lines.append(
                 f"an update on the GPU copies {gigabytes(plan.inward)} of state in and {gigabytes(plan.outward)} out; "
@@ -217,11 +209,6 @@ class Mirrors(dict[torch.Tensor, Mirror]):
             self[param] = Mirror(param, part, host, gradient)
         return bool(missing)
 
-    def drop(self) -> None:
-        """Drop all gradients."""
-        for mirror in self.values():
-            mirror.present, mirror.sent = False, None
-
 
 class HostCopies:
     """Copies of gradients to the host, in order, in one stream."""
@@ -244,24 +231,17 @@ class HostCopies:
             self._held.give_back()
 
     def send(self, mirror: Mirror, gradient: torch.Tensor) -> None:
-        """Start the copy of a gradient to the host; keeps it alive until it is copied."""
+        """Start the copy of a gradient to the host, or add it to one there; keeps it alive until it is copied."""
         ordered = mirror.in_order(gradient)
-        if ordered is not gradient:
+        if mirror.present or ordered is not gradient:
             self._lane.follow(self._compute.mark())
-        self._lane.copy([(mirror.gradient, ordered)])
-        self._sent(mirror, ordered)
-
-    def add(self, mirror: Mirror, gradient: torch.Tensor) -> None:
-        """Start to add a gradient to the gradient on the host."""
-        ordered = mirror.in_order(gradient)
-        self._lane.follow(self._compute.mark())
-        with self._lane.working():
-            # The sum is computed on the device, with the bits of backward's sum.
-            total = mirror.gradient.to(ordered.device, non_blocking=True).add_(ordered)
-            mirror.gradient.copy_(total, non_blocking=True)
-        self._sent(mirror, ordered)
-
-    def _sent(self, mirror: Mirror, ordered: torch.Tensor) -> None:
+        if mirror.present:
+            with self._lane.working():
+                # The sum is computed on the device, with the bits of backward's sum.
+                total = mirror.gradient.to(ordered.device, non_blocking=True).add_(ordered)
+                mirror.gradient.copy_(total, non_blocking=True)
+        else:
+            self._lane.copy([(mirror.gradient, ordered)])
         mirror.present, mirror.arrival = True, len(self._marks)
         self._open += ordered.nbytes
         if mirror.is_taken:
@@ -290,12 +270,6 @@ class HostCopies:
         mark = self._marks[last] if last >= 0 else None
         if mark is not None:
             mark.synchronize()
-
-
-def check_unchanged(mirrors: Sequence[Mirror]) -> None:
-    """Raise `Stale` if parameters no longer fit their mirrors."""
-    if not all(mirror.fits(local_part(mirror.param)) for mirror in mirrors):
-        raise Stale("parameters have changed their shape or dtype")
 
 
 class HostGradients(Row):
@@ -344,11 +318,9 @@ class HostGradients(Row):
         gradient = None if mirror is None else _part(param)
         if mirror is None or gradient is None or not mirror.takes(gradient):
             return  # the step raises its error
-        if mirror.present:
-            self._copies.add(mirror, gradient)
-        else:
+        if not mirror.present:
             self._copies.begin()
-            self._copies.send(mirror, gradient)
+        self._copies.send(mirror, gradient)
         self.timeline.take(param)
         param.grad = None
 
@@ -367,18 +339,13 @@ class HostGradients(Row):
             self._copies.wait(mirrors)
         return [(mirror.param, mirror.gradient) for mirror in mirrors]
 
-    @contextmanager
-    def as_parameters(self) -> Iterator[list[torch.Tensor]]:
-        """A context with tensors whose `grad`s are the gradients on the host; the host waits for them."""
+    def as_parameters(self) -> list[torch.Tensor]:
+        """Tensors whose `grad`s are the gradients on the host; the host waits for them."""
         leaves = []
         for _, gradient in self.arrived(list(self._mirrors)):
             leaves.append(gradient.detach())
             leaves[-1].grad = gradient
-        try:
-            yield leaves
-        finally:
-            for leaf in leaves:
-                leaf.grad = None
+        return leaves
 
 
 def _part(param: Any) -> torch.Tensor | None:
@@ -386,11 +353,9 @@ def _part(param: Any) -> torch.Tensor | None:
     gradient = param.grad
     if gradient is None or is_distributed(gradient) is not is_distributed(param):
         return None
-    if not is_distributed(gradient):
-        return gradient  # type: ignore[no-any-return]
-    if gradient.device_mesh != param.device_mesh or gradient.placements != param.placements:
+    if is_distributed(param) and (gradient.device_mesh != param.device_mesh or gradient.placements != param.placements):
         return None
-    return ready(local_part(gradient))  # type: ignore[no-any-return]
+    return local_part(gradient)  # type: ignore[no-any-return]
 
 
 class OffloadedState(StateMemory):
@@ -412,10 +377,7 @@ class OffloadedState(StateMemory):
 
     def note_gradients(self, params: Sequence[torch.Tensor]) -> None:
         """Note whether the step, which consumes gradients, has any."""
-        kept = self.kept
-        self.had_gradients = kept is not None and (
-            any(kept.timeline.taken) or any(param.grad is not None for param in params)
-        )
+        self.had_gradients = any(self.timeline.taken) or any(param.grad is not None for param in params)
 
     def present_gradients(self, shares: Sequence[Share]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """As in the base class, with the gradients on the host."""
@@ -426,16 +388,15 @@ class OffloadedState(StateMemory):
         """Call a scaler's function with the gradients on the host, and with gradients still on parameters."""
         if self.kept is None:
             return unscale(optimizer, *args, **kwargs)
-        with self.kept.as_parameters() as stand_ins:
-            params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-            on_host = [*stand_ins, *(param for param in params if is_host(param.device))]
-            elsewhere = [param for param in params if not is_host(param.device)]
-            # torch would read its copies on the host before they have arrived.
-            arrived = [arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in args] if on_host else []
-            flags = unscale(_grouped(on_host), *arrived, **kwargs) if on_host else {}
-            if elsewhere or not on_host:
-                flags = {**flags, **unscale(_grouped(elsewhere), *args, **kwargs)}
-            return flags
+        params = [*self.kept.as_parameters(), *(param for param in params_of(optimizer) if param.grad is not None)]
+        on_host = [param for param in params if is_host(param.device)]
+        elsewhere = [param for param in params if not is_host(param.device)]
+        # torch would read its copies on the host before they have arrived.
+        arrived = [arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in args] if on_host else []
+        flags = unscale(_grouped(on_host), *arrived, **kwargs) if on_host else {}
+        if elsewhere or not on_host:
+            flags = {**flags, **unscale(_grouped(elsewhere), *args, **kwargs)}
+        return flags
 
     def offload_report(self) -> OffloadReport:
         """Where state and updates are, why, and the bytes that an update moves for either place.
@@ -451,9 +412,8 @@ class OffloadedState(StateMemory):
         owner = self._owner()
         assert owner is not None, "an optimizer keeps its memory, and not the other way round"
         plan = plan_for(owner)
-        if self.on_device:
-            return OffloadReport(self.where, self.reason, plan, host_bytes=plan.state)
-        return OffloadReport(self.where, self.reason, plan, self.host_bytes, self.device_bytes)
+        host_bytes = plan.state if self.on_device else self.host_bytes
+        return OffloadReport(self.where, self.reason, plan, host_bytes, self.device_bytes)
 
 
 class StateOnHost(OffloadedState):
@@ -462,8 +422,7 @@ class StateOnHost(OffloadedState):
     def __init__(
         self, device: torch.device, chunk_bytes: int, keeps_gradients: bool, memory: HostMemory, mirrors: Mirrors
     ) -> None:
-        self.device, self.chunk_bytes, self.keeps_gradients = device, chunk_bytes, keeps_gradients
-        self.memory, self.mirrors = memory, mirrors
+        self.device, self.chunk_bytes, self.memory, self.mirrors = device, chunk_bytes, memory, mirrors
         self.inward, self.outward, self.compute = SideStream(device), SideStream(device), SideStream(device, own=False)
         self.copies = HostCopies(self.outward, self.compute, chunk_bytes)
         self.kept = HostGradients(mirrors, self.copies, self.compute) if keeps_gradients else None
@@ -478,6 +437,17 @@ class StateOnHost(OffloadedState):
             self.kept.follow(params)
         return has_new
 
+    def begin(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Check parameters, and wait for copies of earlier segments."""
+        for label, param in params:
+            self.check(label, param)
+        self.wait()
+
+    def require_fitting(self) -> None:
+        """Raise `Stale` if parameters no longer fit their mirrors."""
+        if not all(mirror.fits(local_part(mirror.param)) for mirror in self.mirrors.values()):
+            raise Stale("parameters have changed their shape or dtype")
+
     def make(self, params: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
         """Buffers in one piece of host memory."""
         return self.memory.like(params, dtypes)
@@ -487,10 +457,11 @@ class StateOnHost(OffloadedState):
         check_device(label, param, self.device)
 
     def drop_gradients(self) -> None:
-        self.mirrors.drop()
+        for mirror in self.mirrors.values():
+            mirror.present, mirror.sent = False, None
         self.copies.forget()
         if self.kept is not None:
-            self.kept.timeline.forget()
+            self.timeline.forget()
 
     def wait(self) -> None:
         """Wait until the copies of the steps so far are done: the host can then read and write the state's memory.
@@ -519,10 +490,11 @@ class StateOnHost(OffloadedState):
 class ChunkedPasses:
     """Runs the tile passes of a segment whose state or update is on the host, chunk by chunk."""
 
-    def __init__(self, passes: Passes) -> None:
+    def __init__(self, passes: Passes, chunk_bytes: int) -> None:
         # The segment refers to this: a reference cycle would keep the state until a garbage collection.
         self._passes_ref = weakref.ref(passes)
         self._in_slices = bool(passes.segment.spec.program.slices.views)
+        self._room = 1 << 62 if self._in_slices else chunk_bytes  # bytes of a chunk
         self.chunks: Sequence[Any] = ()  # for `bring` and `send` of derived classes
         self.tile_ranges: Sequence[TileRange | None] = ()  # of each chunk; None for all tiles
 

@@ -10,11 +10,12 @@ from ..devices import is_host
 from ..errors import OffloadError
 from ..kernels.spec import KernelSpec
 from ..native.host_memory import HostMemory
+from ..optimizer.memory import BySpec, Gradients
 from ..runtime import DeviceEngine, Entry
 from ..runtime.passes import Passes
 from ..timeline.side_stream import Event
 from .copies import cut_chunks, staged_view
-from .offloaded import ChunkedPasses, Mirror, Mirrors, StateOnHost, check_unchanged, moved_arrays, traffic_of
+from .offloaded import ChunkedPasses, Mirrors, StateOnHost, moved_arrays, traffic_of
 
 
 class Buffer:
@@ -42,9 +43,7 @@ class StreamedState(StateOnHost):
 
     def begin(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Drop the chunks of earlier tables."""
-        for label, param in params:
-            self.check(label, param)
-        self.wait()
+        super().begin(params)
         self._chunks = 0
         if self.kept is not None:
             self.follow([param for _, param in params])
@@ -60,47 +59,43 @@ class StreamedState(StateOnHost):
         else:
             entry.gradient_device = torch.device("cpu")
 
-    def gradients(
-        self, params: Sequence[Sequence[torch.Tensor]], gradients: list[list[torch.Tensor | None]]
-    ) -> list[list[torch.Tensor | None]]:
+    def gradients(self, params: Sequence[Sequence[torch.Tensor]], gradients: Gradients) -> Gradients:
         """The gradients on the host; kernels wait for their arrival, the host does not."""
         if self.kept is None:
             return gradients
-        check_unchanged(list(self.mirrors.values()))
+        self.require_fitting()
         taken = [
             [(self.mirrors[param], self.kept.taken(self.mirrors[param], gradient)) for param, gradient in zip(*lists)]
             for lists in zip(params, gradients)
         ]
         self.copies.order(self.compute)
-        return [[self._readable(*pair) for pair in pairs] for pairs in taken]
-
-    def _readable(self, mirror: Mirror, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        if gradient is None or id(mirror.part) not in self._returning:
-            return gradient
-        return gradient.to(self.device, non_blocking=True)
+        return [
+            [
+                gradient.to(self.device, non_blocking=True)
+                if gradient is not None and id(mirror.part) in self._returning
+                else gradient
+                for mirror, gradient in pairs
+            ]
+            for pairs in taken
+        ]
 
     def finish(self, engine: DeviceEngine) -> None:
         """Drop the gradients, which the step has consumed."""
         if self.kept is not None:
             self.drop_gradients()
 
-    def split_segments(
-        self, parts: Sequence[tuple[KernelSpec, Sequence[Entry]]]
-    ) -> Sequence[tuple[KernelSpec, Sequence[Entry]]]:
+    def split_segments(self, parts: BySpec) -> BySpec:
         """Cut segments with passes over rows, columns or other slices so that each fits a buffer."""
-        cut: list[tuple[KernelSpec, Sequence[Entry]]] = []
+        cut: list[tuple[KernelSpec, list[Entry]]] = []
         for spec, entries in parts:
-            names = moved_arrays(spec) if spec.program.slices.views else ()
-            chunk: list[Entry] = []
-            size = 0
+            names, room = moved_arrays(spec) if spec.program.slices.views else (), -1
             for entry in entries:
                 own = sum(entry.arrays[name].nbytes for name in names)
-                if chunk and size + own > self.chunk_bytes:
-                    cut.append((spec, chunk))
-                    chunk, size = [], 0
-                chunk.append(entry)
-                size += own
-            cut.append((spec, chunk))
+                if room < own:
+                    cut.append((spec, []))
+                    room = self.chunk_bytes
+                cut[-1][1].append(entry)
+                room -= own
         return cut
 
     def on_passes(self, passes: Passes) -> None:
@@ -136,11 +131,10 @@ class StreamedUpdate(ChunkedPasses):
     """Runs the tile passes of a segment with state on the host."""
 
     def __init__(self, home: StreamedState, passes: Passes, names: Sequence[str], number: int) -> None:
-        super().__init__(passes)
+        super().__init__(passes, home.chunk_bytes)
         segment = passes.segment
         self._home, self._number = home, number
-        room = 1 << 62 if self._in_slices else home.chunk_bytes
-        self.chunks = cut_chunks(passes, names, room)
+        self.chunks = cut_chunks(passes, names, self._room)
         self._traffic = [traffic_of(segment.spec, index) for index in range(len(segment.spec.program.tiles))]
         self._ready = False
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +13,9 @@ from ..backends.registry import build_passes, load_ahead
 from ..compat import fake_mode_is_active, has_memory, is_fake, resolved
 from ..devices import synchronize
 from ..devices.garbage import without_collections
-from ..errors import GradientError, MatrixError, StateError
+from ..errors import GradientError, MatrixError
 from ..graph import Graph
-from ..kernels.spec import KernelSpec, Output
+from ..kernels.spec import KernelSpec
 from ..linalg.views import Cut, Matrices, leading_dims
 from ..native.table import Table
 from ..placement import (
@@ -45,17 +43,19 @@ from ..rules import Rule
 from ..rules.protocol import MATRIX_OPTIONS
 from ..runtime import READABLE, DeviceEngine, Entry, GradNorm, grad_dtype, is_dense, kernel_spec
 from ..runtime.shared_sums import SharedSums
-from ..storage import entries_of
+from ..storage import dtype_name, entries_of
 from .control import Deciders, DeviceControl
 from .groups import about_group, check_flags, deciding_keys
 from .masters import MASTER_KEYS, Masters, check_master
-from .matrices import Seen, check_cut, check_matrices, check_patterns, is_cut, matrix_options, matrix_work, seen_by
+from .matrices import Seen, check_cut, check_matrices, check_patterns, matrix_options, matrix_work, seen_by
+from .memory import BySpec
 from .parameters import (
     Optimizer,
     check_not_shared,
     check_pairs,
     check_parameter,
     iter_params,
+    params_of,
     repeat_updates,
     require_one_group,
     shares_of,
@@ -63,7 +63,7 @@ from .parameters import (
 from .plan import Basis, Hypers, StepPlan
 from .sorting import sorted_for
 from .states import (
-    BufferRequests,
+    BufferRequest,
     ParameterState,
     StateTemplate,
     WatchedState,
@@ -71,7 +71,6 @@ from .states import (
     check_cut_blocks,
     compute_dtype,
     fill_buffers,
-    has_begun,
     storages,
 )
 
@@ -94,45 +93,43 @@ def spec_of(
     return kernel_spec(graph, formats, compute_dtype(part), part.device.type)
 
 
-BySpec = Sequence[tuple[KernelSpec, Sequence[Entry]]]
+def _by_spec(pairs: Iterable[tuple[KernelSpec, Entry]]) -> BySpec:
+    grouped: dict[int, tuple[KernelSpec, list[Entry]]] = {}
+    for spec, entry in pairs:
+        grouped.setdefault(id(spec), (spec, []))[1].append(entry)
+    return list(grouped.values())
 
 
 def build_engines(
-    optimizer: Optimizer,
-    by_device: Mapping[torch.device, BySpec],
-) -> tuple[list[DeviceEngine], list[DeviceControl], dict[Any, list[int]]]:
-    """Make the engines, the control numbers of each device, and the places of the engines of each part."""
-    memory = optimizer.memory
+    optimizer: Optimizer, by_device: Mapping[torch.device, BySpec]
+) -> tuple[list[DeviceEngine], dict[Any, tuple[int, ...]]]:
+    """Make the engines, and the places of the engines of each part."""
+    memory, part_of = optimizer.memory, optimizer.execution.part_of
     engines: list[DeviceEngine] = []
-    controls: list[DeviceControl] = []
-    places: dict[Any, list[int]] = {}
+    places: dict[Any, tuple[int, ...]] = {}
     for device, by_spec in by_device.items():
-        divided: dict[Any, dict[int, tuple[KernelSpec, list[Entry]]]] = {}
-        for spec, entries in by_spec:
-            for entry in entries:
-                own = divided.setdefault(optimizer.execution.part_of(entry.share.param), {})
-                own.setdefault(id(spec), (spec, []))[1].append(entry)
+        pairs = [(spec, entry) for spec, entries in by_spec for entry in entries]
         # A rank without shares decides steps together with the others, by an engine without tensors.
-        divided = divided or {None: {}}
+        divided: dict[Any, list[tuple[KernelSpec, Entry]]] = {} if pairs else {None: []}
+        for spec, entry in pairs:
+            divided.setdefault(part_of(entry.share.param), []).append((spec, entry))
         control = DeviceControl(device)
-        controls.append(control)
-        cut = [memory.split_segments(list(own.values())) for own in divided.values()]
+        # All segments are cut before one is made.
+        cut = [memory.split_segments(_by_spec(own)) for own in divided.values()]
         made = [
-            DeviceEngine(device, own, optimizer.param_groups, control.decided, build_passes, memory.on_passes)
-            for own in cut
+            DeviceEngine(device, own, optimizer.param_groups, control, build_passes, memory.on_passes) for own in cut
         ]
         if len(made) > 1:
             # Bitwise that of one engine: its tensors are added up in their order.
-            entries = [entry for _, own in by_spec for entry in own]
             place_of = {id(entry): at for at, entry in enumerate(one for engine in made for one in engine.entries)}
-            order = torch.tensor([place_of[id(entry)] for entry in entries], dtype=torch.int64, device=device)
-            joint = GradNorm(device, entries, [engine.grads for engine in made], order)
+            order = torch.tensor([place_of[id(entry)] for _, entry in pairs], dtype=torch.int64, device=device)
+            joint = GradNorm(device, [entry for _, entry in pairs], [engine.grads for engine in made], order)
             for engine in made:
                 engine.norm = joint
         for place, part in enumerate(divided, len(engines)):
-            places.setdefault(part, []).append(place)
+            places[part] = (*places.get(part, ()), place)
         engines.extend(made)
-    return engines, controls, places
+    return engines, places
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -140,35 +137,52 @@ _NUMBERS = (float, int, type(None))
 
 
 @dataclass
-class _Planned:
+class _Kind:
+    """What all parameters of a kind share."""
+
+    seen: list[Seen]
+    graph: Graph  # of the parameter, or of the first of its splits; all keep the same states
+    specs: list[KernelSpec]
+    lead: int  # the first dimensions that count matrices, if its rule works on matrices
+    template: StateTemplate | None = None  # how their states begin, once it was needed
+
+
+@dataclass
+class Planned:
     """A share that is updated, before it has its entry in an engine."""
 
     share: Share
     kind: _Kind
-    state: dict[str, Any]
-    is_unreal: bool = False
+    state: dict[str, Any]  # as kernels have it
+    is_unreal: bool
 
-    @property
-    def has_cut_matrices(self) -> bool:
-        """Whether it takes whole matrices of which other ranks have parts."""
-        holder, lead = self.share.holder, self.kind.lead
-        is_cut = not is_whole(holder) and any(dim >= lead for dim in sharded_dims(holder))
-        return bool(self.kind.specs[0].program.matrices.scratch) and is_cut
-
-    def work(self, matrices: Matrices | None) -> float:
-        """Floating-point operations for such matrices of this rank and of those that it shares them with."""
-        lead = self.kind.lead
-        shape = (*self.share.local.shape[:lead], *self.share.holder.shape[lead:])
-        return matrix_work(self.kind.specs[0].program.matrices, self.share.group, shape, matrices)
+    def exchange(self, exchanges: dict[Any, MatrixExchange]) -> None:
+        """Take part in exchanges of matrices of which other ranks have parts, if its rule takes them whole."""
+        share, lead, program = self.share, self.kind.lead, self.kind.specs[0].program.matrices
+        holder = share.holder
+        if not program.scratch or is_whole(holder) or all(dim < lead for dim in sharded_dims(holder)):
+            return
+        shape = (*share.local.shape[:lead], *holder.shape[lead:])  # of this rank's matrices and those that it shares
+        share.exchanges = [
+            take_in_matrix(
+                exchanges,
+                share.label,
+                holder,
+                lead=lead,
+                work=matrix_work(program, share.group, shape, matrices),
+                everywhere=bool(self.kind.graph.matrix_states),
+                cut=None if matrices is None else matrices.cut,
+            )
+            for _, matrices in self.kind.seen
+        ]
 
     def shown(self) -> dict[str, Any]:
         """The state as users see it: buffers are DTensors or complex as the parameter, numbers plain tensors."""
-        param, state, graph = self.share.holder, self.state, self.kind.seen[0].graph
-        if not is_distributed(param) and not param.is_complex():
+        param, state, graph = self.share.holder, self.state, self.kind.graph
+        if (type(param) in _PLAIN or not is_distributed(param)) and not param.is_complex():
             return state
-        buffers = {*MASTER_KEYS, *graph.states}.difference(graph.scalar_states, graph.matrix_states)
         overs, entries = graph.slice_states, entries_of(state, graph.states)
-        buffers.update(entries)
+        buffers = {*MASTER_KEYS, *graph.states, *entries}.difference(graph.scalar_states, graph.matrix_states)
         return {
             name: distribute(as_complex(value, param), param, overs.get(name), entries.get(name, 1))
             if name in buffers
@@ -177,49 +191,45 @@ class _Planned:
         }
 
 
-@dataclass
-class _Kind:
-    """What all parameters of a kind share; `part` is this rank's part of one of them."""
+class Builder:
+    """Plans shares; kinds of parameters are worked out once."""
 
-    seen: list[Seen]
-    specs: list[KernelSpec]
-    part: torch.Tensor
-    group: dict[str, Any]
-    rule: Rule
-    lead: int  # the first dimensions that count matrices, if its rule works on matrices
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer, self.requests = optimizer, list[BufferRequest]()
+        self._kinds: dict[tuple[Any, ...], _Kind | None] = {}  # None where each shape is a kind of its own
 
-    @functools.cached_property
-    def template(self) -> StateTemplate:
-        """How their states begin."""
-        return StateTemplate(self.part, self.group, self.seen[0].graph, self.rule, self.specs[0].storages)
+    def kind_of(self, share: Share, part: torch.Tensor) -> _Kind:
+        """The graph and the kernels of a parameter, of which this rank has a part; made once for all of its kind."""
+        label, group, param, kinds = share.label, share.group, share.holder, self._kinds
+        if "master_weights" in group:
+            check_master(label, part.dtype, group)
+        full = param if share.whole is None else share.whole
+        shape = torch.Size((*full.shape, 2)) if full.is_complex() else full.shape
+        is_split_pair, device = param.is_complex() and is_distributed(param), part.device.type
+        base: tuple[Any, ...] = (share.group_index, len(shape), param.dtype, is_split_pair, grad_dtype(param), device)
+        if "state_dtype" in group:
+            base = (*base, label, shape)
+        if any(map(group.get, MATRIX_OPTIONS)) and (options := matrix_options(group, share.listed)):
+            base = (*base, *options.items(), shape)
+        key = (*base, shape) if kinds.get(base, base) is None else base
+        kind = kinds.get(key)
+        if kind is None:
+            kind = self._new_kind(share, part, shape)
+            if kind.seen[0].matrices is not None or kind.graph.branches_on_sizes:
+                kinds[base], key = None, (*base, shape)
+            kinds[key] = kind
+        return kind
 
-
-_Kinds = dict[tuple[Any, ...], _Kind | None]  # None where parameters of each shape are a kind of their own
-
-
-def _kind_of(optimizer: Optimizer, kinds: _Kinds, share: Share, part: torch.Tensor) -> _Kind:
-    """The graph and the kernels of a parameter, of which this rank has a part; made once for all of its kind."""
-    label, group, param = share.label, share.group, share.holder
-    full = param if share.whole is None else share.whole
-    shape = torch.Size((*full.shape, 2)) if full.is_complex() else full.shape
-    is_split_pair, device = param.is_complex() and is_distributed(param), part.device.type
-    base: tuple[Any, ...] = (share.group_index, len(shape), param.dtype, is_split_pair, grad_dtype(param), device)
-    if "state_dtype" in group:
-        base = (*base, label, shape)
-    if any(map(group.get, MATRIX_OPTIONS)) and (options := matrix_options(group, share.listed)):
-        base = (*base, *options.items(), shape)
-    key = (*base, shape) if kinds.get(base, base) is None else base
-    kind = kinds.get(key)
-    if kind is None:
-        rule = optimizer.rule_of(group)
+    def _new_kind(self, share: Share, part: torch.Tensor, shape: torch.Size) -> _Kind:
+        label, group, param, optimizer = share.label, share.group, share.holder, self._optimizer
+        rule, is_sharded = optimizer.rule_of(group), is_distributed(param)
         try:
             seen = seen_by(rule, group, shape, compute_dtype(part), share.listed)
-            graph = seen[0].graph
             if seen[0].matrices is not None:
                 check_matrices(share, rule, seen)
         except GradientError as error:
             if param.is_complex():
-                check_pairs(label, rule, None, is_sharded=is_distributed(param))
+                check_pairs(label, rule, None, is_sharded=is_sharded)
                 raise
             if not isinstance(error, MatrixError):
                 raise MatrixError(f"{label} of shape {tuple(shape)}: {error}") from None
@@ -230,34 +240,76 @@ def _kind_of(optimizer: Optimizer, kinds: _Kinds, share: Share, part: torch.Tens
                 "to another rule, in a param group of its own: "
                 f"{others if rule.fallback is None else sorted_for(rule)} makes such groups"
             ) from error
+        graph, matrices = seen[0]
         if param.is_complex():
             # Pairs of reals are no matrices.
-            seen_as_it_is = graph if seen[0].matrices is None else None
-            check_pairs(label, rule, seen_as_it_is, is_sharded=is_distributed(param))
-        if seen[0].matrices is not None or graph.branches_on_sizes:
-            kinds[base], key = None, (*base, shape)
+            check_pairs(label, rule, graph if matrices is None else None, is_sharded=is_sharded)
         own = grad_dtype(part if param.is_complex() else param)
         if own not in READABLE:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in READABLE)
+            names = ", ".join(map(dtype_name, READABLE))
             raise GradientError(f"{label} has gradients of {own}, by its grad_dtype; supported are {names}")
         formats = storages(part, group, graph, rule, own, share.listed, shape)
-        if is_cut(seen):
+        if matrices is not None and matrices.cut is not None:
             check_cut(optimizer, share, rule, seen, formats)
+        if is_sharded:
+            check_cut_blocks(label, param, formats)
         if param.is_complex():
             check_complex_states(label, formats)
-        if is_distributed(param):
-            check_cut_blocks(label, param, formats)
-        outputs: tuple[Output, ...] = ()
-        if optimizer.reports is not None:
-            if param.is_complex():
+            if optimizer.reports is not None:
                 raise GradientError(
                     f"{label} is complex: stats and track_changes are of real parameters; give it to an optimizer "
                     "of its own without them"
                 )
-            outputs = optimizer.reports.outputs(graph)
+        outputs = () if optimizer.reports is None else optimizer.reports.outputs(graph)
         specs = [kernel_spec(one.graph, formats, compute_dtype(part), part.device.type, outputs) for one in seen]
-        kind = kinds[key] = _Kind(seen, specs, part, group, rule, leading_dims(seen[0].matrices, shape))
-    return kind
+        return _Kind(seen, graph, specs, leading_dims(matrices, shape))
+
+    def planned(
+        self, shares: Iterable[Share], saved: Mapping[Any, Any], live: Mapping[Any, Any] | None = None
+    ) -> list[Planned]:
+        """Shares with their kernels and states, from what is saved of each; `live` is not None for a checkpoint."""
+        made = [
+            self._plan(share, saved.get(share.param, {}), None if live is None else live.get(share.param, {}))
+            for share in shares
+        ]
+        self._arriving = fill_buffers(self.requests, self._optimizer.memory)
+        return made
+
+    def wait(self) -> None:
+        """Wait for copies of values to the buffers that were made."""
+        for device in self._arriving:
+            synchronize(device)
+
+    def _plan(self, share: Share, values: Mapping[str, Any], live: Mapping[str, Any] | None) -> Planned:
+        """A share with its kernels and state; `values` and `live` are those of `StateTemplate.begin`."""
+        label, group, param, memory = share.label, share.group, share.holder, self._optimizer.memory
+        # Most are plain tensors, which were checked when they were added.
+        is_plain = type(param) in _PLAIN and not param.is_meta and not param.is_complex()
+        local = param if is_plain and live is not None else _checked(self._optimizer, label, param)
+        part = local if is_plain else as_real(local)
+        share.local = part = part if memory.on_device else memory.part(param, part)
+        kind = self.kind_of(share, part)
+        graph, template, unreal = kind.graph, kind.template, not is_plain and is_unreal(local)
+        if template is None:
+            rule, formats = self._optimizer.rule_of(group), kind.specs[0].storages
+            template = kind.template = StateTemplate(part, group, graph, rule, formats)
+
+        def kernel_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+            entries = entries_of(values, template.names)
+            own = local_state(label, values, param, template.buffers, graph.slice_states, graph.matrix_states, entries)
+            if not unreal:
+                own = {name: value for name, value in own.items() if not is_unreal(value)}
+            if param.is_complex():
+                own = {name: as_real(value) if name in template.buffers else value for name, value in own.items()}
+            return own
+
+        stored = [*values.values(), *(live or {}).values()]
+        if not is_plain or not all(
+            [type(value) in _NUMBERS or (type(value) is torch.Tensor and not value.is_meta) for value in stored]
+        ):
+            values, live = kernel_values(values), None if live is None else kernel_values(live)
+        state = template.begin(label, part, group, values, self.requests, memory, param.shape, live)
+        return Planned(share, kind, state, unreal)
 
 
 def _cut(entry: Entry) -> Cut | None:
@@ -278,23 +330,21 @@ def check_params(optimizer: Optimizer) -> None:
     """Raise for parameters that cannot be updated or translated, before there is state; builds a CPU's kernels."""
     check_patterns(optimizer.param_groups)
     require_one_group(optimizer)
-    kinds, by_device = _Kinds(), dict[torch.device, list[tuple[str, torch.Tensor]]]()
+    build, by_device = Builder(optimizer), dict[torch.device, list[tuple[str, torch.Tensor]]]()
     specs: dict[tuple[int, torch.device], KernelSpec] = {}
     gaps: set[tuple[int, torch.device]] = set()
     memory, state = optimizer.memory, vars(optimizer)["state"]
     for share in shares_of(optimizer):
-        label, group, param = share.label, share.group, share.holder
         if not _begins(share, state, all_that_train=True):
             continue
+        param = share.holder
         if not memory.on_device:
-            memory.check(label, param)
-        part = _checked(optimizer, label, param)
+            memory.check(share.label, param)
+        part = _checked(optimizer, share.label, param)
         part = as_real(part) if part.is_complex() else part
-        if "master_weights" in group:
-            check_master(label, part.dtype, group)
-        kind = _kind_of(optimizer, kinds, share, part)
-        if (type(part) in _PLAIN and not part.is_meta) or not is_unreal(part):
-            by_device.setdefault(part.device, []).append((label, part))
+        kind = build.kind_of(share, part)
+        if not is_unreal(part):
+            by_device.setdefault(part.device, []).append((share.label, part))
             for (_, matrices), spec in zip(kind.seen, kind.specs):
                 cut = _cut_here(matrices, param)
                 seen = part if cut is None else cut.of(part.detach())
@@ -313,45 +363,30 @@ def check_params(optimizer: Optimizer) -> None:
 def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
     """The engines of an optimizer's parameters as they are now; makes the state that steps need."""
     for index, group in enumerate(optimizer.param_groups):
-        about_group(index, partial(check_flags, optimizer.rule_of(group), group))
+        about_group(index, check_flags, optimizer.rule_of(group), group)
     require_one_group(optimizer)
     state = _watched(optimizer)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     kept = set(map(id, params))
     for param in [param for param in state if id(param) not in kept]:
         # Its state was made ahead, and it has left its group before any step.
         if isinstance(state[param], ParameterState) and state[param].is_ahead:
             del state[param]
-    memory = optimizer.memory
-    together = begins_together(optimizer)
-    every = ahead or together
+    memory, together = optimizer.memory, begins_together(optimizer)
     stepped: list[Share] = []
     dormant: list[torch.Tensor] = []
     for share in shares_of(optimizer):
-        if _begins(share, state, all_that_train=every):
+        if _begins(share, state, all_that_train=ahead or together):
             stepped.append(share)
         else:
             dormant.append(share.holder)
     memory.begin([(share.label, share.holder) for share in stepped])
-    requests, kinds, exchanges = BufferRequests(), _Kinds(), dict[Any, MatrixExchange]()
-    planned = [_planned(optimizer, kinds, share, state.get(share.param, {}), requests) for share in stepped]
+    build, exchanges = Builder(optimizer), dict[Any, MatrixExchange]()
+    planned = build.planned(stepped, state)
     for one in planned:
-        if one.has_cut_matrices:
-            everywhere = bool(one.kind.seen[0].graph.matrix_states)
-            one.share.exchanges = [
-                take_in_matrix(
-                    exchanges,
-                    one.share.label,
-                    one.share.holder,
-                    lead=one.kind.lead,
-                    work=one.work(matrices),
-                    everywhere=everywhere,
-                    cut=None if matrices is None else matrices.cut,
-                )
-                for _, matrices in one.kind.seen
-            ]
-    arriving = fill_buffers(requests, memory)
-    fresh = {id(one.state[key]) for key in MASTER_KEYS for one in requests.get(key, ()) if one.source is None}
+        one.exchange(exchanges)
+    masters = [one for one in build.requests if one.array.name in MASTER_KEYS]
+    fresh = {id(one.state[one.array.name]) for one in masters if one.source is None}
     unreal = [one for one in planned if one.is_unreal]
     for one in unreal:
         state[one.share.param] = state.entry(one.shown())
@@ -365,7 +400,7 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
         if before:
             is_ahead = isinstance(before, ParameterState) and before.is_ahead
         state[share.param] = state.entry(one.shown(), is_ahead=is_ahead)
-    engines, controls, places = _engines(optimizer, planned, mesh_ranks)
+    engines, places = _engines(optimizer, planned, mesh_ranks)
     stated = [(one.share.holder, one.share.group, one.state) for one in planned]
     groups, table = list(optimizer.param_groups), engines[0].table if engines else Table()
     keys = [deciding_keys(optimizer.rule_of(group)) for group in groups]
@@ -374,21 +409,20 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
         basis=Basis(groups, params, state, state.count.changes, dormant, without_values, table),
         engines=engines,
         hypers=[Hypers(engine, groups, keys) for engine in engines],
-        deciders=Deciders(engines, controls, memory),
+        deciders=Deciders(engines, memory),
         masters=Masters(stated, fresh, memory),
         home=memory,
         mesh_ranks=mesh_ranks,
         sharers=mesh_ranks,
-        places={part: tuple(listed) for part, listed in places.items()},
+        places=places,
         repeat_updates=repeat_updates(optimizer),
         ahead=[one.share for one in planned if state[one.share.param].is_ahead],
     )
     if mesh_ranks is not None:
         sums = [SharedSums(mesh_ranks, engine.passes) for engine in engines]
-        plan.calls.shared_sums, plan.deciders.ranks = sums, mesh_ranks
+        plan.shared_sums, plan.deciders.ranks = sums, mesh_ranks
         plan.deciders.sends = bool(exchanges) or any(one.sends for one in sums)
-    for device in arriving:  # the rest of the plan was made meanwhile
-        synchronize(device)
+    build.wait()  # the rest of the plan was made meanwhile
     return plan
 
 
@@ -397,18 +431,16 @@ def begin_at_once(optimizer: Optimizer) -> None:
     """Make the states of rules whose states torch makes with the optimizer, for a checkpoint before any step."""
     if begins_together(optimizer) or not any(optimizer.rule_of(group).at_once for group in optimizer.param_groups):
         return
-    kinds, requests = _Kinds(), BufferRequests()
-    planned = [
-        _planned(optimizer, kinds, one, {}, requests)
+    shares = [
+        one
         for one in shares_of(optimizer)
         if optimizer.rule_of(one.group).at_once
         and not optimizer.state.get(one.param)
         and not one.param.is_meta
         and _begins(one, {}, all_that_train=True)
     ]
-    fill_buffers(requests, optimizer.memory)
     state = _watched(optimizer)
-    for one in planned:
+    for one in Builder(optimizer).planned(shares, {}):
         state[one.share.param] = state.entry(one.shown(), is_ahead=True)
 
 
@@ -417,47 +449,6 @@ def _watched(optimizer: Optimizer) -> WatchedState:
     if not isinstance(optimizer.state, WatchedState):
         optimizer.state = WatchedState(dict, optimizer.state)
     return optimizer.state
-
-
-def _planned(
-    optimizer: Optimizer,
-    kinds: _Kinds,
-    share: Share,
-    values: Mapping[str, Any],
-    requests: BufferRequests,
-    live: Mapping[str, Any] | None = None,
-) -> _Planned:
-    """A parameter with its kernels and state; `values` and `live` are those of `StateTemplate.begin`."""
-    label, group, param, memory = share.label, share.group, share.holder, optimizer.memory
-    # Most are plain tensors, which were checked when they were added.
-    is_plain = type(param) in _PLAIN and not param.is_meta and not param.is_complex()
-    local = param if is_plain and live is not None else _checked(optimizer, label, param)
-    part = local if is_plain else as_real(local)
-    if not memory.on_device:
-        part = memory.part(param, part)
-    share.local = part
-    if "master_weights" in group:
-        check_master(label, part.dtype, group)
-    kind = _kind_of(optimizer, kinds, share, part)
-    graph, template = kind.seen[0].graph, kind.template
-    unreal = not is_plain and is_unreal(local)
-
-    def kernel_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-        entries = entries_of(values, template.names)
-        own = local_state(label, values, param, template.buffers, graph.slice_states, graph.matrix_states, entries)
-        if not unreal:
-            own = {name: value for name, value in own.items() if not is_unreal(value)}
-        if param.is_complex():
-            own = {name: as_real(value) if name in template.buffers else value for name, value in own.items()}
-        return own
-
-    stored = [*values.values(), *(live or {}).values()]
-    if not is_plain or not all(
-        [type(value) in _NUMBERS or (type(value) is torch.Tensor and not value.is_meta) for value in stored]
-    ):
-        values, live = kernel_values(values), None if live is None else kernel_values(live)
-    state = template.begin(label, part, group, values, requests, memory, param.shape, live)
-    return _Planned(share, kind, state, is_unreal=unreal)
 
 
 def _checked(optimizer: Optimizer, label: str, param: torch.Tensor) -> torch.Tensor:
@@ -488,7 +479,6 @@ def loaded_states(
 
     `has_states` tells whether the checkpoint has a state on any rank; then all parameters that train together get one.
     """
-    kinds, requests = _Kinds(), BufferRequests()
     together = begins_together(optimizer)
     begun = [
         one
@@ -501,64 +491,40 @@ def loaded_states(
         )
     ]
     optimizer.memory.begin([(one.label, one.holder) for one in begun])
-    live = optimizer.state
-    planned = [
-        _planned(optimizer, kinds, one, saved.get(one.param, {}), requests, live.get(one.param, {}))
-        for one in begun
-        if has_states and not one.param.is_meta
-    ]
-    absent = [
-        (request.blocks[1] if request.blocks else name, id(request.state))
-        for name, missing in requests.items()
-        if name not in MASTER_KEYS
-        for request in missing
-        if request.source is None
-    ]
-    labels = {id(one.state): one.share.label for one in planned if absent and has_begun(saved.get(one.share.param, {}))}
-    for name, state in absent:
-        if state in labels:
-            raise StateError(
-                f"the checkpoint has no state {name!r} for {labels[state]}: it is of another optimizer, or of other "
-                "hyperparameters"
-            )
-    for device in fill_buffers(requests, optimizer.memory):
-        synchronize(device)
-    return {
-        one.share.param: one.state
-        if type(one.share.holder) in _PLAIN and not one.share.holder.is_complex()
-        else one.shown()
-        for one in planned
-    }
+    begun = [one for one in begun if has_states and not one.param.is_meta]
+    build = Builder(optimizer)
+    states = {one.share.param: one.shown() for one in build.planned(begun, saved, optimizer.state)}
+    build.wait()
+    return states
 
 
 def _engines(
-    optimizer: Optimizer, planned: Sequence[_Planned], mesh_ranks: ReductionGroup | None
-) -> tuple[list[DeviceEngine], list[DeviceControl], Any]:
-    """The engines of planned shares, their controls, and their places by part."""
-    parts: dict[torch.device, dict[int, tuple[KernelSpec, list[Entry]]]] = {}
-    if not planned and optimizer.placement.device is not None:
-        parts[optimizer.placement.device] = {}
-    for entry, spec in [own for one in planned for own in _entries(optimizer, one)]:
-        share = entry.share
+    optimizer: Optimizer, planned: Sequence[Planned], mesh_ranks: ReductionGroup | None
+) -> tuple[list[DeviceEngine], dict[Any, tuple[int, ...]]]:
+    """The engines of planned shares, and their places by part."""
+    alone = optimizer.placement.device
+    parts: dict[torch.device, list[tuple[KernelSpec, Entry]]] = {} if planned or alone is None else {alone: []}
+    for spec, entry in [own for one in planned for own in _entries(one)]:
+        share, param = entry.share, entry.share.param
         # The random bits of an element do not depend on the mesh: they depend on parameter and index.
         if spec.draws:
-            pair = 2 if share.param.is_complex() else 1
+            pair = 2 if param.is_complex() else 1
             entry.origin = pair * (share.start or 0)
-            like = (
-                share.holder if is_dense(local_part(share.holder)) else torch.empty(share.holder.shape, device="meta")
-            )
-            if is_distributed(share.param):
-                entry.origin = pair * first_index(share.param, share.label)
-                strides = tuple(pair * stride for stride in share.param.stride())
+            if is_distributed(param):
+                entry.origin = pair * first_index(param, share.label)
+                strides = tuple(pair * stride for stride in param.stride())
                 entry.strides = (*strides, 1) if pair > 1 else strides
             if (cut := _cut(entry)) is not None:
+                holder = share.holder
+                like = holder if is_dense(local_part(holder)) else torch.empty(holder.shape, device="meta")
                 rows = cut.of(torch.empty_strided(share.local.shape, like.stride(), device="meta"))
                 entry.origin, entry.strides = entry.origin + int(rows.storage_offset()), rows.stride()
         entry.weight = 1.0 if mesh_ranks is None else mesh_ranks.share(share.holder)
         optimizer.memory.on_entry(spec, entry)
-        parts.setdefault(entry.param.device, {}).setdefault(id(spec), (spec, []))[1].append(entry)
-    for by_spec in parts.values():
-        entries = [entry for _, entries in by_spec.values() for entry in entries]
+        parts.setdefault(entry.param.device, []).append((spec, entry))
+    by_device = {device: _by_spec(pairs) for device, pairs in parts.items()}
+    for by_spec in by_device.values():
+        entries = [entry for _, own in by_spec for entry in own]
         arrays = [
             (f"state {name!r} of {entry.share.label}", array)
             for entry in entries
@@ -566,46 +532,44 @@ def _engines(
             if name != "param"
         ]
         check_not_shared([*((entry.share.label, entry.param) for entry in entries), *arrays])
-    by_device = {device: list(by_spec.values()) for device, by_spec in parts.items()}
-    engines, controls, places = build_engines(optimizer, by_device)
+    engines, places = build_engines(optimizer, by_device)
+    finds = not (optimizer.memory.looks_at_gradients or repeat_updates(optimizer))
     for engine in engines:
         states = []
         for entry in engine.entries:
-            own = optimizer.state[entry.share.param]
-            own.update({**entry.scalars, **entry.matrices})
-            states += [own[name] for name in (*entry.arrays, *entry.scalars, *entry.matrices) if name in own]
+            shown = optimizer.state[entry.share.param]
+            shown.update({**entry.scalars, **entry.matrices})
+            states += [shown[name] for name in (*entry.arrays, *entry.scalars, *entry.matrices) if name in shown]
         labels, cuts = [entry.share.label for entry in engine.entries], list(map(_cut, engine.entries))
         local = LocalGradients(labels, engine.holders, cuts)
         # `param.data = ...` leaves views behind.
         states += [engine.holders[place] for place in local.views]
-        finds = not (optimizer.memory.looks_at_gradients or repeat_updates(optimizer))
         engine.describe(states, finds=finds, local=local if mesh_ranks is not None or local.views else None)
-    return engines, controls, places
+    return engines, places
 
 
-def _entries(optimizer: Optimizer, one: _Planned) -> Iterator[tuple[Entry, KernelSpec]]:
-    """A share as an engine sees it, and what its kernels are built from; one of each for every size of splits."""
+def _entries(one: Planned) -> Iterator[tuple[KernelSpec, Entry]]:
+    """What a share's kernels are built from, and the share as an engine sees it; a pair for every size of splits."""
     share, holder, part = one.share, one.share.holder, one.share.local
     # A complex parameter shares its version counter with its view.
     is_view = holder.is_complex() and not is_distributed(holder)
     full = share.whole if part is holder or is_view else holder
     exchanges = share.exchanges or [None] * len(one.kind.seen)
     for (graph, matrices), spec, exchange in zip(one.kind.seen, one.kind.specs, exchanges):
+        own, state = part, {"param": part, **one.state}
         scratch = spec.program.matrices.scratch
-        names = [array.name for array in spec.arrays if array.name not in scratch]
-        arrays = {name: part if name == "param" else one.state[name] for name in names}
-        own = part
+        arrays = {array.name: state[array.name] for array in spec.arrays if array.name not in scratch}
         if matrices is not None and (cut := _cut_here(matrices, holder)) is not None:
             own, full, matrices = cut.of(part.detach()), holder, replace(matrices, cut=cut)
             arrays = {name: own if name == "param" else cut.of(array) for name, array in arrays.items()}
-        scalars = {name: one.state[name] for name in ("step", *graph.scalar_states)}
-        matrix_states = {name: one.state[name] for name in graph.matrix_states}
+        scalars = {name: state[name] for name in ("step", *graph.scalar_states)}
+        matrix_states = {name: state[name] for name in graph.matrix_states}
         entry = Entry(share, own, arrays, scalars, matrix_states, spec.storages["grad"].precision, full)
         read = set(graph.states).difference(graph.outputs)
         arrays_of = [array for name in read & spec.storages.keys() for array in spec.storages[name].arrays(name)]
         entry.only_read = read.union(array.name for array in arrays_of)
         entry.exchange, entry.holds = exchange, matrices
-        yield entry, spec
+        yield spec, entry
 
 
 def begins_together(optimizer: Optimizer) -> bool:
@@ -651,13 +615,8 @@ def flat_part(optimizer: Optimizer) -> str:
         if not split_kind(param):
             continue
         first = first or label
-        if _reduces(optimizer.rule_of(group), group, param, label):
+        program = spec_of(optimizer.rule_of(group), group, local_part(param), param.shape, label).program
+        reduces = program.global_reductions or any(tile and (tile.reductions or tile.parts) for tile in program.tiles)
+        if reduces or program.matrices.scratch or program.slices.views or program.graph.slice_states:
             refuse("a reduction", [FSDP1], label, GradientError)
     return first
-
-
-def _reduces(rule: Rule, group: Mapping[str, Any], param: torch.Tensor, label: str) -> bool:
-    """Whether a rule does more with a parameter than with each element alone."""
-    program = spec_of(rule, group, local_part(param), param.shape, label).program
-    reduces = program.global_reductions or any(tile and (tile.reductions or tile.parts) for tile in program.tiles)
-    return bool(reduces or program.matrices.scratch or program.slices.views or program.graph.slice_states)

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +31,8 @@ from .build import loaded_states
 from .control import with_limits
 from .groups import GROUP_OPTIONS, about_group, check_group, find_rule, without_defaults
 from .masters import MASTER_KEYS, master_kind
-from .parameters import Optimizer, iter_params
-from .states import TRAINING, WatchedState, saved_choice, shape_of, starts_of
+from .parameters import Optimizer, iter_params, params_of
+from .states import TRAINING, WatchedState, check_shape, saved_choice, shape_of, starts_of
 
 _OWN_KEYS = ("state_dtype", "master_weights", "rounding", "seed")
 
@@ -83,18 +82,16 @@ def _widened(values: Mapping[str, Any]) -> dict[str, Any]:
     """One parameter's state in float32."""
     blocks = states_in_blocks(values)
     arrays = {array.name for name, storage in blocks.items() for array in storage.arrays(name)}
-    widened: dict[str, Any] = {}
-    for name, value in values.items():
-        if name in arrays or name in MASTER_KEYS:
+    widened = {name: value for name, value in values.items() if name not in arrays and name not in MASTER_KEYS}
+    for name, value in widened.items():
+        if not isinstance(value, torch.Tensor):
             continue
-        if isinstance(value, torch.Tensor) and value.dim():
+        if value.dim():
             _refuse_lost_codes("the checkpoint", name.removesuffix("_codes"), values, ())
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not torch.float64:
+        if value.is_floating_point() and value.dtype is not torch.float64:
             widened[name] = value.to(torch.float32, copy=True)
-        elif isinstance(value, torch.Tensor) and value.dtype is torch.complex32:
+        elif value.dtype is torch.complex32:
             widened[name] = value.to(torch.complex64)
-        else:
-            widened[name] = value
     return widened | {name: _values(storage, name, values) for name, storage in blocks.items()}
 
 
@@ -164,6 +161,7 @@ def read_by_value(saved: Saved) -> Mapping[str, Any]:
 
 
 _LIKE_PARAM = State("param")
+_THERE = " in the checkpoint"
 _NOTHING = {type(None)}
 _PLAIN = {torch.Tensor, float, int, type(None)}
 
@@ -198,16 +196,13 @@ def unchanged_on_error(optimizer: Optimizer) -> Iterator[None]:
 def _before_first_steps(optimizer: Optimizer, saved: Mapping[Any, Mapping[str, Any]]) -> set[Any]:
     """The parameters of which a state that begins as the parameter was saved before its first step."""
     # Their weights may come later, and from elsewhere.
-    begin = [
-        (param, saved[param])
-        for _, _, group, param in iter_params(optimizer)
-        if param in saved and any(state.init == "param" for state in optimizer.rule_of(group).states.values())
-    ]
     return {
         param
-        for param, values in begin
-        if isinstance(step := values.get("step"), torch.Tensor)
-        and TRAINING not in values
+        for _, _, group, param in iter_params(optimizer)
+        if param in saved
+        and TRAINING not in saved[param]
+        and any(state.init == "param" for state in optimizer.rule_of(group).states.values())
+        and isinstance(step := saved[param].get("step"), torch.Tensor)
         and not local_part(step).any()
     }
 
@@ -221,14 +216,15 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> set[torch.Tenso
     # buffers, as after `dcp.load` in place, stay. Present tables and graphs are not used any more.
     try:
         with unchanged_on_error(optimizer):
-            state_dict = after_hooks(optimizer, with_limits(state_dict))
-            optimizer.param_groups = groups = loaded_groups(optimizer, state_dict["param_groups"])
-            for group in groups:
-                without_defaults(group)
+            state_dict = dict(with_limits(state_dict))
+            before, after = load_hooks(optimizer)
+            for hook in before:
+                replaced = hook(optimizer, state_dict)
+                state_dict = state_dict if replaced is None else replaced
+            optimizer.param_groups = loaded_groups(optimizer, state_dict["param_groups"])
             saved = _saved_states(optimizer, state_dict)
             keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            entries = {param: state_dict["state"].get(key, {}) for key, param in zip(keys, params)}
+            entries = {param: state_dict["state"].get(key, {}) for key, param in zip(keys, params_of(optimizer))}
             begun = {param for param, values in entries.items() if not _NOTHING.issuperset(map(type, values.values()))}
             states = loaded_states(optimizer, saved, bool(begun))
             for param, values in saved.items():
@@ -242,7 +238,7 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> set[torch.Tenso
             others = {key: value for key, value in state_dict["state"].items() if str(key) not in numbers}
             ahead = set(states).difference(saved) | _before_first_steps(optimizer, saved)
             optimizer.take_states({**states, **others}, ahead, state_dict["param_groups"])
-            for hook in load_hooks(optimizer)[1]:
+            for hook in after:
                 hook(optimizer)
             return begun
     except BaseException:
@@ -250,15 +246,6 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> set[torch.Tenso
             # The memory has freed buffers of the plan.
             optimizer.drop_plan()
         raise
-
-
-def after_hooks(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint after the pre-hooks of loading; the caller's dict is not changed."""
-    hooked = dict(state_dict)
-    for hook in load_hooks(optimizer)[0]:
-        replaced = hook(optimizer, hooked)
-        hooked = hooked if replaced is None else replaced
-    return hooked
 
 
 def loaded_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -270,8 +257,8 @@ def loaded_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> l
         raise ValueError(
             "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"
         )
-    for index, (old, theirs) in enumerate(zip(before, saved)):
-        rule = optimizer.rule_of(old)
+    rules = [optimizer.rule_of(group) for group in before]
+    for index, (rule, theirs) in enumerate(zip(rules, saved)):
         if theirs.get("rule", rule.name) != rule.name:
             raise StateError(
                 f"group {index} of the checkpoint is of rule {theirs['rule']}, this optimizer's is of {rule.name}"
@@ -284,8 +271,8 @@ def loaded_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> l
                 f"{rule.name}, which has {wanted}: load it into tilestep.Adam"
             )
     groups = copy.deepcopy([{key: value for key, value in group.items() if key != "params"} for group in saved])
-    for index, (group, old) in enumerate(zip(groups, before)):
-        rule, own = optimizer.rule_of(old), {**GROUP_OPTIONS, **old}
+    for index, (group, old, rule) in enumerate(zip(groups, before, rules)):
+        own = {**GROUP_OPTIONS, **old}
         _complete_group(group, old, rule)
         for key, value in group.items():
             other = own.get(key)
@@ -293,25 +280,25 @@ def loaded_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> l
             alike = type(value) is type(other) and PYTHON_TYPES.issuperset(kinds) and bool(value == other)
             # The optimizer's own value was checked before.
             if value is not other and not alike:
-                about_group(index, partial(check_group, rule, group))
+                about_group(index, check_group, rule, group)
                 break
+        without_defaults(group)
     return groups
 
 
 @contextmanager
 def states_of_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """A block in which an optimizer's `state` has no entries of parameters that have left its groups."""
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    held = set(map(id, params_of(optimizer)))
     state = optimizer.state
-    if all(not isinstance(key, torch.Tensor) or id(key) in held for key in state):
-        yield
-        return
     kept = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor) or id(key) in held}
-    optimizer.state = kept  # type: ignore[assignment]
+    if len(kept) < len(state):
+        optimizer.state = kept  # type: ignore[assignment]
     try:
         yield
     finally:
-        optimizer.state = state
+        if len(kept) < len(state):
+            optimizer.state = state
 
 
 def _complete_group(group: dict[str, Any], old: Mapping[str, Any], rule: Rule) -> None:
@@ -400,8 +387,13 @@ def _saved_states(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[t
             reader = readers[index, param.dtype] = _StateReader(optimizer.rule_of(group), param.dtype, group)
         may_have_blocks = not reader.beside.isdisjoint(values)
         if may_have_blocks or not reader.names.issuperset(values) or not _PLAIN.issuperset(map(type, values.values())):
-            values = read_by_value(Saved(label, values, saved, reader.rule, param))
-            reader.check_names(label, values, live.get(param, {}))
+            values, own = read_by_value(Saved(label, values, saved, reader.rule, param)), live.get(param, {})
+            for name in [name for name in values if name not in reader.names and name not in own]:
+                if isinstance(values[name], torch.Tensor):
+                    raise StateError(
+                        f"the checkpoint has state {name!r} for {label}, which rule {reader.rule.name} does not have "
+                        f"({', '.join(reader.rule.state_names) or 'it has none'}): it is of another optimizer"
+                    )
         checked[param] = optimizer.placement.own_state(share, reader.rule, reader.read(label, param, values))
     return checked
 
@@ -431,16 +423,6 @@ class _StateReader:
         self.beside = {array for name in starts for array in block_names(name)}  # arrays of states in blocks
         self.names = {"step", *starts, *self.beside}  # what a state of the rule may have
 
-    def check_names(self, label: str, saved: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Raise if a checkpoint has buffers that neither the rule nor this parameter's state has."""
-        rule = self.rule
-        for name, value in saved.items():
-            if name not in self.names and name not in state and isinstance(value, torch.Tensor):
-                raise StateError(
-                    f"the checkpoint has state {name!r} for {label}, which rule {rule.name} does not have "
-                    f"({', '.join(rule.state_names) or 'it has none'}): it is of another optimizer"
-                )
-
     def read(self, label: str, param: torch.Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
         """The values of a parameter's state, checked."""
         values, rule = dict(saved), self.rule
@@ -451,12 +433,8 @@ class _StateReader:
         for name, start in self._starts.items():
             blocks = kept_in_blocks(values, name) if has_blocks else None
             for array in () if blocks is None else blocks.arrays(name):
-                shape, wanted = tuple(values[array.name].shape), shape_of_entries(param.shape, array.elements)
-                if shape != wanted:
-                    raise StateError(
-                        f"state {array.name!r} of {label} has shape {shape} in the checkpoint, it needs {wanted} for "
-                        f"{blocks}"
-                    )
+                wanted = shape_of_entries(param.shape, array.elements)
+                check_shape(label, array.name, values[array.name], wanted, _THERE, f" for {blocks}")
             value = values.get(name)
             if has_blocks and name not in MASTER_KEYS and (blocks is None or isinstance(value, torch.Tensor)):
                 _refuse_lost_codes(label, name, values, rule.state_names)
@@ -476,10 +454,7 @@ class _StateReader:
             wanted = shape_of(start, param, param.shape)
             if tuple(value.shape) != wanted and value.numel() == 1 and math.prod(wanted) == 1:
                 values[name] = value = value.detach().reshape(wanted)
-            if tuple(value.shape) != wanted:
-                raise StateError(
-                    f"state {name!r} of {label} has shape {tuple(value.shape)} in the checkpoint, it needs {wanted}"
-                )
+            check_shape(label, name, value, wanted, _THERE)
         if self._integers in values and values[self._integers].dtype.is_floating_point:
             # torch's optimizers have cast the integers to floating point, which has lost them.
             del values[self._integers]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -30,48 +30,29 @@ from ..runtime import Control, DeviceEngine, StepInputs, build_ahead
 from ..runtime.decision import StepHistory
 from ..runtime.norms import Partials
 from .memory import StateMemory
-from .parameters import Optimizer
+from .parameters import Optimizer, params_of
 
 LIMITS_KEY = "limits"  # key of the first group of a state_dict with what limits remember
 
 
-@dataclass(frozen=True)
-class SkipPolicy:
-    """Which steps an optimizer skips by itself."""
-
-    nonfinite: bool = False
-    above: float | Limit | None = None
-    tracks_norm: bool = False
-
-    def __post_init__(self) -> None:
-        above = self.above
-        if isinstance(above, Limit):
-            outcome = outcome_of(above)
-            if outcome.clips or not outcome.skips:
-                what = "clips" if outcome.clips else "never skips"
-                raise ValueError(f"Invalid skip_above: {above} {what}: give it as max_grad_norm, where it may skip too")
-        elif above is not None and (isinstance(above, str) or not above > 0):
+def skip_policy(nonfinite: bool, above: float | Limit | None, tracks_norm: bool) -> StepInputs:
+    """The inputs that are the same at every step of an optimizer, by its arguments."""
+    inputs = StepInputs(skip_nonfinite=nonfinite or above is not None)
+    inputs.needs_norm = inputs.skip_nonfinite or tracks_norm
+    if isinstance(above, Limit):
+        outcome = outcome_of(above)
+        if outcome.clips or not outcome.skips:
+            what = "clips" if outcome.clips else "never skips"
+            raise ValueError(f"Invalid skip_above: {above} {what}: give it as max_grad_norm, where it may skip too")
+        inputs.limits = (above,)
+    elif above is not None:
+        if isinstance(above, str) or not above > 0:
             raise ValueError(
                 f"Invalid skip_above: {above}; it must be a positive norm, or a limit that skips, such as "
                 "TimesMean(factor) and Sigma(factor)"
             )
-
-    @property
-    def needs_norm(self) -> bool:
-        """Whether steps need the norm of their gradients."""
-        return self.nonfinite or self.above is not None or self.tracks_norm
-
-    @property
-    def skips(self) -> bool:
-        """Whether steps may be skipped."""
-        return self.nonfinite or self.above is not None
-
-    def inputs(self) -> StepInputs:
-        """The inputs that are the same at every step."""
-        if isinstance(self.above, Limit):
-            return StepInputs(skip_nonfinite=True, limits=(self.above,))
-        above = math.inf if self.above is None else float(self.above)
-        return StepInputs(skip_nonfinite=self.skips, skip_above=above)
+        inputs.skip_above = float(above)
+    return inputs
 
 
 def decide(power_sum: Any, scale: Any, found_inf: Any, loss: Any, memories: Sequence[Any], policy: Any) -> Decision:
@@ -107,12 +88,11 @@ def decide(power_sum: Any, scale: Any, found_inf: Any, loss: Any, memories: Sequ
     return Decision(norm, skip, inverse, clip, overflow)
 
 
-class DeviceControl:
+class DeviceControl(Control):
     """The decision about a step on one device, and the kernels that write its numbers."""
 
     def __init__(self, device: torch.device) -> None:
-        self.decided = Control(device)
-        self.numbers = self.decided.numbers
+        super().__init__(device)
         self.overflow = torch.zeros((), dtype=torch.float32, device=device)
         self.launchers: dict[Any, Any] = {}  # of kernels that write the numbers, by kind of inputs
         self._kernels = control_kernels(self.numbers)
@@ -121,14 +101,12 @@ class DeviceControl:
 
     def update(self, inputs: StepInputs, *, captured: bool = False) -> None:
         """Write the control numbers of a step."""
-        is_trivial = not inputs.needs_norm and inputs.is_trivial
-        if is_trivial and captured:
-            # The host does not know whether a graph was replayed since, nor its decision.
-            self.numbers[: UNSCALE + 1].copy_(self._plain)
+        was_trivial, self._was_trivial = self._was_trivial, not inputs.needs_norm and inputs.is_trivial
+        if self._was_trivial:
+            # After a capture the host does not know whether a graph was replayed since, nor its decision.
+            if captured or not was_trivial:
+                self.numbers[: UNSCALE + 1].copy_(self._plain)
             return
-        if is_trivial and self._was_trivial:
-            return
-        self._was_trivial = is_trivial
         if self._kernels is not None:
             self._kernels.decide_on_device(decide, self.numbers, inputs, self.launchers)
             return
@@ -172,8 +150,9 @@ class Deciders:
         home: where the state is.
     """
 
-    def __init__(self, engines: Sequence[DeviceEngine], controls: Sequence[DeviceControl], home: StateMemory) -> None:
-        self.engines, self.controls = engines, controls
+    def __init__(self, engines: Sequence[DeviceEngine], home: StateMemory) -> None:
+        self.engines = engines
+        self.controls: list[Any] = list(dict.fromkeys(engine.control for engine in engines))  # one of each device
         self.ranks: Any = None  # the ranks that decide together, if there are several
         self.sends = False  # whether passes send something to other ranks
         self._norms, self._home = list(dict.fromkeys(engine.norm for engine in engines)), home
@@ -238,7 +217,7 @@ class DataParallelRanks:
         """Whether an object is a parameter of the optimizer."""
         optimizer = self._optimizer()
         if optimizer is not None and not self._own:
-            self._own = {id(one) for group in optimizer.param_groups for one in group["params"]}
+            self._own = set(map(id, params_of(optimizer)))
         return id(param) in self._own
 
     def wrapped(self, wrapper: torch.nn.Module, kind: str) -> None:
@@ -261,9 +240,8 @@ class DataParallelRanks:
 class StepControl:
     """The decisions of an optimizer's steps: their inputs, and what is kept from step to step."""
 
-    def __init__(self, policy: SkipPolicy) -> None:
-        self.policy, self._policy_needs_norm = policy, policy.needs_norm
-        self._constants = vars(policy.inputs())  # the inputs that are the same at every step
+    def __init__(self, policy: StepInputs) -> None:
+        self.policy, self._constants = policy, vars(policy)  # the inputs that are the same at every step
         self.history = StepHistory()
         self.numbers: torch.Tensor | None = None  # control numbers of the last step, which the next one continues
         self.checks_overflow = False  # set by `GradScaler` for one step: gradients that are not finite are an overflow
@@ -296,12 +274,12 @@ class StepControl:
     def needs_norm(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Whether a step needs the norm of its gradients: for a clip, a skip, or a scaler's overflow check."""
         clips = any(group.get("max_grad_norm") is not None for group in groups)
-        return clips or self.joint is not None or self.checks_overflow or self._policy_needs_norm
+        return clips or self.joint is not None or self.checks_overflow or self.policy.needs_norm
 
     def limits(self, groups: Sequence[Mapping[str, Any]]) -> tuple[Limit, ...]:
         """The limits of steps; one that may clip, which groups that have one share, is the last."""
         limits = [group["max_grad_norm"] for group in groups if isinstance(group.get("max_grad_norm"), Limit)]
-        above, clips = self._constants["limits"], tuple(dict.fromkeys(limits))
+        above, clips = self.policy.limits, tuple(dict.fromkeys(limits))
         if len(clips) > 1:
             raise ValueError(
                 f"Invalid max_grad_norm: {clips[0]} in one param group and {clips[1]} in another; all groups are "
@@ -312,7 +290,7 @@ class StepControl:
                 f"Invalid max_grad_norm: {clips[0]} has the name of skip_above's; leave skip_above out: a limit for "
                 "max_grad_norm may skip too"
             )
-        return above + clips  # type: ignore[no-any-return]
+        return above + clips
 
     def inputs(self, optimizer: Optimizer) -> StepInputs | None:
         """The inputs of the coming step; None for a step that neither clips, scales nor skips."""
@@ -324,7 +302,7 @@ class StepControl:
             )
         limits = [group.get("max_grad_norm") for group in optimizer.param_groups]
         clips = any(limit is not None for limit in limits)
-        needs_norm = clips or self.joint is not None or self.checks_overflow or self._policy_needs_norm
+        needs_norm = clips or self.joint is not None or self.checks_overflow or self.policy.needs_norm
         if not needs_norm and scale is None and found_inf is None:
             return None
         inputs = StepInputs(**self._constants)
@@ -366,12 +344,12 @@ class StepControl:
         self.history.has_norm = inputs.needs_norm
         if ranks is not None:
             others = inputs.loss is not None or inputs.found_inf is not None
+            has_sent = True
             if others or inputs.power_sum is None or self.joint is not None:
                 has_sent = _agree(inputs, ranks, has_whole_norm=self.joint is not None)
             else:
                 # The tensor is computed anew at every step and used for the decision alone.
                 ranks.add(inputs.power_sum)
-                has_sent = True
             if deciders.sends and not (has_sent or self.has_sent):
                 # Passes send as well: their first message would come after the first pass has written.
                 ranks.add(torch.zeros(1, dtype=torch.float64, device=device))
@@ -380,7 +358,7 @@ class StepControl:
         if kind != deciders.kind:
             deciders.kind = kind
             for control in deciders.controls:
-                control.decided.unscales, control.decided.may_skip = unscales, inputs.may_skip
+                control.unscales, control.may_skip = unscales, inputs.may_skip
         captured = any([engine.graph_tables.in_use for engine in engines])
         for control in deciders.controls:
             own = inputs if len(deciders.controls) == 1 else replace(inputs)
@@ -453,17 +431,12 @@ class StepControl:
     def save(self, state_dict: dict[str, Any]) -> None:
         """Put what limits remember, unread, into the first group of a state_dict, and plain values for the limits."""
         groups = state_dict["param_groups"]
-        own: dict[str, Any] = {}
         saved = self.history.save(self.limits(groups))
-        if saved:
-            own[LIMITS_KEY] = saved
         for place, group in enumerate(groups):
-            clip = group.get("max_grad_norm")
-            if isinstance(clip, Limit):
-                own = {**own, "max_grad_norm": {type(clip).__name__: dict(vars(clip))}}
-            if own:
-                groups[place] = {**group, **own}
-            own = {}
+            own: dict[str, Any] = {LIMITS_KEY: saved} if saved and not place else {}
+            if isinstance(clip := group.get("max_grad_norm"), Limit):
+                own["max_grad_norm"] = {type(clip).__name__: dict(vars(clip))}
+            groups[place] = {**group, **own}
 
     def load(self, groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
         """Take over what limits remember from a loaded state_dict, and remove it from the groups."""
@@ -510,27 +483,21 @@ def _tensor(value: Any, device: torch.device) -> torch.Tensor | None:
 
 def with_limits(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     """A state_dict with the limits for which `StepControl.save` has put plain values."""
-    groups = [
-        {**group, "max_grad_norm": _limit_of(group["max_grad_norm"])}
-        if isinstance(group.get("max_grad_norm"), dict)
-        else group
-        for group in state_dict["param_groups"]
-    ]
+    groups = [dict(group) for group in state_dict["param_groups"]]
+    for group in groups:
+        if not isinstance(saved := group.get("max_grad_norm"), dict):
+            continue
+        ((name, numbers),) = saved.items()
+        if name not in Limit.known:
+            raise StateError(f"max_grad_norm: the limit {name} is not known: import the module that defines it")
+        # A cell of a notebook that runs again defines its class anew: the last class of a qualified name is meant.
+        classes = Limit.known[name]
+        if len(classes) > 1:
+            raise StateError(
+                f"max_grad_norm: {len(classes)} limits are called {name} ({', '.join(classes)}): rename all but one"
+            )
+        group["max_grad_norm"] = next(iter(classes.values()))(**numbers)
     return {**state_dict, "param_groups": groups}
-
-
-def _limit_of(saved: Mapping[str, Any]) -> Limit:
-    """A limit from its class's name and its numbers."""
-    ((name, numbers),) = saved.items()
-    if name not in Limit.known:
-        raise StateError(f"max_grad_norm: the limit {name} is not known: import the module that defines it")
-    # A cell of a notebook that runs again defines its class anew: the last class of a qualified name is meant.
-    classes = Limit.known[name]
-    if len(classes) > 1:
-        raise StateError(
-            f"max_grad_norm: {len(classes)} limits are called {name} ({', '.join(classes)}): rename all but one"
-        )
-    return next(iter(classes.values()))(**numbers)
 
 
 class JointGradNorm:
@@ -569,7 +536,7 @@ class JointGradNorm:
     @property
     def skips(self) -> bool:
         """Whether a member skips steps whose gradients are not finite; then all members do."""
-        return any(member.control.policy.skips for member in self._living())
+        return any(member.control.policy.skip_nonfinite for member in self._living())
 
     def _living(self) -> list[Optimizer]:
         return [member for member in (reference() for reference in self._members) if member is not None]

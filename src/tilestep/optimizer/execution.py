@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from .graphs import prepare_by_hand, push
+from .graphs import prepare_by_hand
+from .parameters import params_of
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -42,9 +43,9 @@ class Execution:
     def sync_masters(self, optimizer: Any) -> None:
         """Have what updates work on see all updates, and what other code has written to parameters."""
         self.settle()
-        if optimizer.plan is not None:
-            optimizer.plan.home.sync_masters()
-            optimizer.plan.home.note_parameters()
+        if (plan := optimizer.plan) is not None:
+            plan.home.sync_masters()
+            plan.home.note_parameters()
 
     def complete_gradients(self, optimizer: Any) -> None:
         """Have all gradients where updates look for them."""
@@ -85,15 +86,14 @@ class Execution:
         """Add parameters as a group of their own."""
         plain(param_group)
 
-    def hold_weights(self, training: bool, plain: Callable[[], None]) -> None:
+    def hold_weights(self, plain: Callable[[], None]) -> None:
         """Let the parameters hold the weights that train, or those to evaluate."""
         self.settle_everywhere()
         plain()
 
     def had_gradients(self, optimizer: Any) -> bool:
         """Whether the last step had gradients."""
-        with_gradients = any(param.grad is not None for group in optimizer.param_groups for param in group["params"])
-        return with_gradients or optimizer.memory.had_gradients
+        return optimizer.memory.had_gradients or any(param.grad is not None for param in params_of(optimizer))
 
     def unscale(self, optimizer: Any, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Have a scaler's function unscale the gradients; see `StateMemory.unscale`."""
@@ -106,11 +106,6 @@ class Execution:
     def prepare_capture(self, optimizer: Any) -> None:
         """Get everything ready for a capture by hand."""
         prepare_by_hand(optimizer)
-
-    def push(self, optimizer: Any) -> None:
-        """Bring what changed to the device before a replay."""
-        with self.for_graph(optimizer, alone=False, replays=True):
-            push(optimizer)
 
 
 AT_STEP = Execution()  # the plain execution, which every optimizer begins with

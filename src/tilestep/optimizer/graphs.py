@@ -18,7 +18,7 @@ from ..runtime import Stale
 from ..runtime.capturing import PREPARE, require
 from ..stats import Reports
 from .build import graphs_of
-from .parameters import LISTED_TWICE, Optimizer
+from .parameters import LISTED_TWICE, Optimizer, params_of
 from .plan import StepPlan
 
 CHANGED = (
@@ -72,15 +72,11 @@ class Graphs:
 
 def require_current(graphs: Graphs) -> None:
     """Raise `CaptureError` if captured graphs must not be replayed."""
-    if graphs.stale:
-        raise CaptureError(
-            f"the captured step is stale: {graphs.stale}. Capture it again, after optimizer.prepare_capture()"
-        )
-    if graphs.kept is not None and graphs.kept.lost:
-        raise CaptureError(
-            f"the captured step is stale: the memory of {graphs.kept.lost[0]} was given back; {KEEP}. Capture it "
-            "again, after optimizer.prepare_capture()"
-        )
+    stale = graphs.stale
+    if not stale and graphs.kept is not None and graphs.kept.lost:
+        stale = f"the memory of {graphs.kept.lost[0]} was given back; {KEEP}"
+    if stale:
+        raise CaptureError(f"the captured step is stale: {stale}. Capture it again, after optimizer.prepare_capture()")
 
 
 def require_checked(graphs: Graphs, caller: str) -> None:
@@ -126,8 +122,7 @@ def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> StepPlan:
         plan = optimizer.rebuild(ahead=True)
         plan.refresh()
     plan.release()
-    plan.masters.sync()
-    plan.masters.note()
+    plan.masters.catch_up()
     inputs = optimizer.control.expected(optimizer, plan.deciders)
     plan.engines[0].build(inputs)
     plan.deciders.controls[0].build(inputs)
@@ -147,7 +142,7 @@ def step_in_capture(optimizer: Optimizer, reports: Reports | None) -> None:
     """Launch a step into the CUDA graph that is being captured; everything it needs must exist."""
     plan = optimizer.plan
     if plan is None or not plan.basis.fits(optimizer) or plan.basis.leaves_out_training:
-        devices = {param.device for group in optimizer.param_groups for param in group["params"]}
+        devices = {param.device for param in params_of(optimizer)}
         require(any(passes_class(device).can_be_captured for device in devices), ON_CPU)
         raise CaptureError(f"the step cannot be captured: the optimizer's tables are not built yet; {PREPARE}")
     require(
@@ -180,10 +175,9 @@ def push(optimizer: Optimizer) -> None:
     require(not is_capturing(), "push() is for the time between replays; in a graph it would repeat the old values")
     require_current(optimizer.graphs)
     plan = optimizer.plan
-    if plan is None or not plan.basis.fits(optimizer):
-        plan = optimizer.rebuild(ahead=True)
-        require_current(optimizer.graphs)
     try:
+        if plan is None or not plan.basis.fits(optimizer):
+            raise Stale
         for engine, hypers in zip(plan.engines, plan.hypers):
             engine.follow_tensors()
             hypers.push(hypers.changes())
@@ -191,5 +185,4 @@ def push(optimizer: Optimizer) -> None:
         plan = optimizer.rebuild(ahead=True)
         require_current(optimizer.graphs)
     plan.begin_states(optimizer, all_of_them=True)
-    plan.masters.sync()
-    plan.masters.note()
+    plan.masters.catch_up()

@@ -112,9 +112,7 @@ def fill_group(
 
 def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
     """Raise for a hyperparameter that the rule or the optimizer refuses."""
-    numbers = _host_values(rule, group)
-    _check_kinds(rule, numbers)
-    rule.check(numbers)
+    rule.check(_numbers_of(rule, group))
     check_flags(rule, group)
 
 
@@ -126,9 +124,7 @@ def check_flags(rule: Rule, group: Mapping[str, Any]) -> None:
     check_choice(group.get("master_weights", False))
     check_state_dtype(rule, group.get("state_dtype"))
     check_rounding(group)
-    numbers = _host_values(rule, group)
-    _check_kinds(rule, numbers)
-    for name, value in flat_numbers(numbers):
+    for name, value in flat_numbers(_numbers_of(rule, group)):
         if not isinstance(value, torch.Tensor) and value != value:
             raise ValueError(f"Invalid {name}: nan")
     limit = group.get("max_grad_norm")
@@ -153,8 +149,10 @@ def check_flags(rule: Rule, group: Mapping[str, Any]) -> None:
         )
 
 
-def _check_kinds(rule: Rule, numbers: Mapping[str, Any]) -> None:
-    """Raise for hyperparameters of another kind than the rule's; numbers out of range are taken later, as by torch."""
+def _numbers_of(rule: Rule, group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's hyperparameters as the host can read them; raises for those of another kind than the rule's."""
+    # Numbers out of range are taken later, as by torch.
+    numbers = {key: _on_host(group[key], key) for key in rule.hyperparameters if key in group}
     for key, value in numbers.items():
         if callable(rule.ranges.get(key)):
             rule.check({key: value})
@@ -163,6 +161,7 @@ def _check_kinds(rule: Rule, numbers: Mapping[str, Any]) -> None:
         alike = type(value) is type(default) and type(value) in PYTHON_TYPES
         if not alike and (value is not None or not rule.range_of(key).or_none):
             _check_kind(key, value, default)
+    return numbers
 
 
 def _check_kind(key: str, value: Any, default: Any) -> None:
@@ -184,11 +183,6 @@ def _check_kind(key: str, value: Any, default: Any) -> None:
         raise TypeError(f"Invalid {key}: {value!r}; it cannot be a function of the step")
 
 
-def _host_values(rule: Rule, group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's hyperparameters, as the host can read them."""
-    return {key: _on_host(group[key], key) for key in rule.hyperparameters if key in group}
-
-
 def _on_host(value: Any, key: str, depth: int = 0) -> Any:
     """A value with Python's numbers in place of numpy's and of tensors that the host can read."""
     if type(value) in PYTHON_TYPES:
@@ -206,10 +200,10 @@ def _on_host(value: Any, key: str, depth: int = 0) -> Any:
     return float(value) if is_host(value.device) else value
 
 
-def about_group(index: int, check: Callable[[], None]) -> None:
+def about_group(index: int, check: Callable[..., None], *args: Any) -> None:
     """Run a check; its error names the group."""
     try:
-        check()
+        check(*args)
     except (TypeError, ValueError) as error:
         raise type(error)(f"group {index}: {error}") from None
 
@@ -239,10 +233,10 @@ def described_numbers(optimizer: Optimizer) -> Iterator[str]:
             yield f"group {index} {key}={plain_value(group.get(key, GROUP_OPTIONS.get(key)), waits=False)}"
 
 
-def plain_value(value: Any, *, waits: bool = True) -> str:
+def plain_value(value: Any, waits: bool = True) -> str:
     """A hyperparameter as text that is the same in every process; one on a GPU is only read if that may wait for it."""
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(plain_value(entry, waits=waits) for entry in value)})"
+        return f"({', '.join(plain_value(entry, waits) for entry in value)})"
     if isinstance(value, torch.Tensor):
         return repr(value.tolist()) if waits or not value.is_cuda else "a number on the device"
     if callable(value) and not dataclasses.is_dataclass(value):
@@ -280,8 +274,7 @@ def param_groups(
         3
     """
     named = model.named_parameters() if isinstance(model, torch.nn.Module) else model
-    rest: list[tuple[str, torch.Tensor]] = []
-    taken: dict[Pattern, list[tuple[str, torch.Tensor]]] = {pattern: [] for pattern in overrides}
+    taken: dict[Pattern | None, list[tuple[str, torch.Tensor]]] = {None: [], **{pattern: [] for pattern in overrides}}
     fitting: dict[Pattern, str] = {}
     for name, param in named:
         if not param.requires_grad:
@@ -293,15 +286,17 @@ def param_groups(
         ]
         for pattern in fits:
             fitting.setdefault(pattern, name)
-        (taken[fits[0]] if fits else rest).append((name, param))
-    names = [name for params in (rest, *taken.values()) for name, _ in params]
-    for pattern, params in taken.items():
-        if not params:
+        taken[fits[0] if fits else None].append((name, param))
+    for pattern in overrides:
+        if not taken[pattern]:
             label = repr(pattern.pattern if isinstance(pattern, re.Pattern) else pattern)
             if pattern in fitting:
                 others = f"{fitting[pattern]} and all others it fits go to earlier patterns"
                 raise ValueError(f"pattern {label} gets no parameter: {others}")
-            shown = shortened(names) or "none"
+            shown = shortened([name for params in taken.values() for name, _ in params]) or "none"
             raise ValueError(f"pattern {label} fits no parameter that trains; their names are {shown}")
-    first = [{"params": rest}] if rest else []
-    return first + [{**overrides[pattern], "params": params} for pattern, params in taken.items()]
+    return [
+        {**({} if pattern is None else overrides[pattern]), "params": params}
+        for pattern, params in taken.items()
+        if params
+    ]

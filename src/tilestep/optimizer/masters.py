@@ -77,11 +77,10 @@ class Masters:
         fresh: set[int],
         home: StateMemory,
     ) -> None:
-        kinds = [(param, master_kind(param.dtype, group), state) for param, group, state in members]
         self._members = [
             (param, kind, state[kind.key])
-            for param, kind, state in kinds
-            if kind is not None and not kind.begins_as_parameter
+            for param, group, state in members
+            if (kind := master_kind(param.dtype, group)) is not None and not kind.begins_as_parameter
         ]
         self._home, self.exist = home, bool(self._members)
         self.follow = self.exist or type(home).sync_masters is not StateMemory.sync_masters
@@ -110,6 +109,11 @@ class Masters:
             self._home.wait()
             for place in self.writes.take():
                 local_part(self._members[place][2]).zero_()
+
+    def catch_up(self) -> None:
+        """As `sync`, between two steps."""
+        self.sync()
+        self.note()
 
     def note(self) -> None:
         """Remember the versions of the parameters after a step."""

@@ -69,14 +69,11 @@ def matrix_options(group: Mapping[str, Any], label: str) -> dict[str, Any]:
 def check_patterns(groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise for a pattern of `flatten`, `heads` or `splits` that fits no parameter of the groups that have it."""
     for key in MATRIX_OPTIONS:
-        names: list[tuple[Mapping[Any, Any], list[str]]] = []
+        names: dict[str, tuple[Mapping[Any, Any], list[str]]] = {}
         for group in groups:
-            if isinstance(group.get(key), Mapping):
-                own = next((listed for value, listed in names if value == group[key]), None)
-                if own is None:
-                    names.append((group[key], own := []))
-                own += group.get("param_names", ())
-        for value, listed in names:
+            if isinstance(value := group.get(key), Mapping):
+                names.setdefault(repr(value), (value, []))[1].extend(group.get("param_names", ()))
+        for value, listed in names.values():
             if not listed:
                 raise ValueError(f"{key}: patterns need names of parameters: give model.named_parameters()")
             for pattern in value:
@@ -154,10 +151,6 @@ def matrix_work(
     if matrices is not None and matrices.cut is not None:
         count = math.prod(shape[: matrices.cut.dim])
     return count * work_of(program, group, rows, columns)
-
-
-def is_cut(seen: Sequence[Seen]) -> bool:
-    return seen[0].matrices is not None and seen[0].matrices.cut is not None
 
 
 def check_matrices(share: Share, rule: Rule, seen: Sequence[Seen]) -> None:

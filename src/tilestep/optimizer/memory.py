@@ -13,6 +13,9 @@ from ..placement.local import local_part
 from ..runtime import DeviceEngine, Entry, GradNorm
 from ..runtime.passes import Passes
 
+BySpec = Sequence[tuple[KernelSpec, Sequence[Entry]]]  # entries with what their kernels are made of
+Gradients = list[list[torch.Tensor | None]]  # by engine and parameter
+
 
 class StateMemory:
     """The memory of an optimizer's element buffers, masters included: here, that of their parameters' devices."""
@@ -47,9 +50,7 @@ class StateMemory:
     def on_entry(self, spec: KernelSpec, entry: Entry) -> None:
         """Called with an entry before segments are made of it."""
 
-    def split_segments(
-        self, parts: Sequence[tuple[KernelSpec, Sequence[Entry]]]
-    ) -> Sequence[tuple[KernelSpec, Sequence[Entry]]]:
+    def split_segments(self, parts: BySpec) -> BySpec:
         """The entries of each segment to make, from the entries of each spec."""
         return parts
 
@@ -60,13 +61,10 @@ class StateMemory:
         """Wait until the host can read what steps have written to the buffers."""
 
     looks_at_gradients = False  # whether `gradients` must be called at every step
-    keeps_gradients = False  # whether gradients are taken from the parameters while backward runs
-    timeline: Any = None  # of the gradients that are taken
+    timeline: Any = None  # of gradients that are taken from the parameters while backward runs; None if none are
 
-    def gradients(
-        self, params: Sequence[Sequence[torch.Tensor]], gradients: list[list[torch.Tensor | None]]
-    ) -> list[list[torch.Tensor | None]]:
-        """The gradients that kernels read, by engine and parameter."""
+    def gradients(self, params: Sequence[Sequence[torch.Tensor]], gradients: Gradients) -> Gradients:
+        """The gradients that kernels read."""
         return gradients
 
     def present_gradients(self, shares: Sequence[Share]) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -24,7 +24,7 @@ from ..errors import BuildInterrupted, did_you_mean
 from ..kernels.spec import NORM, SKIPPED
 from ..linalg import keeping_to, operations
 from ..native.table import survey, taken_gradients
-from ..placement import LOCAL, Placement, distribute, local_state
+from ..placement import LOCAL, Placement, distribute
 from ..placement.combinations import refuse
 from ..placement.local import as_real, copy_into, local_part
 from ..rules import Rule, registry
@@ -32,9 +32,10 @@ from ..rules.adaptive_clip import AdaGC
 from ..rules.limits import Limit
 from ..runtime import Stale, grad_dtype
 from ..stats import Change, Reports, Stats, StepStats, require_no_options
-from ..storage import entries_of, kept_in_blocks, values_of
+from ..storage import kept_in_blocks, values_of
 from ..timeline.timeline import refuse_taken_by_another
 from .build import (
+    Builder,
     begin_at_once,
     begins_together,
     build_plan,
@@ -44,17 +45,16 @@ from .build import (
     spec_of,
 )
 from .checkpoint import load, mark_codes, save_numbers, states_of_groups, unchanged_on_error
-from .control import SkipPolicy, StepControl
+from .control import StepControl, skip_policy
 from .execution import AT_STEP, Execution
-from .graphs import Graphs, require_checked, step_in_capture
+from .graphs import Graphs, push, require_checked, step_in_capture
 from .groups import about_group, check_group, current_value, fill_group, find_rule, without_defaults
-from .masters import MASTER_KEYS, Masters, MasterWeights, exact_values
+from .masters import Masters, MasterWeights, exact_values
 from .memory import StateMemory
-from .parameters import param_states, shares_of
+from .parameters import param_states, params_of, shares_of
 from .parking import Parking
 from .plan import StepPlan
 from .states import (
-    SQUARES,
     TRAINING,
     ParameterState,
     StateDtype,
@@ -62,11 +62,11 @@ from .states import (
     compute_dtype,
     initialize,
     keeping_squares,
-    move_states,
 )
 from .wrappers import forward_to_wrapped
 
 _WIDE = (torch.float64, torch.complex128)
+_COPIED = ("_rule", "_rules", "_given", "_unclipped", "control", "workspace_limit")  # attributes, besides torch's
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -189,7 +189,7 @@ class Optimizer(torch.optim.Optimizer):
         check_group(self._rule, arguments)
         defaults = {**self._rule.hyperparameters, **self._rule.options, **arguments}
         without_defaults(defaults)
-        self.control = StepControl(SkipPolicy(skip_nonfinite, skip_above, track_grad_norm))
+        self.control = StepControl(skip_policy(skip_nonfinite, skip_above, track_grad_norm))
         if self.reports is None and (stats is not None or track_changes is not False):
             self.reports = Reports(stats, track_changes)
         self.attached = () if self.reports is None else self.reports.attached
@@ -212,9 +212,7 @@ class Optimizer(torch.optim.Optimizer):
         for name in names:
             refuse(name, self.attached)
         self.attached += tuple(names)
-        if execution is not None:
-            self.execution = execution
-        vars(self).update(offers or {})
+        vars(self).update(offers or {}, **({} if execution is None else {"execution": execution}))
 
     def take_memory(self, memory: StateMemory) -> None:
         """Move all state to another memory, and make a plan for it."""
@@ -322,7 +320,7 @@ class Optimizer(torch.optim.Optimizer):
         own = fill_group(group, rule, self._rule, self.defaults, self._given)
         # The optimizer's defaults are checked already.
         unchecked = {key: group[key] for key in param_group} if rule is self._rule else group
-        about_group(len(self.param_groups), partial(check_group, rule, unchecked))
+        about_group(len(self.param_groups), check_group, rule, unchecked)
         super().add_param_group(group)
         if self.reports is not None:
             self.reports.watch(group["params"])
@@ -444,8 +442,7 @@ class Optimizer(torch.optim.Optimizer):
         self.state = state = WatchedState(dict)
         state.adopt(states, ahead)
         self.control.load(self.param_groups, groups)
-        self.held = held_averages(self)
-        self.is_evaluating = bool(self.held)
+        self._note_held()
 
     @property
     def grad_norm(self) -> torch.Tensor:
@@ -474,7 +471,7 @@ class Optimizer(torch.optim.Optimizer):
                 "track_grad_norm=True, or with max_grad_norm, and call step() first"
             )
         control = self.control.numbers
-        wide = any(param.dtype in _WIDE for group in self.param_groups for param in group["params"])
+        wide = any(param.dtype in _WIDE for param in params_of(self))
         dtype = torch.float64 if wide else torch.float32
         return torch.zeros((), dtype=dtype, device="cpu") if control is None else control[NORM].to(dtype, copy=True)
 
@@ -580,8 +577,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         if self.reports is None:
             raise RuntimeError("first_nonfinite: make the optimizer with stats=tilestep.Stats(every=...)")
-        params = [param for group in self.param_groups for param in group["params"]]
-        sharers = self.placement.sharers(params) if self.plan is None else self.plan.sharers
+        sharers = self.placement.sharers(params_of(self)) if self.plan is None else self.plan.sharers
         return self.reports.first_nonfinite(self.param_groups, self._present_gradients, sharers)
 
     @torch.no_grad()
@@ -699,8 +695,8 @@ class Optimizer(torch.optim.Optimizer):
         ordinary = step_is_ordinary()
         if not ordinary and fake_mode_is_active():
             require_no_real(self)
-        if self.memory.keeps_gradients:
-            self.memory.note_gradients([param for group in self.param_groups for param in group["params"]])
+        if self.memory.timeline is not None:
+            self.memory.note_gradients(params_of(self))
         inputs = self.control.inputs(self)
         try:
             if plan is None:
@@ -767,7 +763,8 @@ class Optimizer(torch.optim.Optimizer):
             >>> optimizer.param_groups[0]["lr"] = 0.25
             >>> optimizer.push()  # and then graph.replay()
         """
-        self.execution.push(self)
+        with self.execution.for_graph(self, alone=False, replays=True):
+            push(self)
 
     @opaque
     def eval(self) -> None:
@@ -795,17 +792,14 @@ class Optimizer(torch.optim.Optimizer):
     def _hold_weights(self, mode: bool) -> None:
         if mode and self.is_evaluating:
             swap_out_averages(self)
-            self.is_evaluating = False
-        elif not mode and keeps_averages(self):
+        elif not mode:
             if self.state and self.plan is None:
                 self.rebuild()
             try:
                 swap_in_averages(self)
             except BaseException:
                 swap_out_averages(self)
-                self.is_evaluating = False
                 raise
-            self.is_evaluating = True
 
     @opaque
     def train(self, mode: bool = True) -> None:
@@ -826,8 +820,9 @@ class Optimizer(torch.optim.Optimizer):
             1.0
         """
         # Frameworks call this before every backward; most rules have no averages.
-        if self.is_evaluating or keeps_averages(self):
-            self.execution.hold_weights(mode, partial(self._hold_weights, mode))
+        has_averages = any(self.rule_of(group).evaluation is not None for group in self.param_groups)
+        if self.is_evaluating or has_averages:
+            self.execution.hold_weights(partial(self._hold_weights, mode))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -951,8 +946,7 @@ class Optimizer(torch.optim.Optimizer):
         self.execution.settle_everywhere()
         if self.plan is not None:
             self.plan.require_unbroken()
-            self.plan.masters.sync()
-            self.plan.masters.note()
+            self.plan.masters.catch_up()
 
     @opaque
     def park(self) -> None:
@@ -985,7 +979,7 @@ class Optimizer(torch.optim.Optimizer):
         require_checked(self.graphs, "park()")
         self._settle_states()
         parking = self._parking or Parking()
-        if move_states(self, parking.take):
+        if parking.take(self):
             # Graphs that check themselves before replays need no tables any more.
             self._parking, self.graphs, self.plan = parking, Graphs(), None
             if self._masters is not None:
@@ -1017,12 +1011,7 @@ class Optimizer(torch.optim.Optimizer):
             self.plan.masters.sync()
         return {
             **super().__getstate__(),
-            "_rule": self._rule,
-            "_rules": self._rules,
-            "_given": self._given,
-            "_unclipped": self._unclipped,
-            "control": self.control,
-            "workspace_limit": self.workspace_limit,
+            **{name: getattr(self, name) for name in _COPIED},
             **({} if self.reports is None else {"reports": Reports(self.reports.asked, self.reports.tracks)}),
         }
 
@@ -1037,8 +1026,13 @@ class Optimizer(torch.optim.Optimizer):
             self._ready = True
             self.plan = self._masters = None
             self.memory = StateMemory()
-            self.held = held_averages(self)
-            self.is_evaluating = bool(self.held)
+            self._note_held()
+
+    def _note_held(self) -> None:
+        """Take note of parameters that hold weights for evaluation, with the versions of what steps update of them."""
+        holder = self.placement.holder
+        self.held = {param: _version(holder(param)) for param, state in param_states(self) if TRAINING in state}
+        self.is_evaluating = bool(self.held)
 
 
 _COMMON = {
@@ -1057,14 +1051,12 @@ _ARGUMENTS = f"""Args:
 
 def _class_for(rule: Rule) -> type[Optimizer]:
     kinds = inspect.Parameter
-    parameters = [kinds("self", kinds.POSITIONAL_OR_KEYWORD), kinds("params", kinds.POSITIONAL_OR_KEYWORD)]
-    defaults = {**rule.hyperparameters, **rule.options, **_COMMON}
-    plain = [key for key in rule.hyperparameters if key not in rule.keyword_only]
-    positional = [*plain, *rule.positional]
-    keyword = [key for key in (*rule.keyword_only, *rule.options, *_COMMON) if key not in positional]
-    parameters += [kinds(key, kinds.POSITIONAL_OR_KEYWORD, default=defaults[key]) for key in positional]
-    parameters += [kinds(key, kinds.KEYWORD_ONLY, default=defaults[key]) for key in keyword]
-    signature = inspect.Signature(parameters)
+    defaults = {"self": kinds.empty, "params": kinds.empty, **rule.hyperparameters, **rule.options, **_COMMON}
+    plain = [key for key in ("self", "params", *rule.hyperparameters) if key not in rule.keyword_only]
+    kind_of: dict[str, Any] = dict.fromkeys((*plain, *rule.positional), kinds.POSITIONAL_OR_KEYWORD)
+    keyword = (*rule.keyword_only, *rule.options, *_COMMON)
+    kind_of |= {key: kinds.KEYWORD_ONLY for key in keyword if key not in kind_of}
+    signature = inspect.Signature([kinds(key, kind, default=defaults[key]) for key, kind in kind_of.items()])
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
@@ -1072,9 +1064,8 @@ def _class_for(rule: Rule) -> type[Optimizer]:
         except TypeError as error:
             hints = [did_you_mean(key, signature.parameters) for key in kwargs if key not in signature.parameters]
             raise TypeError("; ".join([f"{rule.name}() {error}", *filter(None, hints)])) from None
-        arguments = dict(bound.arguments)
-        arguments.pop("self")
-        Optimizer.__init__(self, arguments.pop("params"), rule, **arguments)
+        _, params, *rest = bound.arguments.items()
+        Optimizer.__init__(self, params[1], rule, **dict(rest))
 
     __init__ = opaque(__init__)
     __init__.__signature__ = signature  # type: ignore[attr-defined]
@@ -1089,17 +1080,6 @@ def named_optimizers() -> dict[str, type[Optimizer]]:
     return {name: _class_for(rule) for name, rule in registry.items()}
 
 
-def keeps_averages(optimizer: Optimizer) -> bool:
-    """Whether a rule has other weights for evaluation than for training."""
-    return any(optimizer.rule_of(group).evaluation is not None for group in optimizer.param_groups)
-
-
-def held_averages(optimizer: Optimizer) -> dict[torch.Tensor, int]:
-    """The parameters that hold their weights for evaluation, with the versions of what steps update of them."""
-    holder = optimizer.placement.holder
-    return {param: _version(holder(param)) for param, state in param_states(optimizer) if TRAINING in state}
-
-
 def _version(param: torch.Tensor) -> int:
     return survey([param, local_part(param)]).versions
 
@@ -1109,26 +1089,17 @@ def swap_in_averages(optimizer: Optimizer) -> None:
     """Write each average into its parameter, and the training weights into the parameter's state."""
     plan = optimizer.plan
     if plan is not None and not optimizer.is_evaluating:
-        plan.masters.sync()
-        plan.masters.note()
+        plan.masters.catch_up()
     initialize(optimizer)
     with nullcontext() if plan is None else plan.masters.writes.own():
-        for share in shares_of(optimizer):
-            param, group, state = share.holder, share.group, optimizer.state.get(share.param)
-            rule = optimizer.rule_of(group)
-            if rule.evaluation is None or not state or TRAINING in state:
-                continue
-            local = local_part(param)
-            part = as_real(local)
+        states = optimizer.state
+        has_average = [share for share in shares_of(optimizer) if optimizer.rule_of(share.group).evaluation is not None]
+        begun = [share for share in has_average if (own := states.get(share.param)) and TRAINING not in own]
+        for one in Builder(optimizer).planned(begun, states):
+            param, group, own = one.share.holder, one.share.group, one.state
+            rule, state, local = optimizer.rule_of(group), states[one.share.param], local_part(param)
+            part, buffers = as_real(local), dict[str, torch.Tensor]()
             compute = compute_dtype(part)
-            squares = {name for name, start in rule.states.items() if start.shape in SQUARES}
-            entries = entries_of(state, rule.state_names)
-            names = {*MASTER_KEYS, *rule.state_names, *entries} - squares
-            ends = {"row": param.dim(), "column": param.dim() - 1}
-            sliced = {name: ends[start.shape] for name, start in rule.states.items() if start.shape in ends}
-            overs = {name: (end - 1, end) for name, end in sliced.items()}
-            own = local_state(share.label, state, param, names, overs, squares, entries)
-            buffers: dict[str, torch.Tensor] = {}
             for name in rule.state_names:
                 blocks = kept_in_blocks(own, name)
                 if blocks is not None or isinstance(own.get(name), torch.Tensor):
@@ -1140,7 +1111,8 @@ def swap_in_averages(optimizer: Optimizer) -> None:
             state[TRAINING] = distribute(local.detach().clone(), param)
             part.copy_(average)
             torch.autograd.graph.increment_version(param)
-            optimizer.held[share.param] = _version(param)
+            optimizer.held[one.share.param] = _version(param)
+    optimizer.is_evaluating = True
 
 
 @torch.no_grad()
@@ -1154,7 +1126,7 @@ def swap_out_averages(optimizer: Optimizer) -> None:
                 copy_into(holder, state[TRAINING])
                 del state[TRAINING]
                 torch.autograd.graph.increment_version(holder)
-    optimizer.held = {}
+    optimizer.held, optimizer.is_evaluating = {}, False
 
 
 class AttachedType(type):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +17,7 @@ from ..placement import Listed, Share
 from ..rules import Rule
 from ..runtime import check_no_overlap
 from ..runtime.overlaps import intersect, spans_of
+from ..storage import dtype_name
 
 
 def check_not_shared(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -49,8 +50,7 @@ def check_parameter(param: torch.Tensor, label: str) -> None:
     if param.layout is not torch.strided:
         raise GradientError(f"{label} is {param.layout}; only dense parameters are supported")
     if param.dtype not in _DTYPES:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-        raise GradientError(f"{label} has dtype {param.dtype}; supported are {names}")
+        raise GradientError(f"{label} has dtype {param.dtype}; supported are {', '.join(map(dtype_name, _DTYPES))}")
     if not param.is_contiguous():
         check_no_overlap(param, label)
 
@@ -75,27 +75,26 @@ class Optimizer(Protocol):
     state: Any
     attached: tuple[str, ...]
     control: Any
-    is_evaluating: bool
-    held: dict[torch.Tensor, int]
     graphs: Any
     memory: Any
     placement: Any
     execution: Any
-    _optimizer_load_state_dict_post_hooks: Any
-    _optimizer_load_state_dict_pre_hooks: Any
     reports: Any
 
     @property
     def plan(self) -> Any: ...
     def rule_of(self, group: Mapping[str, Any]) -> Rule: ...
-    def step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any: ...
     def drop_plan(self) -> None: ...
     def attach(self, names: Sequence[str]) -> None: ...
     def power_sum(self, *, prepared: bool = False) -> torch.Tensor | None: ...
-    def prepare_capture(self) -> None: ...
     def rebuild(self, *, ahead: bool = False) -> Any: ...
     def take_states(self, states: Mapping[Any, Any], ahead: Any, groups: Any) -> None: ...
     def fitting_plan(self, *, ahead: bool = False) -> Any: ...
+
+
+def params_of(optimizer: Optimizer | torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Every parameter in order, without a label."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def iter_params(optimizer: Optimizer | torch.optim.Optimizer) -> list[Listed]:
@@ -114,20 +113,15 @@ _NAME = re.compile(r"\((.*)\)$")
 
 def name_in(label: str) -> str:
     """The name of the parameter with this label; empty without one."""
-    named = _NAME.search(label)
-    return named[1] if named else ""
+    return named[1] if (named := _NAME.search(label)) else ""
 
 
 def shares_of(optimizer: Optimizer) -> list[Share]:
     """This rank's shares of the parameters, in order; a parameter that is listed several times has one."""
-    shares: list[Share] = []
-    seen: set[int] = set()
+    first: dict[int, tuple[Listed, int]] = {}
     for ordinal, listed in enumerate(iter_params(optimizer)):
-        share = None if id(listed[3]) in seen else optimizer.placement.share(listed, ordinal)
-        seen.add(id(listed[3]))
-        if share is not None:
-            shares.append(share)
-    return shares
+        first.setdefault(id(listed[3]), (listed, ordinal))
+    return [share for one in first.values() if (share := optimizer.placement.share(*one)) is not None]
 
 
 def require_one_group(optimizer: Optimizer) -> None:
@@ -142,7 +136,7 @@ def require_one_group(optimizer: Optimizer) -> None:
 
 def repeat_updates(optimizer: Optimizer | torch.optim.Optimizer) -> tuple[frozenset[int], ...]:
     """The ids of parameters listed at least twice, at least three times, and so on: torch updates them as often."""
-    ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
+    ids = list(map(id, params_of(optimizer)))
     if len(set(ids)) == len(ids):
         return ()
     counts = Counter(ids)

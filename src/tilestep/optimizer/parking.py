@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from ..compat import distributed_like
 from ..devices import is_host, synchronize
 from ..native.host_memory import HostMemory
 from ..native.table import address_of
+from ..placement.local import is_distributed, local_part
+from ..storage import entries_of
+from .masters import MASTER_KEYS
+from .parameters import Optimizer, shares_of
+from .states import TRAINING
 
 
 class Parking:
@@ -20,43 +26,50 @@ class Parking:
         self._buffers: list[torch.Tensor] = []
 
     @torch.no_grad()
-    def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies in host memory, with equal strides, of tensors on devices, and tensors on the host as they are.
+    def take(self, optimizer: Optimizer) -> bool:
+        """Replace the tensors of all states on devices, step counts included, by copies in host memory.
+
+        Copies have equal strides. Returns whether there were any.
 
         Raises:
-            HostMemoryError: if there is not enough host memory.
+            HostMemoryError: if there is not enough host memory. Nothing is changed then.
         """
-        every = [tensor.untyped_storage() for tensor in tensors]
-        storages = {address_of(storage): storage for storage in every if storage.nbytes()}
+        held: list[
+            tuple[dict[str, Any], str, torch.Tensor, int]
+        ] = []  # with this rank's part and its storage's address
+        for share in shares_of(optimizer):
+            state, rule = optimizer.state.get(share.param, {}), optimizer.rule_of(share.group)
+            names = {TRAINING, "step", *MASTER_KEYS, *rule.state_names, *entries_of(state, rule.state_names)}
+            for name in [name for name, value in state.items() if name in names and isinstance(value, torch.Tensor)]:
+                part = local_part(state[name])
+                held.append((state, name, part, address_of(part.untyped_storage())))
         own = {address_of(buffer): buffer for buffer in self._buffers}
-        moved = {at: storage for at, storage in storages.items() if at not in own and not is_host(storage.device)}
-        if not moved:
-            return list(tensors)
-        spare: dict[int, list[torch.Tensor]] = defaultdict(list)
-        for at, buffer in own.items():
-            if at not in storages:
-                spare[buffer.numel()].append(buffer)
-        sizes = {at: storage.nbytes() for at, storage in moved.items()}
-        buffers = {at: spare[size].pop() for at, size in sizes.items() if spare[size]}
-        missing = [at for at in moved if at not in buffers]
-        devices = list(dict.fromkeys(storage.device for storage in moved.values()))
+        moving = [one for one in held if one[3] not in own and not is_host(one[2].device)]
+        storages = {at: storage for _, _, part, at in moving if (storage := part.untyped_storage()).nbytes()}
+        if not storages:
+            return False
+        spare = defaultdict[int, list[torch.Tensor]](list)
+        for at in own.keys() - {one[3] for one in held}:
+            spare[own[at].numel()].append(own.pop(at))
+        buffers = {at: spare[size].pop() for at, storage in storages.items() if spare[size := storage.nbytes()]}
+        missing = [at for at in storages if at not in buffers]
+        devices = list(dict.fromkeys(storage.device for storage in storages.values()))
         self._memory = self._memory or HostMemory(devices[0])
         if missing:
-            buffers.update(zip(missing, self._memory.take([sizes[at] for at in missing])))
-        self._buffers = [*(own[at] for at in storages if at in own), *buffers.values()]
-        for at, storage in moved.items():
-            flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (sizes[at],), (1,))
+            buffers.update(zip(missing, self._memory.take([storages[at].nbytes() for at in missing])))
+        self._buffers = [*own.values(), *buffers.values()]
+        for at, storage in storages.items():
+            flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
             buffers[at].copy_(flat, non_blocking=True)
-        taken = [
-            _placed(tensor, buffers[at]) if at in moved else tensor if at in own else tensor.cpu()
-            for tensor, at in zip(tensors, map(address_of, every))
-        ]
+        for state, name, part, at in moving:
+            like, moved = state[name], torch.empty(0, dtype=part.dtype, device="cpu")
+            if at not in buffers:
+                moved = part.cpu()  # it is empty
+            else:
+                moved.set_(buffers[at].untyped_storage(), part.storage_offset(), part.shape, part.stride())
+            if is_distributed(like):
+                moved = distributed_like(moved, like, like.shape, like.stride(), like.placements)
+            state[name] = moved
         for device in devices:
             synchronize(device)
-        return taken
-
-
-def _placed(tensor: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """A tensor over another storage, with the same offset, shape and strides."""
-    empty = torch.empty(0, dtype=tensor.dtype, device=buffer.device)
-    return empty.set_(buffer.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        return True

@@ -130,27 +130,6 @@ class Hypers:
                     passes.set_device_hyper(row, column, tensor)
 
 
-class StepCalls:
-    """The calls of the passes of some engines, in order, made once for each choice of engines.
-
-    Args:
-        engines: all engines of a plan.
-    """
-
-    def __init__(self, engines: Sequence[DeviceEngine]) -> None:
-        self._engines = engines
-        self.shared_sums: Sequence[SharedSums] = ()  # for each engine its reductions over tensors on several ranks
-        self.lists: dict[tuple[int, ...], Calls] = {}  # by the places of the engines
-        self.progress: list[int] = []  # of the last update: nothing, one number while passes run, two after them
-
-    def of(self, places: tuple[int, ...]) -> Calls:
-        """The calls of the engines at these places."""
-        if places not in self.lists:
-            shared = [self.shared_sums[place] for place in places] if self.shared_sums else ()
-            self.lists[places] = pass_calls([self._engines[place] for place in places], shared, self.progress)
-        return self.lists[places]
-
-
 @dataclass
 class StepPlan:
     """The engines of a step, and the objects that bring them up to date, decide the step and run it."""
@@ -172,7 +151,9 @@ class StepPlan:
     broken_by: str = ""  # what has interrupted an update between two of its passes
 
     def __post_init__(self) -> None:
-        self.calls = StepCalls(self.engines)
+        self.shared_sums: Sequence[SharedSums] = ()  # for each engine its reductions over tensors on several ranks
+        self.progress: list[int] = []  # of the last update: nothing, one number while passes run, two after them
+        self._calls: dict[tuple[int, ...], Calls] = {}  # of the passes of some engines, by their places
         self._every = tuple(range(len(self.engines)))
         self._home_finishes = type(self.home).finish is not StateMemory.finish
 
@@ -259,7 +240,7 @@ class StepPlan:
         """Take a step of all engines: decide it, then run its passes."""
         if self.repeat_updates and inputs is not None and inputs.grad_scale is not None:
             raise GradientError(f"{LISTED_TWICE}, and a step unscales a gradient once: list it once")
-        self.calls.progress.clear()
+        self.progress.clear()
         masters = self.masters if self.masters.follow and counts_versions else None
         try:
             if masters is not None:
@@ -283,7 +264,7 @@ class StepPlan:
                 reports.finish()
         except BaseException:
             self.release()
-            if self.masters.follow and len(self.calls.progress) == _WHOLE:
+            if self.masters.follow and len(self.progress) == _WHOLE:
                 self.masters.note()
             raise
 
@@ -292,8 +273,11 @@ class StepPlan:
     ) -> None:
         """Run the passes of some engines, whose step is prepared and decided."""
         engines = self.engines if places is self._every else [self.engines[place] for place in places]
-        calls = self.calls.lists.get(places) or self.calls.of(places)
-        self.calls.progress.clear()
+        calls = self._calls.get(places)
+        if calls is None:
+            shared = [self.shared_sums[place] for place in places] if self.shared_sums else ()
+            calls = self._calls[places] = pass_calls(engines, shared, self.progress)
+        self.progress.clear()
         # Passes of others read no tensor but those in tables.
         attended = [engine for engine in engines if measures or engine.gradients or not engine.table.finds]
         for engine in attended:
@@ -316,7 +300,7 @@ class StepPlan:
                     self.home.finish(engine)
         except BaseException as error:
             in_graph = any(engine.graph_tables.in_use for engine in engines)
-            if len(self.calls.progress) not in (0, _WHOLE) and not in_graph:
+            if len(self.progress) not in (0, _WHOLE) and not in_graph:
                 self.broken_by, self.basis.state_changes = type(error).__name__, -1
             raise
         finally:

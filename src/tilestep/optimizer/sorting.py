@@ -60,13 +60,15 @@ class SortedGroups(list[dict[str, Any]]):
     @property
     def shares(self) -> dict[str, float]:
         """The share of the elements that each rule gets."""
-        counts = {_name(group["rule"]): sum(param.numel() for _, param in group["params"]) for group in self}
-        total = sum(counts.values())
-        return {name: count / max(total, 1) for name, count in counts.items()}
+        names = [getattr(group["rule"], "name", group["rule"]) for group in self]
+        return {name: count / max(sum(self._counts), 1) for name, count in zip(names, self._counts)}
+
+    @property
+    def _counts(self) -> list[int]:
+        return [sum(param.numel() for _, param in group["params"]) for group in self]
 
     def __str__(self) -> str:
-        lines: list[str] = []
-        total = sum(param.numel() for group in self for _, param in group["params"])
+        lines, total = list[str](), sum(self._counts)
         for (name, share), group in zip(self.shares.items(), self, strict=True):
             of = f" of {total:,} elements" if not lines else ""
             lines.append(f"{name}: {share:.1%}{of}, {', '.join(_alike([own for own, _ in group['params']]))}")
@@ -74,10 +76,6 @@ class SortedGroups(list[dict[str, Any]]):
             shown = ", ".join(f"{name} {shape}" for name, shape in self.left.items())
             lines.append(f"stacks and convolutions that {next(iter(self.shares))} does not get: {shown}")
         return "\n".join(lines)
-
-
-def _name(rule: Rule | str) -> str:
-    return rule if isinstance(rule, str) else rule.name
 
 
 def _alike(names: Iterable[str]) -> list[str]:
@@ -141,11 +139,11 @@ def muon_groups(
     """
     named = list(model.named_parameters() if isinstance(model, torch.nn.Module) else model)
     require_shapes("muon_groups()", named)
-    ends = _routers(named) | (_ends(model, named) if isinstance(model, torch.nn.Module) else set())
-    windows = _windows(model) if isinstance(model, torch.nn.Module) else set()
-    inside: list[tuple[str, torch.Tensor]] = []
-    rest: list[tuple[str, torch.Tensor]] = []
-    flat: list[str] = []
+    modules = dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {}
+    ends = _routers(named) | _ends(modules.values(), named)
+    convolutions = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
+    windows = {module.weight for module in modules.values() if isinstance(module, convolutions)}
+    inside, rest, flat = list[tuple[str, torch.Tensor]](), list[tuple[str, torch.Tensor]](), list[str]()
     left: dict[str, tuple[int, ...]] = {}
     for name, param in named:
         if not param.requires_grad:
@@ -167,7 +165,7 @@ def muon_groups(
         raise ValueError(f"no matrix is left for Muon: {why}")
     found: dict[str, Any] = {"flatten": {_exactly(flat): True}} if flat else {}
     if heads:
-        found["heads"] = _heads(model, inside)
+        found["heads"] = _heads(modules, inside)
     first = {"rule": _RULE, **found, **(muon or {}), "params": inside}
     groups = SortedGroups([first])
     groups.left = left
@@ -202,26 +200,19 @@ def _routers(named: list[tuple[str, torch.Tensor]]) -> set[torch.Tensor]:
     return {param for path, param in gates if path in having}
 
 
-def _ends(model: torch.nn.Module, named: Iterable[tuple[str, torch.Tensor]]) -> set[torch.Tensor]:
+def _ends(modules: Iterable[torch.nn.Module], named: Iterable[tuple[str, torch.Tensor]]) -> set[torch.Tensor]:
     """Embeddings, and for each that has one the head with its shape."""
     tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    ends: set[torch.Tensor] = {module.weight for module in model.modules() if isinstance(module, tables)}
+    ends: set[torch.Tensor] = {module.weight for module in modules if isinstance(module, tables)}
     for shape in {table.shape for table in ends}:
         alike = [param for _, param in named if param.shape == shape and param not in ends]
         ends.update(alike if len(alike) == 1 else ())
     return ends
 
 
-def _windows(model: torch.nn.Module) -> set[torch.Tensor]:
-    """The weights of convolutions."""
-    kinds = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
-    return {module.weight for module in model.modules() if isinstance(module, kinds)}
-
-
-def _heads(model: Any, inside: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+def _heads(modules: Mapping[str, torch.nn.Module], inside: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
     """Patterns of the projections to heads, with how many these have."""
     by_count: dict[int, list[str]] = defaultdict(list)
-    modules = dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {}
     for name, param in inside:
         if param.dim() != 2 or not re.search(HEADS, name):
             continue

@@ -9,19 +9,19 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from ..compat import distributed_like, is_zero_tensor, zero_all
+from ..compat import is_zero_tensor, zero_all
 from ..errors import StateError
-from ..graph import Graph, never_negative
+from ..graph import Graph, flat_numbers, never_negative
 from ..native.table import address_of
 from ..placement import Share
-from ..placement.local import as_real, is_distributed, local_part, sharded_dims
-from ..rules import Interval, Rule, State
+from ..placement.local import as_real, local_part, sharded_dims
+from ..rules import Rule, State
 from ..rules.protocol import at_step
 from ..runtime import grad_dtype, is_dense
 from ..storage import (
@@ -33,7 +33,6 @@ from ..storage import (
     block_names,
     codec_of,
     dtype_name,
-    entries_of,
     kept_in_blocks,
     lie_in_rows,
     rows_of,
@@ -80,9 +79,8 @@ def state_formats(
     # parameters and squares of embeddings' gradients have float32. So have parameters of fewer than `SMALLEST` elements
     # and, in place of blocks, rows shorter than `SHORTEST` and states that other code writes. A function of the
     # parameter's name overrides all of this.
-    name = name_in(label)
-    choice = group.get("state_dtype")
-    is_chosen_by_name = callable(choice)
+    name, choice = name_in(label), group.get("state_dtype")
+    exactly = callable(choice)
     if callable(choice):
         if not name:
             warnings.warn(
@@ -92,59 +90,53 @@ def state_formats(
             )
         choice = choice(name)
         check_state_dtype(rule, choice)
+    is_named, is_small = isinstance(choice, Mapping), math.prod(shape) < SMALLEST
     default = Plain(param.dtype if master_kind(param.dtype, group) is None else torch.float32)
     formats: dict[str, Storage] = {}
     for state in graph.states:
         if state in graph.scalar_states or state in graph.matrix_states:
             continue
-        kept = _kept_as(state, rule, graph, choice, name, shape, exactly=is_chosen_by_name)
-        if kept is None:
-            declared = graph.state_dtypes.get(state)
+        start, declared = rule.states[state], graph.state_dtypes.get(state)
+        kept = choice.get(state) if isinstance(choice, Mapping) else choice
+        if kept is None or (declared is not None and not is_named) or state in graph.slice_states:
             formats[state] = default if declared is None else Plain(declared)
             continue
-        declared_sign = rule.states[state].signed
-        signed = not _is_positive(state, rule, graph) if declared_sign is None else declared_sign
+        is_square = state.endswith(("_sq", "_square", "_squared")) and _EMBEDDING.search(name) is not None
+        if not exactly and (is_small or (not is_named and (start.init == "param" or is_square))):
+            kept = "float32"
+        signed = not _is_positive(state, rule, graph) if start.signed is None else start.signed
         chosen = state_format(kept, signed)
-        if codec_of(chosen).has_blocks and state not in graph.outputs and rule.states[state].init != "param":
-            if isinstance(choice, Mapping):
+        if codec_of(chosen).has_blocks and state not in graph.outputs and start.init != "param":
+            if is_named:
                 raise StateError(
                     f"{label}: {graph.title} only reads the state {state!r}, and what writes it would write numbers in "
-                    f"the place of codes: keep it as 'float32', 'bfloat16' or 'float16' in place of {kept!r}"
+                    f"the place of codes: keep it as {_NUMBERS} in place of {kept!r}"
                 )
             chosen = Plain(torch.float32)
         elif codec_of(chosen).has_blocks:
-            chosen = _in_blocks(chosen, kept, signed, shape, graph, label, exactly=is_chosen_by_name)
+            columns = rows_of(shape)[1]
+            is_across = not all(lie_in_rows(shape, end) for end in graph.slice_ends)
+            if is_across and exactly:
+                raise StateError(
+                    f"{label} of shape {tuple(shape)}: {graph.title} reduces over rows that blocks of {BLOCK} along "
+                    f"{columns} elements cross: keep its states as {_NUMBERS} in place of {kept!r}"
+                )
+            if is_across or (columns < SHORTEST and not exactly):
+                chosen = Plain(torch.float32)
+            elif codec_of(chosen).is_packed and (not shape or shape[-1] % 2 or shape[-1] != columns):
+                chosen = state_format("int8", signed)
         formats[state] = Plain(compute_dtype(param)) if chosen == Plain(torch.float32) else chosen
     beside = {array.name: state for state, kept in formats.items() for array in kept.arrays(state)}
-    beside = {name: state for name, state in beside.items() if name != state}
-    if taken := beside.keys() & rule.states.keys():
-        name = min(taken)
-        raise StateError(
-            f"{label}: {rule.name} has a state {name!r}, and codes or scales of its state {beside[name]!r} are kept "
-            "under that name; rename one, or keep it as 'float32', 'bfloat16' or 'float16'"
-        )
+    for name in sorted(beside.keys() & rule.states.keys()):
+        if beside[name] != name:
+            raise StateError(
+                f"{label}: {rule.name} has a state {name!r}, and codes or scales of its state {beside[name]!r} are "
+                f"kept under that name; rename one, or keep it as {_NUMBERS}"
+            )
     return formats
 
 
-_EXACT = "float32"
-
-
-def _kept_as(
-    state: str, rule: Rule, graph: Graph, choice: Any, name: str, shape: Sequence[int], *, exactly: bool
-) -> Any:
-    """The dtype or the name of the format of a state; None for the dtype that its rule declares."""
-    is_named = isinstance(choice, Mapping)
-    kept = choice.get(state) if is_named else choice
-    declared = graph.state_dtypes.get(state)
-    if kept is None or (declared is not None and not is_named) or state in graph.slice_states:
-        return None
-    begins_as_param = rule.states[state].init == "param"
-    is_square = state.endswith(("_sq", "_square", "_squared")) and _EMBEDDING.search(name) is not None
-    if not exactly and not is_named and (begins_as_param or is_square):
-        return _EXACT
-    return _EXACT if not exactly and math.prod(shape) < SMALLEST else kept
-
-
+_NUMBERS = "'float32', 'bfloat16' or 'float16'"  # formats in which a state is numbers, for messages
 _positive: WeakKeyDictionary[Graph, dict[str, bool]] = WeakKeyDictionary()
 """Whether states have no negative elements: worked out once for a graph, not for every parameter."""
 
@@ -153,46 +145,18 @@ def _is_positive(state: str, rule: Rule, graph: Graph) -> bool:
     """Whether a state has no negative elements, by the ranges of the hyperparameters."""
     answers = _positive.setdefault(graph, {})
     if state not in answers:
-        answers[state] = _stays_positive(state, rule, graph)
-    return answers[state]
-
-
-def _stays_positive(state: str, rule: Rule, graph: Graph) -> bool:
-    bounds: dict[str, tuple[float, float]] = {}
-    for key, default in rule.hyperparameters.items():
-        ranges, entries = rule.ranges.get(key), default if isinstance(default, tuple) else (default,)
-        for index, entry in enumerate(entries):
-            interval = ranges[index] if isinstance(ranges, tuple) and index < len(ranges) else ranges
-            place = f"{key}.{index}" if isinstance(default, tuple) else key
-            low, high = (interval.low, interval.high) if isinstance(interval, Interval) else (-math.inf, math.inf)
+        bounds: dict[str, tuple[float, float]] = {}
+        for place, entry in flat_numbers(rule.hyperparameters):
+            key, _, index = place.partition(".")
+            interval = rule.range_of(key, int(index or 0))
+            bounds[place] = interval.low, interval.high
             if isinstance(entry, (int, float)) and 0 <= entry <= 1:
                 # A range that the rule does not declare is taken from the default; a value outside of it gives NaN.
-                low, high = max(low, 0.0), min(high, 1.0)
-            bounds[place] = (low, high)
-    init = rule.states[state].init
-    least = bounds.get(init, (-math.inf, math.inf))[0] if isinstance(init, str) else init
-    if least < 0:
-        return False
-    return never_negative(graph, state, bounds)
-
-
-def _in_blocks(
-    chosen: Storage, kept: Any, signed: bool, shape: Sequence[int], graph: Graph, label: str, *, exactly: bool
-) -> Storage:
-    """The chosen format of blocks, or another one if a tensor of this shape cannot have these blocks."""
-    columns = rows_of(shape)[1]
-    is_across = not all(lie_in_rows(shape, end) for end in graph.slice_ends)
-    if is_across and exactly:
-        raise StateError(
-            f"{label} of shape {tuple(shape)}: {graph.title} reduces over rows that blocks of {BLOCK} along "
-            f"{columns} elements cross: keep its states as 'float32', 'bfloat16' or 'float16' in place of {kept!r}"
-        )
-    if is_across or (columns < SHORTEST and not exactly):
-        return Plain(torch.float32)
-    is_packed = codec_of(chosen).is_packed
-    if is_packed and (not shape or shape[-1] % 2 or shape[-1] != columns):
-        return state_format("int8", signed)
-    return chosen
+                bounds[place] = max(interval.low, 0.0), min(interval.high, 1.0)
+        init = rule.states[state].init
+        least = bounds.get(init, (-math.inf,))[0] if isinstance(init, str) else init
+        answers[state] = least >= 0 and never_negative(graph, state, bounds)
+    return answers[state]
 
 
 ROUNDINGS = ("nearest", "stochastic")  # the values of `rounding`
@@ -219,18 +183,17 @@ def check_complex_states(label: str, formats: Mapping[str, Storage]) -> None:
 
 def check_cut_blocks(label: str, param: torch.Tensor, formats: Mapping[str, Storage]) -> None:
     """Raise for a DTensor whose parts do not hold whole blocks."""
-    blocks = next((str(storage) for storage in formats.values() if codec_of(storage).has_blocks), None)
-    if blocks is None:
-        return
+    blocks = next((str(storage) for storage in formats.values() if codec_of(storage).has_blocks), "")
     lead, columns = rows_of(param.shape)
-    for dim, parts in sharded_dims(param).items():
-        if dim < len(lead) or (dim == param.dim() - 1 == len(lead) and columns % (BLOCK * parts) == 0):
+    for dim, parts in sharded_dims(param).items() if blocks else ():
+        remedy = f"shard it along dimension 0: its rows of blocks are all of its dimensions from {len(lead)} on"
+        if dim < len(lead):
             continue
         if dim == param.dim() - 1 == len(lead):
             size = -(-columns // (BLOCK * parts)) * BLOCK * parts
+            if columns == size:
+                continue
             remedy = f"make its last dimension {size}, a multiple of {BLOCK} for each of {parts} parts"
-        else:
-            remedy = f"shard it along dimension 0: its rows of blocks are all of its dimensions from {len(lead)} on"
         raise StateError(
             f"{label} of shape {tuple(param.shape)} is sharded along dimension {dim}, which cuts blocks of {BLOCK} "
             f"elements ({blocks}): {remedy}, or keep its states as 'bfloat16'"
@@ -249,30 +212,32 @@ def saved_choice(choice: Any) -> Any:
 SQUARES = ("left", "right")
 
 
-def _squares(rule: Rule, state: Mapping[str, Any]) -> list[str]:
-    return [name for name, start in rule.states.items() if start.shape in SQUARES and name in state]
+def _squares(optimizer: Optimizer) -> dict[torch.Tensor, set[str]]:
+    """The square matrices in the states of parameters that have states."""
+    state, held = optimizer.state, {}
+    for _, _, group, param in iter_params(optimizer):
+        if param in state:
+            starts = optimizer.rule_of(group).states
+            held[param] = {name for name, start in starts.items() if start.shape in SQUARES and name in state[param]}
+    return held
 
 
 @contextmanager
 def keeping_squares(optimizer: Optimizer) -> Iterator[None]:
     """A block that makes a new plan; it raises if a parameter that has been stepped gets or loses a square matrix."""
     # Other states are expressed in such bases, and a basis of zeros would stop its parameter.
-    before: list[tuple[str, Rule, torch.Tensor, list[str]]] = []
-    for label, _, group, param in iter_params(optimizer):
-        rule = optimizer.rule_of(group)
-        if param in optimizer.state and any(start.shape in SQUARES for start in rule.states.values()):
-            before.append((label, rule, param, _squares(rule, optimizer.state[param])))
+    before = _squares(optimizer)
     yield
-    for label, rule, param, squares in before:
-        state = optimizer.state[param]
-        kept = _squares(rule, state)
-        changed = [name for name in rule.states if (name in squares) != (name in kept)]
-        if changed and float(state["step"]) > 0:
-            happens = "gets" if changed[0] in kept else "loses"
+    after = _squares(optimizer)
+    for label, _, group, param in iter_params(optimizer):
+        rule, changed = optimizer.rule_of(group), before.get(param, set()) ^ after.get(param, set())
+        if param in before and changed and float(optimizer.state[param]["step"]) > 0:
+            names = [name for name in rule.states if name in changed]
+            happens = "loses" if names[0] in before[param] else "gets"
             raise StateError(
-                f"with these hyperparameters of {rule.name}, {label} {happens} the states "
-                f"{', '.join(changed)} in the middle of a training; put back what has changed, or delete the "
-                "parameter from the optimizer's `state` to begin anew"
+                f"with these hyperparameters of {rule.name}, {label} {happens} the states {', '.join(names)} in the "
+                "middle of a training; put back what has changed, or delete the parameter from the optimizer's "
+                "`state` to begin anew"
             )
 
 
@@ -361,29 +326,16 @@ class BufferRequest:
     """A buffer of a parameter's state that has to be made."""
 
     state: dict[str, Any]  # the parameter's state
+    array: Array  # its name and dtype, and of how many neighbours one of its entries is
     start: State  # how the buffer begins
     param: torch.Tensor  # the tensor that kernels update
     group: Mapping[str, Any]  # its param group
-    dtype: torch.dtype  # of the buffer
     full_shape: torch.Size  # of the tensor of which the parameter may be a part
     source: torch.Tensor | None = None  # the buffer whose values it takes over, where there is one that cannot stay
-    elements: int = 1  # of how many neighbours one of its entries is
     blocks: tuple[Storage, str] | None = None  # the format and the name of the state of which it gets a part
-
-    def __post_init__(self) -> None:
-        self.follows_elements = self.start.shape == "param" and self.elements < BLOCK
-        """Whether the optimizer's memory holds it; numbers of rows, columns and blocks lie beside the parameter."""
-
-    @property
-    def like(self) -> torch.Tensor:
-        """A tensor with the shape and strides of a buffer that packs neighbours."""
-        shape = shape_of_entries(self.param.shape, self.elements)
-        return self.param.detach().as_strided(shape, torch.empty(shape, device="meta").stride())
 
 
 _STEP = State(0.0, shape="scalar")
-
-BufferRequests = dict[str, list[BufferRequest]]  # buffers to be made, by their name
 
 
 def storages(
@@ -438,7 +390,7 @@ class StateTemplate:
         param: torch.Tensor,
         group: Mapping[str, Any],
         values: Mapping[str, Any],
-        requests: BufferRequests,
+        requests: list[BufferRequest],
         home: StateMemory,
         full_shape: torch.Size,
         live: Mapping[str, Any] | None = None,
@@ -463,16 +415,18 @@ class StateTemplate:
                 continue
             is_like_param = start.shape == "param"
             # Numbers under the name of a state in blocks are set by other code, and replace its codes.
-            fits = stored[0] is not None and (value is None or value is stored[0])
-            fits = fits and (not is_like_param or arrays[0].elements > 1 or stored[0].shape == param.shape)
-            fits = fits and all(
+            fits = (value is None or value is stored[0]) and all(
                 buffer is not None
                 and buffer.dtype is array.dtype
-                and (array.elements == 1 or tuple(buffer.shape) == shape_of_entries(param.shape, array.elements))
+                and (
+                    buffer.shape == shape_of_entries(param.shape, array.elements)
+                    if array.elements > 1
+                    else not is_like_param or buffer.shape == param.shape
+                )
                 for buffer, array in zip(stored, arrays)
             )
             if value is not None and not (fits and is_like_param):
-                _check_shape(label, name, value, shape_of(start, param, full_shape))
+                check_shape(label, name, value, shape_of(start, param, full_shape), "", _RESHAPED)
             if fits and all(
                 (live is None or _is_same(buffer, live.get(array.name)))
                 and _is_usable(buffer, array, param, home, is_like_param=is_like_param)
@@ -480,11 +434,15 @@ class StateTemplate:
             ):
                 state.update({array.name: buffer for buffer, array in zip(stored, arrays)})
                 continue
+            if live is not None and not fits and value is None and name not in MASTER_KEYS and _has_begun(values):
+                raise StateError(
+                    f"the checkpoint has no state {name!r} for {label}: it is of another optimizer, or of other "
+                    "hyperparameters"
+                )
             blocks = None if fits or len(arrays) == 1 else (self.formats[name], name)
             for buffer, array in zip(stored if fits else [value] * len(arrays), arrays):
                 state[array.name] = None
-                one = BufferRequest(state, start, param, group, array.dtype, full_shape, buffer, array.elements, blocks)
-                requests.setdefault(array.name, []).append(one)
+                requests.append(BufferRequest(state, array, start, param, group, full_shape, buffer, blocks))
         others = {name: value for name, value in values.items() if name not in state}
         if others:
             own = self.own.difference([name for name, value in others.items() if not isinstance(value, torch.Tensor)])
@@ -494,16 +452,14 @@ class StateTemplate:
 
 def _by_value(state: Mapping[str, Any], formats: Mapping[str, Storage], param: torch.Tensor) -> Mapping[str, Any]:
     """A state with the values of those of its states that are in blocks of another format."""
-    by_value: dict[str, Any] | None = None
-    for name in formats:
+    by_value = dict(state)
+    for name, wanted in formats.items():
         storage = kept_in_blocks(state, name) if state.get(name) is None else None
-        if storage is None or storage.arrays(name) == formats[name].arrays(name):
-            continue
-        by_value = dict(state) if by_value is None else by_value
-        by_value[name] = values_of(storage, state, name, shape=param.shape)
-        for array in storage.arrays(name):
-            del by_value[array.name]
-    return state if by_value is None else by_value
+        if storage is not None and storage.arrays(name) != wanted.arrays(name):
+            by_value[name] = values_of(storage, state, name, shape=param.shape)
+            for array in storage.arrays(name):
+                del by_value[array.name]
+    return by_value
 
 
 def starts_of(rule: Rule, names: Iterable[str], dtype: torch.dtype, group: Mapping[str, Any]) -> dict[str, State]:
@@ -568,13 +524,11 @@ def _write(
         source = own if start.init == "param" else own.new_full((), _start(start, group), dtype=torch.float64)
     names = [name] if storage is None else [array.name for array in storage.arrays(name)]
     buffers = {key: as_real(local_part(state[key])) for key in names}
-    if storage is not None:
-        begun = buffers if fresh is None else {key: torch.empty_like(buffer) for key, buffer in buffers.items()}
-        stored_in(storage, begun, name, source.to(begun[names[0]].device), shape=param.shape)
-    elif fresh is None:
-        buffers[name].copy_(source)
+    begun = buffers if fresh is None else {key: torch.empty_like(buffer) for key, buffer in buffers.items()}
+    if storage is None:
+        begun[name].copy_(source)
     else:
-        begun = {name: source.to(buffers[name].device, buffers[name].dtype)}
+        stored_in(storage, begun, name, source.to(begun[names[0]].device), shape=param.shape)
     if fresh is None:
         return
     for key, buffer in buffers.items():
@@ -583,19 +537,29 @@ def _write(
         bits.copy_(torch.where(fresh.to(bits.device), begun[key].view(bits.dtype), bits))
 
 
-def fill_buffers(requests: BufferRequests, home: StateMemory) -> set[torch.device]:
+def fill_buffers(requests: Sequence[BufferRequest], home: StateMemory) -> set[torch.device]:
     """Make all requested buffers, with their first values; the host waits for none of the copies to these devices."""
     # Name by name, so that buffers that a pass reads one after the other are neighbours in memory: a CPU's prefetcher
     # continues from one into the next, which saves a quarter of the time for tensors of 8,192 elements.
-    every = [(name, one) for name, missing in requests.items() for one in missing]
-    elementwise = [one for _, one in every if one.follows_elements]
-    likes = [one.param if one.elements == 1 else one.like for one in elementwise]
-    made = iter(home.make(likes, [one.dtype for one in elementwise]))
+    by_name: dict[str, list[BufferRequest]] = {}
+    for one in requests:
+        by_name.setdefault(one.array.name, []).append(one)
+    requests = list(chain.from_iterable(by_name.values()))
+    # The optimizer's memory holds elements; numbers of rows, columns and blocks lie beside the parameter.
+    at_home = [one.start.shape == "param" and one.array.follows_elements for one in requests]
+    elementwise = list(compress(requests, at_home))
+    likes = [one.param if one.array.elements == 1 else _packed(one.param, one.array.elements) for one in elementwise]
+    made = iter(home.make(likes, [one.array.dtype for one in elementwise]))
     zeros: list[torch.Tensor] = []
     arriving: set[torch.device] = set()
-    rest: list[tuple[str, BufferRequest]] = []
-    for name, one in every:
-        one.state[name] = buffer = next(made) if one.follows_elements else _empty(one)
+    rest: list[BufferRequest] = []
+    for one, is_at_home in zip(requests, at_home):
+        if is_at_home:
+            buffer = next(made)
+        else:
+            shape = shape_of(one.start, one.param, one.full_shape, one.array.elements)
+            buffer = one.param.new_empty(shape, dtype=one.array.dtype, requires_grad=False)
+        one.state[one.array.name] = buffer
         if one.source is None and one.start.init == 0:
             zeros.append(buffer)
         elif one.source is not None and one.blocks is None:
@@ -604,35 +568,13 @@ def fill_buffers(requests: BufferRequests, home: StateMemory) -> set[torch.devic
             buffer.copy_(one.source, non_blocking=arrives)
             arriving.update({buffer.device} if arrives else ())
         else:
-            rest.append((name, one))
+            rest.append(one)
     zero_all(zeros)
-    for name, one in rest:
-        storage, state = one.blocks or (None, name)
-        if storage is None or name == storage.arrays(state)[0].name:
+    for one in rest:
+        storage, state = one.blocks or (None, one.array.name)
+        if storage is None or one.array.name == storage.arrays(state)[0].name:
             _write(one.state, state, one.start, one.param, one.group, storage, source=one.source)
     return arriving
-
-
-def move_states(optimizer: Optimizer, move: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]) -> bool:
-    """Replace the tensors of all states, step counts included, by what `move` makes of their parts on this rank.
-
-    Returns whether it has made others of any.
-    """
-    places: list[tuple[dict[str, Any], str]] = []
-    for share in shares_of(optimizer):
-        state, rule = optimizer.state.get(share.param, {}), optimizer.rule_of(share.group)
-        own = {TRAINING, "step", *MASTER_KEYS, *rule.state_names, *entries_of(state, rule.state_names)}
-        places += [(state, name) for name, value in state.items() if name in own and isinstance(value, torch.Tensor)]
-    parts = [local_part(state[name]) for state, name in places]
-    made = move(parts)
-    for (state, name), part, moved in zip(places, parts, made):
-        if moved is not part:
-            like: Any = state[name]
-            is_part = is_distributed(like)
-            state[name] = (
-                distributed_like(moved, like, like.shape, like.stride(), like.placements) if is_part else moved
-            )
-    return any(moved is not part for part, moved in zip(parts, made))
 
 
 def _scalar(value: Any, dtype: torch.dtype, copies: bool) -> torch.Tensor:
@@ -661,8 +603,14 @@ def _check_late(label: str, name: str, hyper: str, group: Mapping[str, Any], sta
         )
 
 
-def shape_of(start: State, param: torch.Tensor, full_shape: torch.Size) -> tuple[int, ...]:
-    """The shape of a state buffer."""
+def _packed(param: torch.Tensor, elements: int) -> torch.Tensor:
+    """A tensor on a parameter's device with the shape and strides of a buffer that packs neighbours."""
+    shape = shape_of_entries(param.shape, elements)
+    return param.detach().as_strided(shape, torch.empty(shape, device="meta").stride())
+
+
+def shape_of(start: State, param: torch.Tensor, full_shape: torch.Size, elements: int = 1) -> tuple[int, ...]:
+    """The shape of a state buffer of which an entry is of so many neighbours; `full_shape` is that of all ranks."""
     if start.shape in SQUARES:
         side = full_shape[-2 if start.shape == "left" else -1]
         return (side, side)
@@ -670,22 +618,25 @@ def shape_of(start: State, param: torch.Tensor, full_shape: torch.Size) -> tuple
         return (*param.shape[:-1], 1)
     if start.shape == "column":
         return (*param.shape[:-2], 1, param.shape[-1])
-    return tuple(param.shape)
+    return shape_of_entries(param.shape, elements)
 
 
-def has_begun(state: Mapping[str, Any]) -> bool:
+def _has_begun(state: Mapping[str, Any]) -> bool:
     """Whether a saved state shows that a step was taken."""
-    if any([isinstance(value, torch.Tensor) and name != "step" for name, value in state.items()]):
-        return True
-    return float(state.get("step") or 0.0) > 0
+    has_buffers = any([isinstance(value, torch.Tensor) and name != "step" for name, value in state.items()])
+    return has_buffers or float(state.get("step") or 0.0) > 0
 
 
-def _check_shape(label: str, name: str, value: torch.Tensor, wanted: tuple[int, ...]) -> None:
+def check_shape(label: str, name: str, value: torch.Tensor, wanted: tuple[int, ...], at: str, why: str = "") -> None:
+    """Raise for a state of another shape."""
     if tuple(value.shape) != wanted:
-        raise StateError(
-            f"state {name!r} of {label} has shape {tuple(value.shape)}, it needs {wanted}: the parameter "
-            "or this state was changed; change the other too, or delete the parameter from `state` to begin anew"
-        )
+        raise StateError(f"state {name!r} of {label} has shape {tuple(value.shape)}{at}, it needs {wanted}{why}")
+
+
+_RESHAPED = (
+    ": the parameter or this state was changed; change the other too, or delete the parameter from `state` to begin "
+    "anew"
+)
 
 
 def _is_usable(
@@ -696,15 +647,7 @@ def _is_usable(
         layout_ok = buffer.stride() == param.stride() or not is_dense(param)
     else:
         layout_ok = buffer.is_contiguous()
-    is_at_home = is_like_param and array.elements < BLOCK and not home.on_device
+    is_at_home = is_like_param and array.follows_elements
     device_ok = home.keeps(buffer, param) if is_at_home else buffer.device == param.device
     is_lazy = buffer.is_neg() or buffer.is_conj() or is_zero_tensor(buffer)
     return device_ok and layout_ok and not is_lazy
-
-
-def _empty(one: BufferRequest) -> torch.Tensor:
-    """A new, uninitialized buffer for rows, columns, a matrix or numbers of blocks."""
-    shape = shape_of(one.start, one.param, one.full_shape)
-    if one.elements != 1:
-        shape = shape_of_entries(one.param.shape, one.elements)
-    return one.param.new_empty(shape, dtype=one.dtype, requires_grad=False)

@@ -63,6 +63,23 @@ def groups_of_thawed_parameters() -> None:
             pair.compare()
 
 
+def writes_before_a_group_is_added_reach_masters() -> None:
+    """A remainder belongs to the value that it was made for, and the versions of writes are counted anew."""
+    model = Elementwise().bfloat16()
+    for param in list(model.parameters())[6:]:
+        param.requires_grad_(False)
+    pair = Pair(model, lambda params: adamw(params, master_weights="remainder"), first_six, bucket_cap_mb=TINY)
+    train(pair, [loss_of(inputs(5, 7).bfloat16())])
+    pair.optimizer.wait()
+    with torch.no_grad():
+        for written in (pair.model, pair.twin):
+            next(written.parameters()).mul_(2)
+    thaw(pair, [10])
+    train(pair, [loss_of(inputs(5, 7).bfloat16())])
+    own, twin = pair.optimizer.full_state_dict(), pair.twin_optimizer.state_dict()
+    assert torch.equal(own["state"][0]["remainder_param"], twin["state"][0]["remainder_param"])
+
+
 def groups_with_another_rule_and_ranks_without_pieces() -> None:
     """One matrix belongs to one rank; the other rank's first piece comes with the second group."""
 
@@ -198,6 +215,7 @@ def optimizers_that_never_have_all_of_their_state() -> None:
 
 CHECKS = [
     groups_of_thawed_parameters,
+    writes_before_a_group_is_added_reach_masters,
     groups_with_another_rule_and_ranks_without_pieces,
     what_cannot_be_added,
     parameters_that_ranks_have_changed_begin_as_the_first_rank_has_them,

@@ -483,13 +483,13 @@ def _update_later(
         return
     # A step runs without gradients; a look-up of parameters may not, and torch.compile may be tracing it.
     with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
-        plan.calls.progress.clear()
+        plan.progress.clear()
         try:
             for place in places if moves else ():
                 plan.engines[place].follow_memory()
             plan.update(places, counts_versions=False, measures=measures)
         except BaseException as error:
-            if not isinstance(error, Exception) and not plan.calls.progress:
+            if not isinstance(error, Exception) and not plan.progress:
                 raise  # Ctrl-C before its first pass: the next look-up runs it
             held.clear()
             raise

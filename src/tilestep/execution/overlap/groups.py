@@ -12,7 +12,7 @@ from torch import nn
 from ...devices import has_streams
 from ...optimizer import Optimizer
 from ...optimizer.build import spec_of
-from ...optimizer.parameters import iter_params
+from ...optimizer.parameters import iter_params, params_of
 from ...placement import is_distributed
 from ...placement.combinations import FSDP2, kind_of
 
@@ -59,7 +59,7 @@ class Grouping:
 
     def knows(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether these are the groups of the optimizer's parameters."""
-        listed = [id(param) for group in optimizer.param_groups for param in group["params"]]
+        listed = list(map(id, params_of(optimizer)))
         return len(listed) == len(self.of) and all(key in self.of for key in listed)
 
 

@@ -124,8 +124,7 @@ class GroupUpdates(Row):
                 if not plan.deciders.plainly:
                     control.update_control(optimizer, plan.deciders)
                 if plan.masters.follow:
-                    plan.masters.sync()
-                    plan.masters.note()
+                    plan.masters.catch_up()
         return moved
 
     def again(self, bucket: int, param: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ...optimizer import Optimizer
 from ...optimizer.matrices import seen_by
 from ...optimizer.memory import StateMemory
-from ...optimizer.parameters import iter_params
+from ...optimizer.parameters import iter_params, params_of
 from ...optimizer.states import StateTemplate, fill_buffers, initialize, storages
 from ...placement.reduction import gather_in
 from ...rules import Rule
@@ -56,7 +56,7 @@ def _state_elsewhere(member: Member, label: str, group: Mapping[str, Any], rule:
     """State of a parameter that another rank owns: buffers of which this rank holds nothing."""
     like = torch.empty_like(member.param, device="meta")
     graph = seen_by(rule, group, like.shape, label=label)[0].graph
-    requests: Any = {}
+    requests: Any = []
     template = StateTemplate(like, group, graph, rule, storages(like, group, graph, rule, label=label))
     state = template.begin(member.name, like, group, {}, requests, StateMemory(), like.shape)
     fill_buffers(requests, StateMemory())
@@ -74,7 +74,7 @@ def full_state_dict(
     ranks = sharding.ranks
     wants = rank is None or ranks.rank == rank
     numbers = [number for group in packed["param_groups"] for number in group["params"]]
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     # What one rank has alone is known there alone, numbers and whether there is any state.
     wholes = {number: sharding.member_of[param] for number, param in zip(numbers, params)}
     wholes = {number: member for number, member in wholes.items() if member.is_whole}

@@ -271,9 +271,7 @@ class Sharding(Placement):
             return min((entry.share.ordinal for entry in entries if entry.whole is not None), default=0)
 
         # In the same order on all ranks: a whole parameter may come first in a segment on one rank only.
-        plan.calls.shared_sums = [
-            SharedSums(plan.sharers, sorted(engine.passes, key=first_cut)) for engine in plan.engines
-        ]
+        plan.shared_sums = [SharedSums(plan.sharers, sorted(engine.passes, key=first_cut)) for engine in plan.engines]
 
     def _lay_out(self, optimizer: Optimizer, names: dict[Any, str]) -> None:
         """Lay out new parameters in buckets."""

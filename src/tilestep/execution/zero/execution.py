@@ -244,7 +244,7 @@ class ShardedExecution(Execution):
         self.parameters.take_in(sharding.model, buckets)
         self._ready = self._begun = None
 
-    def hold_weights(self, training: bool, plain: Callable[[], None]) -> None:
+    def hold_weights(self, plain: Callable[[], None]) -> None:
         """Write the weights that train, or the weights to evaluate, into the sections, and gather the parameters."""
         # Gathers read the sections until they have finished.
         self.sync_masters(self.optimizer)

@@ -8,7 +8,6 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -70,7 +69,7 @@ def validate_locally(optimizer: Optimizer, model: nn.Module, options: Options) -
     """What a rank can see by itself."""
     options.check()
     for index, group in enumerate(optimizer.param_groups):
-        about_group(index, partial(options.check_group, group))
+        about_group(index, options.check_group, group)
         if any(loses_bits(param.dtype, options.sync_dtypes(group)[1]) for param in group["params"]):
             refuse("shard with narrower parameters", optimizer.attached)
     for name, module in model.named_modules():
@@ -149,7 +148,8 @@ def _described(
     yield f"{ranks.size} ranks that split the state and {ranks.copies} copies"
     for name, value in vars(options).items():
         yield f"{name}={value}"
-    yield f"{optimizer.control.policy}"
+    for name, value in vars(optimizer.control.policy).items():
+        yield f"{name}={value}"
     groups = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
     for param, name in names.items():
         trains = "trains" if param.requires_grad else "frozen"
