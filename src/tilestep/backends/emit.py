@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import keyword
 import re
+import textwrap
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from ..graph import Value, size_from_end
+from ..graph import ScalarPass, Value, scalar_needs, size_from_end
 from ..kernels.spec import KernelSpec
 
 SIGNS = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
@@ -17,6 +18,24 @@ SIGNS |= {"shift_left": "<<", "shift_right": ">>", "bit_and": "&", "bit_or": "|"
 
 _RESERVED = {"tl", "row", "mask", "i", "t", "tile", "step", "hyper", "control", "int", "float", "double", "const"}
 _LONGEST_INLINE = 60
+
+
+def code(template: str) -> list[str]:
+    """The lines of a template at the margin. What `nested` has made is a line of its own, and gets its indentation."""
+    lines: list[str] = []
+    for line in textwrap.dedent(template).strip("\n").split("\n"):
+        indent, mark, inside = line.partition(_NESTED)
+        lines += [indent + part for part in inside.split(_NEXT) if part] if mark else [line]
+    # Directives of a preprocessor stay at the margin.
+    return [line.lstrip() if line.lstrip()[:1] == "#" else line for line in lines]
+
+
+_NESTED, _NEXT = "\0", "\1"
+
+
+def nested(lines: Iterable[str]) -> str:
+    """Lines, if there are any, as a part of a template."""
+    return _NESTED + _NEXT.join(lines)
 
 
 class Names:
@@ -61,13 +80,14 @@ class Names:
 class Writer:
     """Turns values into statements of a language, whose subclass declares variables and writes constants."""
 
-    def __init__(self, kind: str, indent: str, names: Names, spelling: Mapping[str, str]) -> None:
+    def __init__(self, kind: str, names: Names, spelling: Mapping[str, str]) -> None:
         self.kind = kind  # the type that is computed in
-        self.indent = indent
         self.names = names
         self.spelling = spelling
         self.lines: list[str] = []
         self.expressions: dict[int, str] = {}
+        self.new: set[int] = set()  # the values that are written now, by identity
+        self.uses: Counter[int] = Counter()  # of values, among those
 
     def declare(self, name: str, expression: str, value: Value) -> str:
         """The statement that gives a value a variable."""
@@ -103,7 +123,8 @@ class Writer:
     def write(self, values: Iterable[Value]) -> None:
         """Write values in order; those already bound are left, single-use unnamed ones are inlined."""
         ordered = list(values)
-        uses = Counter(id(arg) for value in ordered for arg in value.args)
+        self.new = {id(value) for value in ordered if id(value) not in self.expressions}
+        self.uses = Counter(id(arg) for value in ordered for arg in value.args)
         for value in ordered:
             if id(value) in self.expressions:
                 continue
@@ -112,7 +133,7 @@ class Writer:
                 continue
             expression = self.spelled(value)
             long_arguments = any(len(self.expressions[id(arg)]) > _LONGEST_INLINE for arg in value.args)
-            if value.name or uses[id(value)] != 1 or long_arguments:
+            if value.name or self.uses[id(value)] != 1 or long_arguments:
                 self.name(value, _stripped(expression))
             else:
                 self.bind(value, expression)
@@ -121,7 +142,20 @@ class Writer:
         return self.expressions[id(value)]
 
 
-def scalar_source(spec: KernelSpec, value: Value, places: Mapping[str, str], states: Mapping[str, str]) -> str | None:
+def write_scalars(
+    writer: Writer, spec: KernelSpec, scalar_pass: ScalarPass, places: Mapping[str, str], states: Mapping[str, str]
+) -> list[Value]:
+    """Write all that a scalar pass reads, and then what it computes; returns these values."""
+    needed = scalar_needs(scalar_pass)
+    for value in needed:
+        source = _scalar_source(spec, value, places, states)
+        if source:
+            writer.name(value, source)
+    writer.write(needed)
+    return needed
+
+
+def _scalar_source(spec: KernelSpec, value: Value, places: Mapping[str, str], states: Mapping[str, str]) -> str | None:
     """Where a scalar pass reads a value that it does not compute; None for one that it computes."""
     # `places` are a language's expressions of a reduction, a total, a size and a hyperparameter, with {} for the
     # column, and of other numbers by name; {} in the gradient's scale is the clip's limit. `states`: scalar states.

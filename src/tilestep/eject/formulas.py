@@ -99,7 +99,8 @@ class TorchWriter(Writer):
     """Writes statements on tensors."""
 
     def __init__(self, names: Names, indent: str = "    ") -> None:
-        super().__init__("float32", indent, names, SPELLING)
+        super().__init__("float32", names, SPELLING)
+        self.indent = indent
 
     def declare(self, name: str, expression: str, value: Value) -> str:
         return f"{self.indent}{name} = {expression}"

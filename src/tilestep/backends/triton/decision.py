@@ -7,8 +7,9 @@ from typing import Any
 
 from ...graph import Value, ancestors
 from ..decision import Decision, traced_decision
+from ..emit import code, nested
 from .source import module_text
-from .text import TritonNames, head, writer_of
+from .text import TritonNames, TritonWriter, head
 
 
 def decision_source(decide: Callable[..., Decision], inputs: Any) -> str:
@@ -20,22 +21,26 @@ def decision_source(decide: Callable[..., Decision], inputs: Any) -> str:
     given = [name for name in ("grad_scale", "found_inf", "loss", "overflow") if getattr(inputs, name) is not None]
     pointers = ["control", "numbers", *norm, *given, *(f"memory_{place}" for place in range(len(inputs.limits)))]
     stores = traced_decision(decide, inputs)
-    writer = writer_of("float64", "    ", TritonNames([*pointers, "first", "BLOCK"]))
+    writer = TritonWriter("float64", TritonNames([*pointers, "first", "BLOCK"]))
     writer.spelling = {**writer.spelling, "reduce_sum": "tl.sum({0}, 0, keep_dims=True)"}
     values = ancestors(number.value for _, *numbers in stores for number in numbers if number is not None)
     for value in values:
         if value.operation in ("hyper", "load"):
             writer.name(value, _loaded(value, has_partials=bool(inputs.partials)))
     writer.write(values)
-    lines = [*head("decide", pointers, "BLOCK: tl.constexpr"), "    first = tl.zeros((1,), tl.int32)", *writer.lines]
     # What is in windows has been read by all threads.
-    lines += ["    tl.debug_barrier()"] if any(value.operation == "load" for value in values) else []
+    lines = ["tl.debug_barrier()"] if any(value.operation == "load" for value in values) else []
     for place, number, offset, condition in stores:
         if number.value.attribute != place:
             at = "" if offset is None else f" + {writer[offset.value]}.to(tl.int64)"
             mask = "" if condition is None else f", mask={writer[condition.value]} != 0"
-            lines.append(f"    tl.store({place} + first{at}, {writer[number.value]}{mask})")
-    return module_text("# The decision of a step.", [lines])
+            lines.append(f"tl.store({place} + first{at}, {writer[number.value]}{mask})")
+    kernel = code(f"""
+        {head("decide", pointers, "BLOCK")}
+            first = tl.zeros((1,), tl.int32)
+            {nested([*writer.lines, *lines])}
+    """)
+    return module_text("# The decision of a step.", [kernel])
 
 
 def _loaded(value: Value, *, has_partials: bool) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,32 +15,33 @@ from ...graph import SCALAR_LEVELS, TilePass, Value, ancestors
 from ...kernels.spec import KernelSpec
 from ...storage import BLOCK, Array, Storage, bits_graph, codec_of, dtype_name, is_coarse, keys_graph, read_arrays
 from ..decision import graph_of
-from ..emit import SIGNS, Names, Writer
+from ..emit import SIGNS, Names, Writer, code, nested
 
 _OF_THE_DEVICE = """
 rsqrt exp exp2 expm1 log log2 log1p log10 sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erfc lgamma trunc
 """
 
+_OF_TWO = "maximum minimum quotient rough_ceiling float8_number float8_element"
+
 SPELLING = {
     **{name: f"libdevice.{name}({{0}})" for name in _OF_THE_DEVICE.split()},
     **{name: f"({{0}} {sign} {{1}})" for name, sign in SIGNS.items()},
+    **{name: f"{name}({{0}})" for name in ("sign", "block_max", "root")},
+    **{name: f"{name}({{0}}, {{1}})" for name in _OF_TWO.split()},
+    **{f"of_bits to {name}": f"{{0}}.to(tl.int16).to(tl.{name}, bitcast=True)" for name in ("bfloat16", "float16")},
     "div": "divide({0}, {1})",
     "pow": "power({0}, {1})",
     "remainder": "floored_remainder({0}, {1})",
     "fmod": "truncated_remainder({0}, {1})",
     "atan2": "arc_tangent2({0}, {1})",
     "copysign": "with_sign({0}, {1})",
-    "maximum": "maximum({0}, {1})",
-    "minimum": "minimum({0}, {1})",
     "neg": "(-{0})",
     "abs": "tl.abs({0})",
     "sqrt": "square_root({0})",
     "erf": "tl.erf({0})",
-    "sign": "sign({0})",
     "floor": "tl.floor({0})",
     "ceil": "tl.ceil({0})",
     "round": "libdevice.nearbyint({0})",
-    "number": "{0}.to(tl.float32)",
     "where": "tl.where({0}, {1}, {2})",
     "and": "both({0}, {1})",
     "or": "either({0}, {1})",
@@ -52,50 +54,32 @@ SPELLING = {
     "narrow to float16": "{0}.to(tl.float16)",
     "bits": "bits_of({0})",
     "of_bits to ": "{0}.to(tl.float32, bitcast=True)",
-    "of_bits to bfloat16": "{0}.to(tl.int16).to(tl.bfloat16, bitcast=True)",
-    "of_bits to float16": "{0}.to(tl.int16).to(tl.float16, bitcast=True)",
     "of_bits to int16": "{0}.to(tl.int16)",
     "of_bits to int8": "byte_of({0}, tl.int8)",
     "of_bits to uint8": "byte_of({0}, tl.uint8)",
+    "of_bits to float8_e4m3fn": "byte_of({0}, tl.uint8)",
     "whole": "{0}.to(tl.int32)",
     "real": "{0}.to(tl.float32)",
-    "block_max": "block_max({0})",
     "nibble": "nibbles({0})",
     "pack": "packed_pairs({0})",
-    "quotient": "quotient({0}, {1})",
-    "root": "root({0})",
     "within": "at_most({0}, {1})",
-    "rough_ceiling": "rough_ceiling({0}, {1})",
     "fused": "fused({0}, {1}, {2})",
     "rough_root": "tl.sqrt({0})",
-    "of_bits to float8_e4m3fn": "byte_of({0}, tl.uint8)",
-    "float8_number": "float8_number({0}, {1})",
-    "float8_element": "float8_element({0}, {1})",
 }
 
 
 POINTERS = {
-    "tile": ["grads", "addresses", "tile_tensor", "first_tile", "numel", "rows", "control", "layout_index", "partials"],
-    "strided": ["layouts", "tile_list"],
-    "blocks": ["columns"],
-    "random": ["streams", "step"],
-    "reports": ["report_partials"],
-    "marks": ["words", "first_word"],
-    "finish": ["partials", "sums", "grads", "first_tile", "numel"],
-    "scalar": [
-        "counts",
-        "grads",
-        "group",
-        "hyper",
-        "step",
-        "numel",
-        "sizes",
-        "control",
-        "sums",
-        "global_parts",
-        "totals",
-        "rows",
-    ],
+    "tile": "grads addresses tile_tensor first_tile numel rows control layout_index partials",
+    "strided": "layouts tile_list",
+    "blocks": "columns",
+    "random": "streams step",
+    "reports": "report_partials",
+    "marks": "words first_word",
+    "finish": "partials sums grads first_tile numel",
+    "scalar": "counts grads group hyper step numel sizes control sums global_parts totals rows",
+    "slices": "grads addresses tile_base tile_tensor first_tile extents part_starts starts spans rows control"
+    " layout_index partials",
+    "finish slices": "partials sums grads first_tile tile_count",
 }
 """Pointer parameters of each kind of kernel, in order; scalar kernels have one more per scalar state."""
 
@@ -115,15 +99,20 @@ _BYTES = {"int8": "int8", "uint8": "uint8", "float8_e4m3fn": "uint8"}
 """Dtypes of one byte, and what Triton has them as."""
 
 
-class _PlainWriter(Writer):
-    """Writes Triton statements: numbers of bytes and of their halves are made with the constant added to them."""
+class TritonWriter(Writer):
+    """Writes Triton statements that compute in a type.
 
-    def __init__(self, kind: str, indent: str, names: Names, quick: bool) -> None:
+    quick: numbers may be two units in the last place off. fuses: products that are only added to something are fused
+    with that, in every kernel of a rule alike.
+    """
+
+    def __init__(self, kind: str, names: Names, quick: bool = False, fuses: bool = False) -> None:
         spelling = {**SPELLING, **(_QUICK if quick else {}), "number": f"{{0}}.to(tl.{kind})"}
-        super().__init__(kind, indent, names, spelling)
+        super().__init__(kind, names, spelling)
+        self._quick, self._fuses = quick, quick and fuses
 
     def declare(self, name: str, expression: str, value: Value) -> str:
-        return f"{self.indent}{name} = {expression}"
+        return f"{name} = {expression}"
 
     def constant(self, number: float | bool) -> str:
         if isinstance(number, bool):
@@ -135,64 +124,49 @@ class _PlainWriter(Writer):
         return f"tl.full((1,), {number!r}, tl.{self.kind})" if self.kind == "float64" else repr(number)
 
     def spelled(self, value: Value) -> str:
+        chosen = self._fused(value) if self._fuses else ""
+        if not chosen and self._quick and value.operation == "div" and value.args[1].level in SCALAR_LEVELS:
+            # The reciprocal of a tensor's number is made once, not for each element.
+            chosen = f"({self[value.args[0]]} * (1.0 / {self[value.args[1]]}))"
+        return chosen or self._of_bytes(value) or super().spelled(value)
+
+    def _of_bytes(self, value: Value) -> str:
+        """Numbers of bytes and of their halves, which are made with the constant added to them."""
         if value.operation == "of_bits" and value.dtype in _BYTES and value.args[0].operation == "shift_right":
             bits, places = value.args[0].args
             if places.attribute in (8, 16, 24):
                 return f"byte_of({self[bits]}, tl.{_BYTES[value.dtype]}, {places.attribute // 8})"
-        if value.operation == "real" and value.args[0].operation == "nibble":
-            return self._nibbles(value, "0.0")
+        number, plus = value, "0.0"
         if value.operation in ("add", "sub") and value.args[1].operation == "constant" and not value.dtype:
             number, constant = value.args
-            minus = "-" if value.operation == "sub" else ""
-            if number.operation == "widen" and number.args[0].dtype == "uint8" and not minus:
+            plus = f"{'-' if value.operation == 'sub' else ''}{constant.attribute!r}"
+            if number.operation == "widen" and number.args[0].dtype == "uint8" and value.operation == "add":
                 return f"bytes_plus({self[number.args[0]]}, {self[constant]})"
-            if number.operation == "real" and number.args[0].operation == "nibble":
-                return self._nibbles(number, f"{minus}{constant.attribute!r}")
-        return super().spelled(value)
+        if number.operation == "real" and number.args[0].operation == "nibble":
+            return f"nibbles_plus({self[number.args[0].args[0]]}, {plus})"
+        return ""
 
-    def _nibbles(self, value: Value, plus: str) -> str:
-        return f"nibbles_plus({self[value.args[0].args[0]]}, {plus})"
-
-
-class _QuickWriter(_PlainWriter):
-    """Divides by the numbers of a tensor by multiplying with their reciprocal: made once, not for each element."""
-
-    def spelled(self, value: Value) -> str:
-        if value.operation == "div" and value.args[1].level in SCALAR_LEVELS:
-            return f"({self[value.args[0]]} * (1.0 / {self[value.args[1]]}))"
-        return super().spelled(value)
-
-
-class _FusingWriter(_QuickWriter):
-    """Fuses products that are only added to something with that, in every kernel of a rule alike."""
-
-    def write(self, values: Iterable[Value]) -> None:
-        ordered = list(values)
-        self._own = {id(value) for value in ordered if id(value) not in self.expressions}
-        self._uses = Counter(id(arg) for value in ordered for arg in value.args)
-        super().write(ordered)
-
-    def spelled(self, value: Value) -> str:
+    def _fused(self, value: Value) -> str:
+        """A sum with a product, a quotient by a square root, and a root that one instruction takes."""
         if value.operation in ("add", "sub") and not value.dtype and value.level not in SCALAR_LEVELS:
-            for place in (1, 0):
-                if self._is_product(value.args[place]):
-                    return self._fused(value, place)
+            place = next((place for place in (1, 0) if self._is_product(value.args[place])), None)
+            return "" if place is None else self._fused_sum(value, place)
         if value.operation == "div" and _has_root(value.args[1]):
             return f"quick_quotient({self[value.args[0]]}, {self[value.args[1]]})"
         if value.operation == "root" and _is_larger(value.args[0]):
             _, number, least = value.args[0].args
             if least.operation == "constant" and least.attribute <= _NOTHING:  # one instruction takes all roots
                 return f"tl.sqrt({self[number]})"
-        return super().spelled(value)
+        return ""
 
     def _is_product(self, value: Value) -> bool:
+        is_alone = not value.name and self.uses[id(value)] == 1
         if value.operation == "within":
-            return not value.name and self._uses[id(value)] == 1 and self._is_product(value.args[0])
+            return is_alone and self._is_product(value.args[0])
         by_scalar = value.operation == "div" and value.args[1].level in SCALAR_LEVELS
-        is_new = id(value) in self._own and not value.name and self._uses[id(value)] == 1
-        return is_new and (value.operation == "mul" or by_scalar)
+        return is_alone and id(value) in self.new and (value.operation == "mul" or by_scalar)
 
-    def _fused(self, total: Value, place: int) -> str:
+    def _fused_sum(self, total: Value, place: int) -> str:
         product, plus = total.args[place], self[total.args[1 - place]]
         product = product.args[0] if product.operation == "within" else product
         # The number of a tensor, if there is one, takes the sign: the others' would be an operation for each element.
@@ -227,12 +201,6 @@ def _has_root(value: Value) -> bool:
     return value.operation != "div" and left.level in SCALAR_LEVELS and _has_root(right)
 
 
-def writer_of(kind: str, indent: str, names: Names, quick: bool = False, fuses: bool = False) -> Writer:
-    """A writer of Triton statements that compute in a type."""
-    writer = _PlainWriter if not quick else _FusingWriter if fuses else _QuickWriter
-    return writer(kind, indent, names, quick)
-
-
 def is_16_bits(spec: KernelSpec, tile: TilePass) -> bool:
     """Whether a pass writes nothing that is kept in far more than 16 bits, and reduces nothing that is.
 
@@ -250,24 +218,16 @@ def is_16_bits(spec: KernelSpec, tile: TilePass) -> bool:
     return fits(tile.stores) and (not keeps_more or fits(tile.reads()))
 
 
-def head(name: str, pointers: Sequence[str], constants: str) -> list[str]:
+def head(name: str, pointers: Sequence[str], constants: str) -> str:
     """The first lines of a kernel with these pointer parameters: one build serves all addresses."""
     listed = ", ".join(f'"{pointer}"' for pointer in pointers)
-    return [
-        f"@triton.jit(do_not_specialize_on_alignment=[{listed}])",
-        f"def {name}({', '.join(pointers)}, {constants}):",
-    ]
+    parameters = ", ".join([*pointers, *(f"{constant}: tl.constexpr" for constant in constants.split())])
+    return nested([f"@triton.jit(do_not_specialize_on_alignment=[{listed}])", f"def {name}({parameters}):"])
 
 
-def tile_pointers(spec: KernelSpec, outputs: list[str], *, strided: bool = False) -> list[str]:
-    """Pointer parameters of a kernel over tiles of elements, in order; `outputs` are those for its outputs."""
-    blocks = POINTERS["blocks"] if spec.has_blocks else []
-    return POINTERS["tile"] + outputs + blocks + random_pointers(spec) + (POINTERS["strided"] if strided else [])
-
-
-def random_pointers(spec: KernelSpec) -> list[str]:
-    """Pointer parameters of kernels that may round at random."""
-    return POINTERS["random"] if spec.draws else []
+def pointers_of(*kinds: str) -> list[str]:
+    """Pointer parameters of these kinds, in order."""
+    return [name for kind in kinds for name in POINTERS[kind].split()]
 
 
 def pointer_to(array: Array) -> str:
@@ -291,20 +251,15 @@ REDUCTIONS = {
 }
 
 
+@dataclass(frozen=True)
 class TileBody:
-    """Writes the masked or unmasked loads and stores of a tile's buffers."""
+    """The loads and stores of a tile's buffers, whose pointers are `<array>_array`."""
 
-    def __init__(
-        self, spec: KernelSpec, lines: list[str], indent: str, pointer: Callable[[str], str], mask: str
-    ) -> None:
-        self.spec, self.lines, self.indent, self.pointer, self.mask = spec, lines, indent, pointer, mask
-        self.keeps = ""
-        """What is true where a step is not skipped, if the kernel reports even so."""
-
-        self.in_pairs = False
-        self.compute = dtype_name(spec.compute)
-        self.shapes: tuple[str, str] | None = None
-        """Of the tile, and of its numbers in rows of blocks where a tile is none of these."""
+    spec: KernelSpec
+    mask: str  # of its elements, or empty
+    shapes: tuple[str, str] | None = None  # of it, and of its numbers in rows of blocks, where a tile is none of these
+    keeps: str = ""  # what is true where a step is not skipped, if the kernel reports even so
+    in_pairs: bool = False
 
     def _mask(self, array: Array) -> str:
         if self.mask and self.shapes is not None and array.elements == 1:
@@ -317,11 +272,11 @@ class TileBody:
         other = "0.0" if array.dtype.is_floating_point and array.dtype.itemsize > 1 else "0"
         mask = self._mask(array)
         masked = f", mask={mask}, other={other}" if mask else ""
-        return f"tl.load({self.pointer(array.name)}{masked})"
+        return f"tl.load({array.name}_array{masked})"
 
-    def _store(self, array: Array, element: str) -> None:
+    def _stored(self, array: Array, element: str) -> str:
         mask = " & ".join(filter(None, (self.keeps, self._mask(array))))
-        pointer = self.pointer(array.name)
+        pointer = f"{array.name}_array"
         if array.elements == BLOCK and not self.mask and self.shapes is None:
             # By the first lane of each row, with pointers that look like those of elements: the layout of a column is
             # another, and its numbers would be moved between threads with two barriers.
@@ -329,7 +284,7 @@ class TileBody:
             element = f"tl.broadcast_to({element}, {BLOCKS_SHAPE})"
             mask = "(lane == 0) & (block_lane >= 0)"
         masked = f", mask={mask}" if mask else ""
-        self.lines.append(f"{self.indent}tl.store({pointer}, {element}{masked})")
+        return f"tl.store({pointer}, {element}{masked})"
 
     def load(self, name: str) -> str:
         """The expression of a buffer's values."""
@@ -341,15 +296,15 @@ class TileBody:
             joined = f"to_float32({elements})"
         if codec.has_blocks and self.shapes is not None:
             joined = f"tl.reshape({joined}, {self.shapes[0]})"
-        return f"{joined}.to(tl.{self.compute})"
+        return f"{joined}.to(tl.{dtype_name(self.spec.compute)})"
 
-    def store(self, name: str, value: str) -> None:
-        """Write the statements that store a buffer's new values."""
+    def store(self, name: str, value: str) -> list[str]:
+        """The statements that store a buffer's new values."""
         storage = self.spec.storages[name]
         arrays, codec = storage.arrays(name), codec_of(storage)
         if codec.is_plain:
-            self._store(arrays[0], narrowed(value, arrays[0], self.compute, in_pairs=self.in_pairs))
-            return
+            compute = dtype_name(self.spec.compute)
+            return [self._stored(arrays[0], narrowed(value, arrays[0], compute, in_pairs=self.in_pairs))]
         elements = [f"{array.name}_element" for array in arrays]
         number, index = f"({value}).to(tl.float32)", "element"
         if codec.has_blocks and self.mask:
@@ -360,9 +315,8 @@ class TileBody:
             index = "code"
         random = self.spec.draws.get(name)
         arguments = number if random is None else f"{number}, random_{random}(key_0, key_1, {index}_low, {index}_high)"
-        self.lines.append(f"{self.indent}{', '.join(elements)} = split_{storage.title}({arguments})")
-        for array, element in zip(arrays, elements):
-            self._store(array, element)
+        split = f"{', '.join(elements)} = split_{storage.title}({arguments})"
+        return [split, *map(self._stored, arrays, elements)]
 
 
 BLOCKS_SHAPE = "(block_lane + lane).shape"
@@ -390,16 +344,12 @@ block block_lane block_mask one_block pair_lane pair_mask columns_of_row per_row
 block_matrix block_across block_column block_line block_inside code_place code_mask code_index code_low code_high
 """
 
-_ELSEWHERE = """
-absolute add add_count add_largest add_squares add_values bytes_plus differs larger
-loop_bound nibbles_plus quick_float8_element quick_quotient smaller sum_of_partials to_bfloat16_pairs
-"""
-"""Helpers that are in no operation's spelling."""
+_SUPPORT = Path(__file__).with_name("support.py").read_text(encoding="utf-8")
 
-HELPERS = sorted({"libdevice", *_ELSEWHERE.split(), *re.findall(r"(?<![.\w])(\w+)\(", " ".join(SPELLING.values()))})
+HELPERS = sorted(["libdevice", *re.findall(r"^def ([a-z]\w*)", _SUPPORT, re.MULTILINE)])
 """What generated modules import of backends/triton/support.py, where they use it."""
 
-_RESERVED = frozenset((*_AROUND.split(), *HELPERS, *(name for names in POINTERS.values() for name in names)))
+_RESERVED = frozenset((*_AROUND.split(), *HELPERS, *pointers_of(*POINTERS)))
 
 _CONSTANT_OR_SLOT = re.compile(
     r"[A-Z][A-Z0-9_]*|(join|split)_.*|(all_share|all_term|at|inner|kept|part|parts|random|share|slot|span|start|term|total)_[0-9]+|(report|seen)_.*"
@@ -431,10 +381,12 @@ def format_functions(storages: Iterable[Storage], quick: bool) -> list[list[str]
 
 def random_functions(slots: Iterable[int]) -> list[list[str]]:
     """Functions for random bits: the keys of a tensor at a step, and the bits of an element for each of these slots."""
-    functions = [_function("stream_keys", ["low", "high", "count"], keys_graph())]
-    for slot in slots:
-        functions.append(_function(f"random_{slot}", ["key_0", "key_1", "low", "high"], [bits_graph(slot)]))
-    return functions
+    keys = _function("stream_keys", ["low", "high", "count"], keys_graph())
+    of_slots = {slot: bits_graph(slot) for slot in slots}
+    return [keys, *(_function(f"random_{slot}", _BITS_OF, [root]) for slot, root in of_slots.items())]
+
+
+_BITS_OF = ("key_0", "key_1", "low", "high")
 
 
 def number_function(name: str, function: Callable[..., Any]) -> list[str]:
@@ -450,7 +402,7 @@ def _function(
     quick: bool = False,
     kind: str = "float32",
 ) -> list[str]:
-    writer = writer_of(kind, "    ", TritonNames(["number"]), quick, quick)
+    writer = TritonWriter(kind, TritonNames(["number"]), quick, quick)
     writer.spelling = {**writer.spelling, "abs": "absolute({0})"}
     values = ancestors(roots)
     for value in values:
@@ -458,4 +410,9 @@ def _function(
             writer.bind(value, value.attribute)
     writer.write(values)
     returned = ", ".join(writer[root] for root in roots)
-    return ["@triton.jit", f"def {name}({', '.join(parameters)}):", *writer.lines, f"    return {returned}"]
+    return code(f"""
+        @triton.jit
+        def {name}({", ".join(parameters)}):
+            {nested(writer.lines)}
+            return {returned}
+    """)
