@@ -14,8 +14,6 @@ from triton_assembler import require_assembler
 
 from tilestep.backends.triton import source as triton_backend
 from tilestep.backends.triton.slices import block_of, build_options, held_rows
-from tilestep.backends.triton.source import FINISH_POINTERS, SLICE_POINTERS, STRIDED_POINTERS, slice_pointers
-from tilestep.backends.triton.text import POINTERS, tile_pointers
 from tilestep.kernels.launch import load_module
 from tilestep.kernels.spec import KernelSpec
 from tilestep.rules import registry, rule
@@ -43,8 +41,9 @@ def spec_of(dims: int, dtype: torch.dtype) -> KernelSpec:
     return kernel_spec(graph, dict.fromkeys(("param", "grad", *graph.states), Plain(dtype)), compute, "cuda")
 
 
-def compiled(kernel: Any, pointers: list[str], compute: torch.dtype, constants: dict[str, Any], **options: Any) -> str:
+def compiled(kernel: Any, compute: torch.dtype, constants: dict[str, Any], **options: Any) -> str:
     """PTX for an H200; pointers to numbers of the type computed in are `rows`, `slot_<n>`, `parts_<n>`."""
+    pointers = [name for name in kernel.arg_names if name not in constants]
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -79,17 +78,15 @@ def test_every_pass_compiles_and_reads_full_tiles_16_bytes_at_a_time(dims: int, 
         assert tile.view is not None
         block = block_of(32768)(*((512, 3, 3) if dims == 4 else (1, 4096, 4096)))
         constants, options = build_options(spec, tile, block, unscale=True)
-        own = slice_pointers(spec, tile)
         name = f"{spec.name}_{tile.title}"
-        text = compiled(getattr(module, name), [*SLICE_POINTERS, *own], spec.compute, constants, **options)
+        text = compiled(getattr(module, name), spec.compute, constants, **options)
         if tile.over is None:
             loaded = "ld.global.v2.b64" if dtype is torch.float64 else "ld.global.v4.b32"
             copied = re.search(r"cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10", text)
             assert copied if constants["STAGES"] > 1 else loaded in text
-            strided = [*SLICE_POINTERS, *STRIDED_POINTERS, *own]
-            compiled(getattr(module, f"{name}_strided"), strided, spec.compute, constants)
+            compiled(getattr(module, f"{name}_strided"), spec.compute, constants)
         if tile.reductions:
-            compiled(getattr(module, f"{name}_finish"), FINISH_POINTERS, spec.compute, {"BLOCK": 1024})
+            compiled(getattr(module, f"{name}_finish"), spec.compute, {"BLOCK": 1024})
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
@@ -104,10 +101,9 @@ def test_passes_with_states_in_blocks_compile(format: str, columns: int) -> None
     module = load_module(spec.name, triton_backend.source(spec))
     for tile in (tile for tile in spec.program.tile_passes() if tile.view is not None and tile.over is None):
         constants, options = build_options(spec, tile, block_of(32768, True)(1, 4096, columns), unscale=True)
-        own, name = slice_pointers(spec, tile), f"{spec.name}_{tile.title}"
-        compiled(getattr(module, name), [*SLICE_POINTERS, *own], spec.compute, constants, **options)
-        strided = [*SLICE_POINTERS, *STRIDED_POINTERS, *own]
-        compiled(getattr(module, f"{name}_strided"), strided, spec.compute, constants)
+        name = f"{spec.name}_{tile.title}"
+        compiled(getattr(module, name), spec.compute, constants, **options)
+        compiled(getattr(module, f"{name}_strided"), spec.compute, constants)
 
 
 @rule
@@ -125,9 +121,8 @@ def test_states_that_become_one_number_compile_in_blocks_and_with_statistics(run
     spec = kernel_spec(graph, storages, torch.float32, "cuda")
     spec = spec.with_outputs((CHANGED, *measured_by(spec)))
     module = load_module(spec.name, triton_backend.source(spec))
-    pointers = tile_pointers(spec, [*POINTERS["reports"], *POINTERS["marks"]])
     constants = {"TILE": 512, "SPAN": 1024, "UNSCALE": False, "STAGES": 1, "RUNS": runs}
-    compiled(module.emptied_tile_pass_0, pointers, spec.compute, constants)
+    compiled(module.emptied_tile_pass_0, spec.compute, constants)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -138,8 +133,7 @@ def test_passes_over_elements_leave_registers_for_half_of_the_threads(dtype: tor
     for tile in spec.program.tile_passes():
         if tile.over is None:
             constants, options = build_options(spec, tile, (1, 256, 128), unscale=False)
-            pointers = [*SLICE_POINTERS, *slice_pointers(spec, tile)]
-            text = compiled(getattr(module, f"{spec.name}_{tile.title}"), pointers, spec.compute, constants, **options)
+            text = compiled(getattr(module, f"{spec.name}_{tile.title}"), spec.compute, constants, **options)
             registers, spilled = assembled(text, tmp_path)
             assert registers <= 64 and not spilled, tile.title
 
@@ -178,7 +172,7 @@ def test_what_is_held_divides_the_tile(extents: tuple[int, int, int], bytes_read
 @pytest.mark.parametrize("operation", ["reduce_sum", "reduce_amax", "reduce_amin"])
 def test_parts_are_combined(operation: str) -> None:
     require_assembler()
-    from tilestep.backends.triton.support import COMBINE_POINTERS, combine_parts
+    from tilestep.backends.triton.support import combine_parts
 
     constants = {"OPERATION": operation, "SLICES": 128, "PARTS": 8}
-    assert "st.global" in compiled(combine_parts, COMBINE_POINTERS, torch.float32, constants)
+    assert "st.global" in compiled(combine_parts, torch.float32, constants)

@@ -244,7 +244,7 @@ _CONDITIONS |= {"and": "({0} and {1})", "or": "({0} or {1})", "not": "(not {0})"
 def condition(guard: Guard) -> str:
     """A guard as an expression of a param group."""
     names = Names()
-    writer = _ConditionWriter("float64", "", names, _CONDITIONS)
+    writer = _ConditionWriter("float64", names, _CONDITIONS)
     values = ancestors([guard.condition])
     for value in values:
         if value.operation == "hyper":

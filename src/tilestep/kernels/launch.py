@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import inspect
 import linecache
 import os
 import sys
@@ -174,6 +175,23 @@ class Launcher:
 
 
 Launch = tuple[Launcher, Sequence[torch.Tensor | float]]  # a launcher and its arguments
+
+
+TableLaunch = tuple[Launcher, list[torch.Tensor]]
+
+
+def launch_of(
+    kernel: Any,
+    grid: int,
+    device: torch.device,
+    constants: Mapping[str, Any],
+    tables: Mapping[str, torch.Tensor],
+    **options: Any,
+) -> TableLaunch:
+    """The launch of a kernel with those of the constants and tables that its parameters name."""
+    names = inspect.signature(kernel.fn).parameters
+    own = {name: constants[name] for name in names if name in constants}
+    return Launcher(kernel, grid, device, own, **options), [tables[name] for name in names if name not in own]
 
 
 def build_together(launches: Sequence[Launch], device: torch.device) -> None:

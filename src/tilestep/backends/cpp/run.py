@@ -21,6 +21,7 @@ from ...runtime.segment import Block, Entry, Segment, SliceTables, TileRange
 from ..tuning import tile_shape
 from . import source
 from .compile import load_library, user_flags, warn_of_failure, wide_vectors
+from .runs import MOST_COLUMNS
 from .support import Launch, SliceLaunch, ViewTables
 
 _FEWEST_ROWS, _MOST_ROWS = 64, 256
@@ -31,7 +32,7 @@ _ELEMENTS = 1 << 16
 
 def block_of(matrices: int, rows: int, columns: int) -> Block:
     """The part of a tensor that one thread works on at a time: rows long enough for vectors, sums kept in the cache."""
-    width = max(min(columns, source.MOST_COLUMNS), 1)
+    width = max(min(columns, MOST_COLUMNS), 1)
     height = max(min(rows, max(_FEWEST_ROWS, _ELEMENTS // width), _MOST_ROWS), 1)
     holds_matrices = height >= rows and width >= columns
     return (max(min(matrices, _ELEMENTS // (height * width)), 1) if holds_matrices else 1), height, width

@@ -6,25 +6,16 @@ from collections.abc import Callable, Iterable, Mapping
 
 from ...graph import TilePass
 from ...kernels.spec import KernelSpec
-from ...storage import BLOCK, Array, Leaf, codec_of, dtype_name, read_arrays
-from ..emit import Writer
+from ...storage import BLOCK, Array, Leaf, codec_of, read_arrays
+from ..emit import Writer, code, nested
 from ..outputs import PassOutputs
-from .text import C_TYPES, CppWriter, Reduced, accumulate, arrays_of, clause_of, neutral, scalar_type
+from .text import CppWriter, Reduced, accumulate, arrays_of, c_type, clause_of, neutral, scalar_type
 
+MOST_COLUMNS = 2048
+"""The most elements of a row that a tile of a pass over rows and columns has."""
 
-def touches_blocks(spec: KernelSpec, tile: TilePass) -> bool:
-    """Whether a pass reads or stores a buffer in blocks."""
-    return any(codec_of(spec.storages[name]).has_blocks for name in (*tile.reads(), *tile.stores))
-
-
-def write_math(tile: TilePass, writer: Writer, load: Callable[[str], str]) -> None:
-    """Write the math of one element, from the expressions of the buffers it reads."""
-    for value in tile.values():
-        buffer = tile.buffer_of(value)
-        if buffer is not None:
-            writer.name(value, load(buffer), buffer)
-    writer.write(tile.values())
-
+_RUN = 1024
+"""Elements of a run, which are summed in the compute type before that sum is added to a float64 sum."""
 
 _ASKED = 64
 """Elements of a run that prefetches: its cache lines fit into a processor's buffers."""
@@ -38,34 +29,48 @@ class RunBody:
     vector has bytes, and runs out of registers. So each buffer is made numbers in a loop of its own, and made codes in
     another; short blocks are copied too.
 
-    writer: has spelled what a pass takes from others. gaps: whether tensors may lie with gaps. clause: its loop's
-    reductions, for OpenMP. rest: writes what else it does with an element `i`. outputs: what it leaves besides.
+    scalars: has spelled what a pass takes from others. gaps: whether tensors may lie with gaps. rest: writes what
+    else a pass over rows and columns does with an element `i`.
     """
 
     def __init__(
         self,
         spec: KernelSpec,
         tile: TilePass,
-        writer: Writer,
-        size: int,
+        scalars: Writer,
         *,
         gaps: bool,
-        unscales: bool = False,
-        clause: str = "",
-        rest: Callable[[Writer, str], None] | None = None,
-        outputs: OutputText | None = None,
+        rest: Callable[[Writer], list[str]] | None = None,
     ) -> None:
-        self.spec, self.tile, self.writer, self.unscales, self.clause = spec, tile, writer, unscales, clause
-        self.rest, self.outputs, self.gaps = rest, outputs, gaps
-        self.in_blocks = touches_blocks(spec, tile) if tile.view else spec.has_blocks
+        self.spec, self.tile, self.rest, self.gaps = spec, tile, rest, gaps
+        self.scalar, self.unscales, self.outputs = (
+            scalar_type(spec),
+            spec.program.unscales(tile),
+            OutputText(spec, tile),
+        )
+        self.writer = CppWriter(self.scalar, scalars.names.within())
+        self.writer.expressions.update(scalars.expressions)
+        self.reduced = [Reduced(value, slot, spec.reduction_count) for slot, value in tile.reductions]
+        """The reductions that the update itself needs."""
+        together = [*self.reduced, *([] if self.outputs.is_apart else self.outputs.reported)]
+        self.clause = {one.chunk: one.reduction for one in together}
+        self.clause.update({f"row_{slot}": value for slot, value in tile.parts_of("row")} if rest else {})
+        """The reductions of its loop, by their variables."""
+        buffers = [*tile.reads(), *tile.stores]
+        touches_blocks = any(codec_of(spec.storages[name]).has_blocks for name in buffers)
+        self.in_blocks = touches_blocks if tile.view else spec.has_blocks
         self.in_place = not (self.in_blocks or gaps)
-        self.asks = not (self.in_blocks or rest or clause)
-        self.size = BLOCK if self.in_blocks else _ASKED if self.asks and self.in_place else size
-        self.storages = {name: spec.storages[name] for name in dict.fromkeys([*tile.reads(), *tile.stores])}
-        if unscales:
+        self.asks = not (self.in_blocks or rest or self.clause)
+        self.size = (
+            BLOCK if self.in_blocks else _ASKED if self.asks and self.in_place else MOST_COLUMNS if rest else _RUN
+        )
+        self.place = "i - first" if self.in_place else "j"
+        """An element's index in the run."""
+        self.storages = {name: spec.storages[name] for name in dict.fromkeys(buffers)}
+        if self.unscales:
             self.storages.setdefault("grad", spec.storages["grad"])
         self.kept = [name for name in tile.stores if codec_of(self.storages[name]).has_blocks]
-        self.reads = list(dict.fromkeys([*tile.reads(), *(outputs.reads if outputs is not None else ())]))
+        self.reads = list(dict.fromkeys([*tile.reads(), *self.outputs.reads]))
         self.written = [a for name in tile.stores for a in self.storages[name].arrays(name) if a.elements < BLOCK]
 
     def lines(self) -> list[str]:
@@ -79,11 +84,13 @@ class RunBody:
         if self.unscales:
             grad = self.element(self.spec.grad)
             unscaled = self._each(f"write({grad}, read({grad}) * inverse_scale);")
-            unscaled += self._back([self.spec.grad])
-            lines += ["if (unscale) {", *(line if line[0] == "#" else f"  {line}" for line in unscaled), "}"]
+            lines += code(f"""
+                if (unscale) {{
+                  {nested([*unscaled, *self._back([self.spec.grad])])}
+                }}
+            """)
         lines += [line for name in self.kept for line in self._keep(name)]
-        lines += self.outputs.last(self) if self.outputs is not None else []
-        return [*lines, *self._back(self.written)]
+        return [*lines, *self.outputs.last(self), *self._back(self.written)]
 
     def numbers(self, names: Iterable[str]) -> list[str]:
         """In blocks: arrays for the numbers of buffers with a conversion loop of their own; read ones are filled."""
@@ -98,8 +105,8 @@ class RunBody:
 
     def begin(self, arrays: Iterable[Array]) -> list[str]:
         """Pointers to the elements of arrays."""
-        asked = arrays_of(self.spec, self.tile, self.unscales) if self.asks else []
-        lines = [f"ask_ahead<{_ASKED}>({array.name}_array, first);" for array in asked]
+        asked = arrays_of(self.spec, self.tile) if self.asks else []
+        lines = [f"ask_ahead<{_ASKED}>({array.name}_array, first);" for _, array in asked]
         if self.in_place:
             return lines
         arrays = list(arrays)
@@ -107,18 +114,28 @@ class RunBody:
         if self.in_blocks:
             return [f"const bool copies = layout != nullptr || count < {BLOCK};", *begun]
         # Loops over blocks go beyond the elements of a short one, others do not.
-        copied = [f"  {a.name}_run = copied<false>({a.name}_array, {a.name}_spare, {self._at(a)});" for a in arrays]
-        elsewhere = ["} else {", *(f"  {line}" for line in lines)] if lines else []
-        return [*begun, "if (layout != nullptr) {", *copied, *elsewhere, "}"]
+        copied = [f"{a.name}_run = copied<false>({a.name}_array, {a.name}_spare, {self._at(a)});" for a in arrays]
+        return code(f"""
+            {nested(begun)}
+            if (layout != nullptr) {{
+              {nested(copied)}
+            {nested(["} else {"] if lines else [])}
+              {nested(lines)}
+            }}
+        """)
 
     def loop(self, clause: str, statements: Iterable[str], *, exact: bool = False) -> list[str]:
         """A loop over all elements; an exact one over a block goes beyond the end of a short block."""
+        head = f"int64_t j = 0; j < {BLOCK if exact else 'count'}; ++j"
         if self.in_place:
-            head = ["for (int64_t i = first; i < first + count; ++i) {"]
-        else:
-            head = [f"for (int64_t j = 0; j < {BLOCK if exact else 'count'}; ++j) {{"]
-            head += ["  const int64_t i = first + j;"] if self.rest is not None else []
-        return [f"#pragma omp simd{clause}", *head, *statements, "}"]
+            head = "int64_t i = first; i < first + count; ++i"
+        return code(f"""
+            #pragma omp simd{clause}
+            for ({head}) {{
+              {nested(["const int64_t i = first + j;"] if self.rest and not self.in_place else [])}
+              {nested(statements)}
+            }}
+        """)
 
     def array(self, array: Array) -> str:
         """The name of the pointer to an array's elements."""
@@ -151,7 +168,7 @@ class RunBody:
         return "nullptr, pair, pairs, 0" if array.elements == 2 else f"layout, first, count, {self.position(array)}"
 
     def _begin(self, array: Array) -> list[str]:
-        kind, name = C_TYPES[dtype_name(array.dtype)], array.name
+        kind, name = c_type(array), array.name
         if array.elements == BLOCK:
             is_read = any(array in read_arrays(self.spec.storages[read], read) for read in self.reads)
             return [f"const {kind} {name}_entry = {name}_array[block];"] if is_read else []
@@ -186,15 +203,11 @@ class RunBody:
         """The most elements that a run of the tensor at hand has: with gaps many, because to copy them has a start."""
         return f"(layout == nullptr ? {_ASKED} : {self.size})" if self.asks and self.gaps else str(self.size)
 
-    @property
-    def place(self) -> str:
-        """An element's index in the run."""
-        return "i - first" if self.in_place else "j"
-
     def _each(self, statement: str) -> list[str]:
+        head = f"int64_t j = 0; j < {BLOCK if self.in_blocks else 'count'}; ++j"
         if self.in_place:
-            return ["#pragma omp simd", f"for (int64_t i = first; i < first + count; ++i) {statement}"]
-        return ["#pragma omp simd", f"for (int64_t j = 0; j < {BLOCK if self.in_blocks else 'count'}; ++j) {statement}"]
+            head = "int64_t i = first; i < first + count; ++i"
+        return ["#pragma omp simd", f"for ({head}) {statement}"]
 
     def join(self, name: str, entry: str = "entry") -> list[str]:
         """The statements that convert the stored codes of a block to numbers; "kept" for those of before the step."""
@@ -209,32 +222,34 @@ class RunBody:
         return [*lines, *self._each(f"{name}_values[j] = {function}({', '.join(elements)});")]
 
     def _math(self) -> list[str]:
-        scalar, inner, outputs = scalar_type(self.spec), self.writer, self.outputs
-        inner.lines += outputs.before(self) if outputs is not None else []
-        write_math(self.tile, inner, self.load)
-        for slot, reduction in self.tile.reductions:
-            term = inner[reduction.args[0]]
-            if self.in_blocks and self.rest is None:
-                term = f"select(j < count, {scalar}({term}), {scalar}({neutral(reduction)}))"
-            inner.lines.append("  " + accumulate(reduction, f"chunk_{slot}", term))
+        inner, outputs, exact = self.writer, self.outputs, self.in_blocks and self.rest is None
+        inner.lines += outputs.before(self)
+        for value in self.tile.values():
+            buffer = self.tile.buffer_of(value)
+            if buffer is not None:
+                inner.name(value, self.load(buffer), buffer)
+        inner.write(self.tile.values())
+        for one in self.reduced:
+            term = inner[one.reduction.args[0]]
+            if exact:
+                term = f"select(j < count, {self.scalar}({term}), {self.scalar}({neutral(one.reduction)}))"
+            inner.lines.append(accumulate(one.reduction, one.chunk, term))
         for name, value in self.tile.stores.items():
             number = inner[value]
             computed = self._is_computed_with(name)
-            inner.lines.append("  " + (self._store(name, number) if computed else f"{name}_values[j] = {number};"))
+            inner.lines.append(self._store(name, number) if computed else f"{name}_values[j] = {number};")
             if name in self.kept:
                 inner.lines += [
-                    f"  const uint32_t {name}_size = measure_{self.storages[name].title}({name}_values[j]);",
-                    f"  {name}_largest = {name}_size > {name}_largest ? {name}_size : {name}_largest;",
+                    f"const uint32_t {name}_size = measure_{self.storages[name].title}({name}_values[j]);",
+                    f"{name}_largest = {name}_size > {name}_largest ? {name}_size : {name}_largest;",
                 ]
-        if self.rest is not None:
-            self.rest(inner, "  ")
-        if outputs is not None:
-            outputs.after(self, inner)
+        inner.lines += self.rest(inner) if self.rest is not None else []
+        outputs.after(self, inner)
         largest = "".join(f" reduction(max : {name}_largest)" for name in self.kept)
         return [
             *(f"uint32_t {name}_largest = 0;" for name in self.kept),
-            *(outputs.run_lines(self) if outputs is not None else ()),
-            *self.loop(self.clause + largest, inner.lines, exact=self.in_blocks and self.rest is None),
+            *outputs.run_lines(self),
+            *self.loop(clause_of(self.clause) + largest, inner.lines, exact=exact),
         ]
 
     def _store(self, name: str, value: str) -> str:
@@ -253,7 +268,7 @@ class RunBody:
         (codes,) = [array for array in arrays if array.elements != BLOCK]
         target = f"{codes.name}_{'kept' if codes.elements == 2 else 'run'}"
         return [
-            *(f"{C_TYPES[dtype_name(scale.dtype)]} {scale.name}_kept;" for scale in scales),
+            *(f"{c_type(scale)} {scale.name}_kept;" for scale in scales),
             f"if (count < {BLOCK}) {name}_largest = largest_of({name}_values, count, measure_{storage.title});",
             f"keep_{storage.title}({of_block}, {name}_largest);",
             *(f"{scale.name}_array[block] = {scale.name}_kept;" for scale in scales),
@@ -266,28 +281,25 @@ class RunBody:
 class OutputText:
     """Writes what a run does for a pass's outputs: before elements are written, and when they are."""
 
-    def __init__(self, outputs: PassOutputs) -> None:
-        self._outputs, self.reported = (
-            outputs,
-            [Reduced(entry.reduction, slot, outputs.width, "report_") for slot, entry in outputs.reports],
-        )
-        self._scalar, self._storages = scalar_type(outputs.spec), outputs.spec.storages
+    def __init__(self, spec: KernelSpec, tile: TilePass) -> None:
+        self._outputs = outputs = PassOutputs(spec, tile)
+        self.reported = [Reduced(entry.reduction, slot, outputs.width, "report_") for slot, entry in outputs.reports]
+        self._scalar, self._storages = scalar_type(spec), spec.storages
         self._old = outputs.of("old", "update")
         self.reads = outputs.of("old", "update", *(["new"] if self.reported else []))
         """The buffers of which the numbers before the step are needed, or after a skipped one."""
         self._given = outputs.of("new", "update")
         arrays = self._storages["param"].arrays("param")
         self._arrays = [(place, arrays[place]) for place in outputs.compared]
-        in_blocks = outputs.spec.has_blocks
-        self.is_apart = in_blocks or bool(outputs.tile.reductions)
+        self.is_apart = bool(outputs) and (spec.has_blocks or bool(tile.reductions))
         """Whether outputs have a loop of their own: types in a loop change how it cuts a sum of the rule into lanes."""
-        kept = [name for name in self._given if not (in_blocks or codec_of(self._storages[name]).is_element)]
+        kept = [name for name in self._given if not (spec.has_blocks or codec_of(self._storages[name]).is_element)]
         self._remembered = [*dict.fromkeys([*(["param"] if "param" in self._given else []), *kept])]
         """The buffers of which loops apart remember the numbers that the rule gives."""
 
     def tile_lines(self) -> list[str]:
         """The first statements of a tile."""
-        return ["    uint32_t* seen_words = launch->words + launch->first_word[t];"] if self._outputs.marks else []
+        return ["uint32_t* seen_words = launch->words + launch->first_word[t];"] if self._outputs.marks else []
 
     def run_lines(self, body: RunBody) -> list[str]:
         """The first statements of a run: what is remembered of its elements until all are stored, and flags."""
@@ -307,8 +319,8 @@ class OutputText:
         seen = [(self._scalar, f"old_{name}", body.load(name)) for name in self._old]
         seen += [("auto", f"bits_{place}", f"bits_of({body.element(array)})") for place, array in self._arrays]
         if self.is_apart:
-            return [f"  seen_{name}s[{body.place}] = {value};" for _, name, value in seen]
-        return [f"  const {kind} seen_{name} = {value};" for kind, name, value in seen]
+            return [f"seen_{name}s[{body.place}] = {value};" for _, name, value in seen]
+        return [f"const {kind} seen_{name} = {value};" for kind, name, value in seen]
 
     def after(self, body: RunBody, writer: Writer) -> None:
         """Write what is done with an element once it is written; or remember it until all of a run are."""
@@ -318,26 +330,29 @@ class OutputText:
         if not self.is_apart:
             self._accumulate(body, writer, given, moves)
             return
-        writer.lines += [f"  seen_given_{name}s[{body.place}] = {given[name]};" for name in self._remembered]
-        writer.lines += [f"  seen_movess[{body.place}] = {moves};"] if moves is not None else []
+        writer.lines += [f"seen_given_{name}s[{body.place}] = {given[name]};" for name in self._remembered]
+        writer.lines += [f"seen_movess[{body.place}] = {moves};"] if moves is not None else []
 
     def last(self, body: RunBody) -> list[str]:
         """The last statements of a run: where outputs have a loop of their own, this loop."""
         lines: list[str] = []
         if self.is_apart:
-            writer, place = CppWriter(self._scalar, "  ", body.writer.names.within()), body.place
+            writer, place = CppWriter(self._scalar, body.writer.names.within()), body.place
             names = [*(f"old_{name}" for name in self._old), *(f"bits_{array}" for array, _ in self._arrays)]
-            writer.lines += [f"  const auto seen_{name} = seen_{name}s[{place}];" for name in names]
+            writer.lines += [f"const auto seen_{name} = seen_{name}s[{place}];" for name in names]
             given = {name: f"{name}_values[j]" for name in self._given}
             given.update({name: f"seen_given_{name}s[{place}]" for name in self._remembered})
             moves = None if self._outputs.moves is None else f"(seen_movess[{place}] != 0)"
             self._accumulate(body, writer, given, moves)
             lines += [line for name in self._given if name in body.kept for line in body.join(name, "kept")]
-            lines += body.loop(clause_of(self.reported), writer.lines)
+            lines += body.loop(self._clause(), writer.lines)
         if self._outputs.marks:
             array = body.position(self._storages["param"].arrays("param")[0])
             lines.append(f"mark(seen_words, seen_flags, layout, first, count, {array});")
         return lines
+
+    def _clause(self) -> str:
+        return clause_of({one.chunk: one.reduction for one in self.reported})
 
     def _accumulate(self, body: RunBody, writer: Writer, given: Mapping[str, str], moves: str | None) -> None:
         """Write the outputs of an element that was written; `given` are numbers before they are rounded."""
@@ -356,21 +371,21 @@ class OutputText:
         names = self._reduce(writer, leaf)
         if self._outputs.marks:
             flag = self._outputs.write(writer, self._outputs.marks, leaf, names)
-            writer.lines.append(f"  seen_flags[{body.place}] = {flag};")
+            writer.lines.append(f"seen_flags[{body.place}] = {flag};")
 
     def _reduce(self, writer: Writer, leaf: Callable[[str, str, int], str]) -> dict[Leaf, str]:
         names: dict[Leaf, str] = {}
         for one, (_, entry) in zip(self.reported, self._outputs.reports):
             term = self._outputs.write(writer, entry.root, leaf, names)
-            writer.lines.append(f"  {accumulate(one.reduction, one.chunk, term)}")
+            writer.lines.append(accumulate(one.reduction, one.chunk, term))
         return names
 
     def skipped(self, body: RunBody) -> list[str]:
         """The statements of a run in a skipped step, of elements that stay as they are."""
         storages = {name: self._storages[name] for name in self.reads}
         arrays = [array for name, storage in storages.items() for array in read_arrays(storage, name)]
-        writer = CppWriter(self._scalar, "  ", body.writer.names.within())
-        writer.lines += [f"  const {self._scalar} seen_old_{name} = {body.load(name)};" for name in self.reads]
+        writer = CppWriter(self._scalar, body.writer.names.within())
+        writer.lines += [f"const {self._scalar} seen_old_{name} = {body.load(name)};" for name in self.reads]
         stays = {"old": "seen_old_{}", "new": "seen_old_{}", "update": "0"}
         self._reduce(writer, lambda kind, buffer, place: stays.get(kind, "false").format(buffer))
-        return [*body.begin(arrays), *body.numbers(storages), *body.loop(clause_of(self.reported), writer.lines)]
+        return [*body.begin(arrays), *body.numbers(storages), *body.loop(self._clause(), writer.lines)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from ...graph import TilePass, Value, ancestors
 from ...kernels.spec import KernelSpec, describe
 from ...storage import BLOCK, Array, Codec, Storage, bits_graph, codec_of, dtype_name, keys_graph
 from ..decision import graph_of
-from ..emit import SIGNS, Names, Writer
+from ..emit import SIGNS, Names, Writer, code, nested
 
 _KEYWORDS = """
 alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t char32_t class compl
@@ -80,8 +80,7 @@ SPELLING = {
     },
     "shift_left": "int32_t(uint32_t({0}) << {1})",
     "remainder": "remainder_of({0}, {1})",
-    "maximum": "maximum({0}, {1})",
-    "minimum": "minimum({0}, {1})",
+    **{name: f"{name}({{0}}, {{1}})" for name in ("maximum", "minimum")},
     "neg": "(-{0})",
     "abs": "std::fabs({0})",
     "rsqrt": "(1 / std::sqrt({0}))",
@@ -104,14 +103,17 @@ SPELLING = {
     "whole": "static_cast<int32_t>({0})",
     "real": "static_cast<float>({0})",
     "nibble": "int32_t({0})",
-    "root": "std::sqrt({0})",
+    **{name: "std::sqrt({0})" for name in ("root", "rough_root")},
     "rough_ceiling": "std::ceil({0} / {1})",
     "fused": "fused({0}, {1}, {2})",
-    "rough_root": "std::sqrt({0})",
-    "float8_number": "{0}",
-    "float8_element": "{0}",
+    **{name: "{0}" for name in ("float8_number", "float8_element")},
     "within": "select(({0} < {1}), {0}, {1})",
 }
+
+
+def c_type(array: Array) -> str:
+    """The C++ type of an array's elements."""
+    return C_TYPES[dtype_name(array.dtype)]
 
 
 def scalar_type(spec: KernelSpec) -> str:
@@ -122,13 +124,13 @@ def scalar_type(spec: KernelSpec) -> str:
 class CppWriter(Writer):
     """Writes C++ statements."""
 
-    def __init__(self, kind: str, indent: str, names: Names) -> None:
-        super().__init__(kind, indent, names, {**SPELLING, "number": f"{kind}({{0}})"})
+    def __init__(self, kind: str, names: Names) -> None:
+        super().__init__(kind, names, {**SPELLING, "number": f"{kind}({{0}})"})
 
     def declare(self, name: str, expression: str, value: Value) -> str:
         from_row = expression.startswith("row[")
         kind = C_TYPES[value.dtype] if value.dtype else "bool" if value.is_bool and not from_row else self.kind
-        return f"{self.indent}const {kind} {name} = {expression};"
+        return f"const {kind} {name} = {expression};"
 
     def constant(self, number: float | bool) -> str:
         if isinstance(number, bool):
@@ -142,30 +144,28 @@ class CppWriter(Writer):
         return f"{self.kind}({number!r})"
 
 
-def accumulate(reduction: Value, total: str, expression: str) -> str:
-    """The statement that adds an element to a reduction in the compute type."""
-    if reduction.operation == "reduce_sum":
-        return f"{total} += {expression};"
-    function = "maximum" if reduction.operation == "reduce_amax" else "minimum"
-    return f"{total} = {function}({total}, {expression});"
-
-
-COMBINERS = {"reduce_sum": "+", "reduce_amax": "maximum_of_all", "reduce_amin": "minimum_of_all"}
-"""OpenMP's names for reductions; its own max and min lose a NaN."""
-
-
-OPERATIONS = {"reduce_sum": "Add", "reduce_amax": "Larger", "reduce_amin": "Smaller"}
-"""The structures that combine float64 totals."""
+REDUCTIONS = {
+    "reduce_sum": ("0", "+", "Add", "{0} += {1};"),
+    "reduce_amax": ("-INFINITY", "maximum_of_all", "Larger", "{0} = maximum({0}, {1});"),
+    "reduce_amin": ("INFINITY", "minimum_of_all", "Smaller", "{0} = minimum({0}, {1});"),
+}
+"""The value of a reduction of nothing, its name for OpenMP, whose own max and min lose a NaN, the structure that
+combines float64 totals, and the statement that adds an element to it."""
 
 
 def neutral(reduction: Value) -> str:
     """The value of a reduction of nothing."""
-    return {"reduce_sum": "0", "reduce_amax": "-INFINITY", "reduce_amin": "INFINITY"}[reduction.operation]
+    return REDUCTIONS[reduction.operation][0]
 
 
-def combine(reduction: Value, total: str, part: str) -> str:
-    """The statement that adds a part of a reduction to its float64 total."""
-    return accumulate(reduction, total, part if reduction.operation == "reduce_sum" else f"double({part})")
+def operation_of(reduction: Value) -> str:
+    """The structure that combines float64 totals."""
+    return REDUCTIONS[reduction.operation][2]
+
+
+def accumulate(reduction: Value, total: str, expression: str) -> str:
+    """The statement that adds an element to a reduction in the compute type."""
+    return REDUCTIONS[reduction.operation][3].format(total, expression)
 
 
 @dataclass(frozen=True)
@@ -188,35 +188,34 @@ class Reduced:
         return f"{self.prefix}part_{self.slot}"
 
     @property
+    def combined(self) -> str:
+        """The statement that adds a run to a tile."""
+        chunk = self.chunk if self.reduction.operation == "reduce_sum" else f"double({self.chunk})"
+        return accumulate(self.reduction, self.part, chunk)
+
+    @property
     def partial(self) -> str:
         """The statement that writes a tile's result."""
-        return f"    launch->{self.prefix}partials[tile * {self.width} + {self.slot}] = {self.part};"
+        return f"launch->{self.prefix}partials[tile * {self.width} + {self.slot}] = {self.part};"
 
     @property
     def total(self) -> str:
         """The statement that combines the results of a tensor's tiles."""
         tiles = f"launch->{self.prefix}partials + {self.slot}, {self.width}, first, stop"
-        total = f"total_of<{OPERATIONS[self.reduction.operation]}>({tiles})"
-        return f"    launch->{self.prefix}sums[t * {self.width} + {self.slot}] = {total};"
+        total = f"total_of<{operation_of(self.reduction)}>({tiles})"
+        return f"launch->{self.prefix}sums[t * {self.width} + {self.slot}] = {total};"
 
 
-def clause_of(reduced: Iterable[Reduced]) -> str:
-    """The reductions of a run's loop, for OpenMP."""
-    return "".join(f" reduction({COMBINERS[one.reduction.operation]} : {one.chunk})" for one in reduced)
-
-
-def reductions_of(spec: KernelSpec, tile: TilePass) -> list[Reduced]:
-    """The reductions that the update itself needs."""
-    return [Reduced(value, slot, spec.reduction_count) for slot, value in tile.reductions]
+def clause_of(reductions: Mapping[str, Value]) -> str:
+    """The reductions of a run's loop by their variables, for OpenMP."""
+    return "".join(f" reduction({REDUCTIONS[one.operation][1]} : {name})" for name, one in reductions.items())
 
 
 def layout_line(spec: KernelSpec, gaps: bool) -> str:
     """The layout of a tensor with gaps, if there are such tensors."""
-    if not gaps:
-        return "    const int64_t* layout = nullptr;"
     width = f"(1 + MAX_DIMS * {2 + len(spec.arrays) + bool(spec.draws)})"
-    row = f"launch->layouts + launch->layout_index[t] * {width}"
-    return f"    const int64_t* layout = launch->layout_index[t] < 0 ? nullptr : {row};"
+    row = f"launch->layout_index[t] < 0 ? nullptr : launch->layouts + launch->layout_index[t] * {width}"
+    return f"const int64_t* layout = {row if gaps else 'nullptr'};"
 
 
 def scalars_of(spec: KernelSpec, tile: TilePass) -> Writer:
@@ -224,7 +223,7 @@ def scalars_of(spec: KernelSpec, tile: TilePass) -> Writer:
     suffixes = ("array", "spare", "run", "values", "codes", "entry", "kept", "size", "largest")
     buffers = dict.fromkeys([*(array.name for array in [spec.grad, *spec.arrays]), *spec.storages])
     names = CppNames(f"{buffer}_{suffix}" for buffer in buffers for suffix in suffixes)
-    scalars = CppWriter(scalar_type(spec), "    ", names)
+    scalars = CppWriter(scalar_type(spec), names)
     for value in tile.values():
         if tile.leaves(value) and value.operation != "constant" and id(value) in spec.program.columns:
             name = scalars.name(value, f"row[{spec.program.columns[id(value)]}]", value.name or describe(value))
@@ -233,172 +232,124 @@ def scalars_of(spec: KernelSpec, tile: TilePass) -> Writer:
     return scalars
 
 
-def arrays_of(spec: KernelSpec, tile: TilePass, unscales: bool) -> list[Array]:
-    """The arrays that a tile pass touches, in the order of the address table."""
+def arrays_of(spec: KernelSpec, tile: TilePass) -> list[tuple[int, Array]]:
+    """The arrays that a tile pass touches, with their places in layouts."""
     used = {array.name for name in (*tile.reads(), *tile.stores) for array in spec.storages[name].arrays(name)}
-    used |= {spec.grad.name} if unscales else set()
-    return [array for array in (spec.grad, *spec.arrays) if array.name in used]
+    used |= {spec.grad.name} if spec.program.unscales(tile) else set()
+    return [(place, array) for place, array in enumerate((spec.grad, *spec.arrays)) if array.name in used]
 
 
-def array_lines(spec: KernelSpec, tile: TilePass, unscales: bool) -> list[str]:
-    """Pointers to the arrays that a tile pass touches, and the numbers that take the loss scale off gradients."""
+def first_lines(spec: KernelSpec, tile: TilePass, scalars: Writer) -> list[str]:
+    """The first statements on a tile: numbers of its tensor, those that take the loss scale off gradients, pointers to
+    its arrays, keys of its random bits at this step, and the index of its first element in the full tensor."""
     written = {array.name for name in tile.stores for array in spec.storages[name].arrays(name)}
-    used = arrays_of(spec, tile, unscales)
-    lines = []
-    if unscales:
+    lines = list(scalars.lines)
+    if spec.program.unscales(tile):
         written.add(spec.grad.name)
-        lines.append("    const bool unscale = launch->control[UNSCALE] != 0;")
-        lines.append(f"    const {scalar_type(spec)} inverse_scale = launch->control[INVERSE_SCALE];")
-    for position, array in enumerate([spec.grad, *spec.arrays]):
-        if array not in used:
-            continue
-        c_type = ("" if array.name in written else "const ") + C_TYPES[dtype_name(array.dtype)]
-        address = "launch->grads[t]" if position == 0 else f"launch->addresses[{position - 1} * launch->tensors + t]"
-        lines.append(f"    {c_type}* __restrict {array.name}_array = reinterpret_cast<{c_type}*>({address});")
-    return lines
-
-
-def key_lines(spec: KernelSpec, tile: TilePass) -> list[str]:
-    """The keys of a tensor's random bits at this step, and the index of its first element in the full tensor."""
+        lines.append("const bool unscale = launch->control[UNSCALE] != 0;")
+        lines.append(f"const {scalar_type(spec)} inverse_scale = launch->control[INVERSE_SCALE];")
+    for place, array in arrays_of(spec, tile):
+        kind = ("" if array.name in written else "const ") + c_type(array)
+        address = f"addresses[{place - 1} * launch->tensors + t]" if place else "grads[t]"
+        lines.append(f"{kind}* __restrict {array.name}_array = reinterpret_cast<{kind}*>(launch->{address});")
     if not spec.draws_in(tile):
-        return []
+        return lines
     # The last scalar pass has counted the step.
     later = int(tile.stage < len(spec.program.scalars) - 1)
     halves = "int32_t(stream), int32_t(stream >> 32), steps_taken"
     return [
-        "    const int64_t stream = launch->streams[t * 2], origin = launch->streams[t * 2 + 1];",
-        f"    const int32_t steps_taken = static_cast<int32_t>(launch->step[t]) + {later};",
-        *(f"    const int32_t key_{place} = stream_key_{place}({halves});" for place in (0, 1)),
+        *lines,
+        "const int64_t stream = launch->streams[t * 2], origin = launch->streams[t * 2 + 1];",
+        f"const int32_t steps_taken = static_cast<int32_t>(launch->step[t]) + {later};",
+        *(f"const int32_t key_{place} = stream_key_{place}({halves});" for place in (0, 1)),
     ]
 
 
-TENSORS = (
-    "#pragma omp parallel for schedule(static) num_threads(launch->threads)",
-    "  for (int64_t t = 0; t < launch->tensors; ++t) {",
-    "    if (launch->grads[t] == 0) continue;",
-)
-"""The head of a loop over the tensors that take part."""
-
-TILES_OF_TENSORS = (
-    *TENSORS,
-    "    const int64_t first = launch->first_tile[t];",
-    "    const int64_t stop = first + (launch->numel[t] + launch->tile_size - 1) / launch->tile_size;",
-)
-"""The same, where a tensor's tiles are `first` up to `stop`."""
+def over_tensors(statements: Iterable[str]) -> list[str]:
+    """A loop over the tensors that take part."""
+    return code(f"""
+        #pragma omp parallel for schedule(static) num_threads(launch->threads)
+        for (int64_t t = 0; t < launch->tensors; ++t) {{
+          if (launch->grads[t] == 0) continue;
+          {nested(statements)}
+        }}
+    """)
 
 
-def format_functions(storages: Iterable[Storage]) -> list[str]:
+def format_functions(storages: Iterable[Storage]) -> list[list[str]]:
     """The functions of all formats that are more than one array of one dtype, `join_<title>` and `split_<title>`; with
     blocks also `measure_<title>` and `keep_<title>`."""
     chosen = {storage.title: codec_of(storage) for storage in storages if not codec_of(storage).is_plain}
     return [text for title, codec in chosen.items() for text in _functions(title, codec)]
 
 
-def _functions(title: str, codec: Codec) -> list[str]:
+def _functions(title: str, codec: Codec) -> Iterator[list[str]]:
+    if not codec.is_element:
+        read = _parameters([codec.arrays[place] for place in codec.reads], "const ")
+        yield _function(f"float join_{title}({read})", [codec.loaded])
+    random = ", int32_t random" if codec.is_random else ""
     if codec.largest is None:
-        return [*([] if codec.is_element else [_join(title, codec)]), _split(title, codec)]
-    return [_join(title, codec), *_split_blocks(title, codec, codec.largest)]
+        head = f"void split_{title}({_parameters(codec.arrays)}, float number{random})"
+        yield _function(head, codec.stored, codec.arrays)
+        return
+    yield _function(f"uint32_t measure_{title}(float number)", codec.largest.args)
+    of_block = {array: value for array, value in zip(codec.arrays, codec.stored) if array.elements == BLOCK}
+    head = f"void keep_{title}({_parameters(of_block)}, int32_t largest)"
+    yield _function(head, list(of_block.values()), list(of_block), {id(codec.largest): "largest"})
+    (value,) = [value for array, value in zip(codec.arrays, codec.stored) if array not in of_block]
+    value = value.args[0] if value.operation == "pack" else value
+    head = f"{C_TYPES[value.dtype]} split_{title}({_parameters(of_block, 'const ')}, float number{random})"
+    yield _function(head, [value], bound={id(value): array.name for array, value in of_block.items()})
 
 
-def number_function(name: str, function: Callable[..., Any]) -> str:
+def _parameters(arrays: Iterable[Array], qualifier: str = "") -> str:
+    return ", ".join(f"{qualifier}{c_type(array)}& {array.name}" for array in arrays)
+
+
+def number_function(name: str, function: Callable[..., Any]) -> list[str]:
     """A function of floats, as a function of float64 numbers."""
     parameters, result = graph_of(function)
-    writer = _written([result], kind="double")
     listed = ", ".join(f"double {parameter}" for parameter in parameters)
-    return "\n".join([f"inline double {name}({listed}) {{", *writer.lines, f"  return {writer[result]};", "}"])
+    return _function(f"double {name}({listed})", [result], kind="double")
 
 
-def _written(roots: Iterable[Value], bound: Sequence[tuple[Value, str]] = (), kind: str = "float") -> Writer:
-    """A writer that has written a graph; values with names are not written again."""
-    writer = CppWriter(kind, "  ", CppNames(["number", "largest", "stored_scale"]))
-    for value, name in bound:
-        writer.bind(value, name)
-    values = _needed(roots, {id(value) for value, _ in bound})
+def random_functions(slots: Iterable[int]) -> list[list[str]]:
+    """Functions for random bits: the keys of a tensor at a step, and the bits of an element for each of these slots."""
+    keys = {
+        f"stream_key_{place}(int32_t low, int32_t high, int32_t count)": key for place, key in enumerate(keys_graph())
+    }
+    parameters = "int32_t key_0, int32_t key_1, int32_t low, int32_t high"
+    bits = {f"random_{slot}({parameters})": bits_graph(slot) for slot in slots}
+    return [_function(f"int32_t {head}", [root]) for head, root in {**keys, **bits}.items()]
+
+
+def _function(
+    head: str,
+    roots: Sequence[Value],
+    targets: Sequence[Array] = (),
+    bound: Mapping[int, str] | None = None,
+    kind: str = "float",
+) -> list[str]:
+    """A function that assigns values to its parameters `targets`, or returns the only one; values by identity that are
+    parameters are `bound`."""
+    writer = CppWriter(kind, CppNames(["number", "largest", "stored_scale"]))
+    writer.expressions.update(bound or {})
+    values = ancestors(roots, lambda value: id(value) in (bound or {}))
     for value in values:
         if value.operation in ("load", "hyper") and id(value) not in writer.expressions:
             writer.bind(value, value.attribute)
     writer.write(values)
-    return writer
-
-
-def _needed(roots: Iterable[Value], bound: set[int]) -> list[Value]:
-    """The roots and what they depend on, down to values that are bound."""
-    chosen: set[int] = set()
-    stack = list(roots)
-    listed = ancestors(stack)
-    while stack:
-        value = stack.pop()
-        if id(value) not in chosen:
-            chosen.add(id(value))
-            stack += [] if id(value) in bound else value.args
-    return [value for value in listed if id(value) in chosen]
-
-
-def _format_constant(array: Array) -> str:
-    return f"const {C_TYPES[dtype_name(array.dtype)]}& {array.name}"
-
-
-def _join(title: str, codec: Codec) -> str:
-    writer = _written([codec.loaded])
-    parameters = [_format_constant(codec.arrays[place]) for place in codec.reads]
-    body = [*writer.lines, f"  return {writer[codec.loaded]};"]
-    return "\n".join([f"inline float join_{title}({', '.join(parameters)}) {{", *body, "}"])
-
-
-def _split(title: str, codec: Codec) -> str:
-    writer = _written(codec.stored)
-    parameters = ", ".join(f"{C_TYPES[dtype_name(array.dtype)]}& {array.name}" for array in codec.arrays)
-    body = list(writer.lines)
-    for array, value in zip(codec.arrays, codec.stored):
-        body.append(_assignment(array, writer[value]))
-    return "\n".join([f"inline void split_{title}({parameters}, float number{_random(codec)}) {{", *body, "}"])
-
-
-def _random(codec: Codec) -> str:
-    return ", int32_t random" if codec.is_random else ""
-
-
-def random_functions(slots: Iterable[int]) -> list[str]:
-    """Functions for random bits: the keys of a tensor at a step, and the bits of an element for each of these slots."""
-    heads = {
-        f"stream_key_{place}(int32_t low, int32_t high, int32_t count)": key for place, key in enumerate(keys_graph())
-    }
-    heads.update(
-        {f"random_{slot}(int32_t key_0, int32_t key_1, int32_t low, int32_t high)": bits_graph(slot) for slot in slots}
-    )
-    functions = []
-    for head, root in heads.items():
-        writer = _written([root])
-        functions.append("\n".join([f"inline int32_t {head} {{", *writer.lines, f"  return {writer[root]};", "}"]))
-    return functions
+    last = [_assignment(array, writer[value]) for array, value in zip(targets, roots)] or [
+        f"return {writer[roots[0]]};"
+    ]
+    return code(f"""
+        inline {head} {{
+          {nested([*writer.lines, *last])}
+        }}
+    """)
 
 
 def _assignment(array: Array, element: str) -> str:
     # Of a structure only its bits: GCC does not vectorize the copy of a structure.
     bits = ".bits" if array.dtype.is_floating_point and array.dtype.itemsize == 2 else ""
-    return f"  {array.name}{bits} = {element}{bits};"
-
-
-def _split_blocks(title: str, codec: Codec, largest: Value) -> list[str]:
-    (measured,) = largest.args
-    measure = _written([measured])
-    stored = list(zip(codec.arrays, codec.stored))
-    of_block = [(array, value) for array, value in stored if array.elements == BLOCK]
-    keep = _written([value for _, value in of_block], [(largest, "largest")])
-    parameters = ", ".join(f"{C_TYPES[dtype_name(array.dtype)]}& {array.name}" for array, _ in of_block)
-    lines = [*keep.lines, *(_assignment(array, keep[value]) for array, value in of_block)]
-    functions = [
-        "\n".join([f"inline {head} {{", *body, "}"])
-        for head, body in (
-            (f"uint32_t measure_{title}(float number)", [*measure.lines, f"  return {measure[measured]};"]),
-            (f"void keep_{title}({parameters}, int32_t largest)", lines),
-        )
-    ]
-    (value,) = [value for array, value in stored if array.elements != BLOCK]
-    value = value.args[0] if value.operation == "pack" else value
-    split = _written([value], [(value, array.name) for array, value in of_block])
-    kind = C_TYPES[value.dtype]
-    parameters = ", ".join(_format_constant(array) for array, _ in of_block)
-    head = f"inline {kind} split_{title}({parameters}, float number{_random(codec)}) {{"
-    functions.append("\n".join([head, *split.lines, f"  return {split[value]};", "}"]))
-    return functions
+    return f"{array.name}{bits} = {element}{bits};"

@@ -15,7 +15,7 @@ import torch
 
 from ...compat import is_capturing
 from ...devices import copy_to
-from ...kernels.launch import EXACT, Launch, Launcher, build_together, load_module
+from ...kernels.launch import EXACT, Launch, Launcher, TableLaunch, build_together, launch_of, load_module
 from ...kernels.spec import KernelSpec, Output, Tiles, cut_tiles
 from ...runtime.capturing import WARM_UP, require
 from ...runtime.decision import StepInputs
@@ -23,11 +23,10 @@ from ...runtime.outputs import chunks_of
 from ...runtime.passes import Passes
 from ...runtime.segment import Entry, Segment, TileRange
 from ..decision import Decision, numbers_of
-from ..outputs import PassOutputs
 from ..tuning import TileShape, tile_shape
-from . import source as triton_backend
 from .decision import decision_source
-from .slices import CudaSlices
+from .slices import CudaSlices, device_table
+from .source import source
 
 _SCALAR_BLOCK = 128
 _FINISH_BLOCK = 1024
@@ -55,7 +54,7 @@ _modules: dict[int, ModuleType] = {}
 
 def _module(spec: KernelSpec) -> ModuleType:
     if id(spec) not in _modules:
-        _modules[id(spec)] = load_module(spec.name, triton_backend.source(spec))
+        _modules[id(spec)] = load_module(spec.name, source(spec))
         weakref.finalize(spec, _modules.pop, id(spec), None)
     return _modules[id(spec)]
 
@@ -89,6 +88,9 @@ def _registers(spec: KernelSpec, runs: int) -> int:
     return _MORE_REGISTERS if spec.draws or count > _FEW_ARRAYS else _REGISTERS
 
 
+_Launches = list[TableLaunch]
+
+
 class TritonPasses(Passes):
     """Tables in device memory and passes that are Triton kernels; arguments as for `Segment`."""
 
@@ -99,7 +101,8 @@ class TritonPasses(Passes):
         self._spec, self._device = spec, entries[0].param.device
         self.shape = tile_shape(spec, self._device)
         super().__init__(Segment(spec, entries, *arguments, tile_size=self.shape.span))
-        segment, table, zeros = self.segment, self._table, self.segment.zeros
+        segment, zeros = self.segment, self.segment.zeros
+        table = partial(device_table, device=self._device)
         numbers, arrays, group_rows = segment.numbers, self.arrays, segment.group_rows
         self.hyper = zeros(len(group_rows.indices), len(spec.hypers))
         has_slices = bool(spec.program.slices.views)
@@ -130,8 +133,8 @@ class TritonPasses(Passes):
             **{f"{name}_state": array for name, array in numbers.scalar_states.items()},
             **{name: zeros(1) for name in ("words", "first_word", "report_partials")},
         }
-        self._sum_reports: list[tuple[Launcher, list[torch.Tensor]]] = []
-        self._scalar: list[tuple[Launcher, list[torch.Tensor]]] = []  # the list stays: calls read it
+        self._sum_reports: _Launches = []
+        self._scalar: _Launches = []  # the list stays: calls read it
         self._cut: tuple[Tiles, dict[str, torch.Tensor]] | None = None  # the tiles of passes that measure
         self._list_strided_tiles()
 
@@ -156,55 +159,49 @@ class TritonPasses(Passes):
             size = max(cut.count, 1) * len(outputs.names)
             tables = {
                 "report_partials": torch.zeros(size, dtype=self._spec.compute, device=self._device),
-                "tile_tensor": self._table(cut.tile_tensor),
-                "first_tile": self._table(cut.first_tile),
+                "tile_tensor": device_table(cut.tile_tensor, self._device),
+                "first_tile": device_table(cut.first_tile, self._device),
             }
             self._cut = cut, tables
             self._sum_reports = self._report_sums(cut, tables["report_partials"])
         cut, tables = self._cut
         self._tables["report_partials"] = tables["report_partials"]
-        listed = np.nonzero((self.arrays.layout_index >= 0)[cut.tile_tensor])[0].astype(np.int32)
-        return {**self._tables, **tables, "tile_list": self._table(listed)}, cut, len(listed)
+        listed = self._strided_in(cut.tile_tensor)
+        return {**self._tables, **tables, "tile_list": device_table(listed, self._device)}, cut, len(listed)
 
-    def _table(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
-        return tensor if tensor.numel() else tensor.new_zeros(1)
+    def _strided_in(self, tile_tensor: np.ndarray) -> np.ndarray:
+        """The places of the tiles of these tensors that are walked by coordinates."""
+        return np.nonzero(self.arrays.layout_index[tile_tensor] >= 0)[0].astype(np.int32)
 
-    def _report_sums(self, cut: Tiles, partials: torch.Tensor) -> list[tuple[Launcher, list[torch.Tensor]]]:
+    def _report_sums(self, cut: Tiles, partials: torch.Tensor) -> _Launches:
         """What combines the reports of tiles: of neighbours first, as a tensor may have a million; then of those."""
         from .support import sum_up_reports
 
-        outputs, table = self.outputs, self._table
+        outputs, device = self.outputs, self._device
         assert outputs is not None
         width = len(outputs.names)
         runs, tensors = chunks_of(np.diff(np.append(cut.first_tile, cut.count)), _REPORT_RUN)
-        extremes = torch.tensor([float(reduce == "max") for reduce in outputs.reduces], device=self._device)
-        between = torch.zeros(max(runs.shape[1], 1) * width, dtype=torch.float64, device=self._device)
+        extremes = torch.tensor([float(reduce == "max") for reduce in outputs.reduces], device=device)
+        between = torch.zeros(max(runs.shape[1], 1) * width, dtype=torch.float64, device=device)
         constants = {"COLUMNS": width, "WIDTH": 1 << max(width - 1, 1).bit_length(), "BLOCK": 32}
-        return [
-            (
-                Launcher(sum_up_reports, bounds.shape[1], self._device, constants, num_warps=4, **EXACT),
-                [source, table(bounds[0]), table(bounds[1]), extremes, results],
-            )
-            for bounds, source, results in ((runs, partials, between), (tensors, between, outputs.totals))
-        ]
+        launches = []
+        for bounds, rows, results in ((runs, partials, between), (tensors, between, outputs.totals)):
+            starts, stops = (device_table(bound, device) for bound in bounds)
+            tables = {"partials": rows, "starts": starts, "stops": stops, "extremes": extremes, "results": results}
+            launches.append(launch_of(sum_up_reports, bounds.shape[1], device, constants, tables, **EXACT))
+        return launches
 
     def _launches(self) -> None:
         self._range_tables: dict[TileRange, tuple[dict[str, torch.Tensor], int]] = {}
         self._range_calls: dict[tuple[TileRange, int, bool, bool], list[partial[Any]]] = {}
-        program = self._spec.program
-        states = [f"{name}_state" for name in program.graph.scalar_states]
-        grid = -(-len(self.segment.entries) // _SCALAR_BLOCK)
-        scalar_arguments = [self._tables[name] for name in (*triton_backend.POINTERS["scalar"], *states)]
-        self._scalar[:] = [
-            (self._prepare(self._spec, f"scalar_pass_{index}", grid, {"BLOCK": _SCALAR_BLOCK}), scalar_arguments)
-            for index in range(len(program.scalars))
-        ]
-        ways = {False: (self._spec, self._tables, self.segment.tiles, self._strided_tiles)}
+        spec, passes = self._spec, range(len(self._spec.program.tiles))
+        size = -(-len(self.segment.entries) // _SCALAR_BLOCK), {"BLOCK": _SCALAR_BLOCK}, self._tables
+        self._scalar[:] = [self._prepare(spec, f"scalar_pass_{index}", *size) for index in passes]
+        ways = {False: (spec, self._tables, self.segment.tiles, self._strided_tiles)}
         if self.outputs is not None and self.outputs.by_kernels:
             ways[True] = (self.outputs.measuring, *self._cut_measured())
         self._tile = {
-            (unscale, measures): [self._tile_launches(index, unscale, *way) for index in range(len(program.tiles))]
+            (unscale, measures): [self._tile_launches(index, unscale, *way) for index in passes]
             for unscale in (False, True)
             for measures, way in ways.items()
         }
@@ -217,9 +214,9 @@ class TritonPasses(Passes):
         tables: Mapping[str, torch.Tensor],
         tiles: Tiles,
         strided_tiles: int,
-    ) -> list[tuple[Launcher, list[torch.Tensor]]]:
+    ) -> _Launches:
         tile = spec.program.tiles[index]
-        launches = []
+        launches: _Launches = []
         for tile_pass in (*spec.program.slices_before(index), tile):
             if self.slices and tile_pass is not None and tile_pass.view is not None:
                 strided = self.arrays.layout_index >= 0
@@ -229,8 +226,7 @@ class TritonPasses(Passes):
         launches += self._element_launches(spec, index, unscale, tables, tiles.count, strided_tiles, tiles.size)
         if tile.reductions:
             size = {"SPAN": self.shape.span, "BLOCK": _FINISH_BLOCK}
-            finish = self._prepare(spec, f"finish_{index}", len(self.segment.entries), size)
-            launches.append((finish, [self._tables[name] for name in triton_backend.POINTERS["finish"]]))
+            launches.append(self._prepare(spec, f"finish_{index}", len(self.segment.entries), size, self._tables))
         return launches
 
     def _element_launches(
@@ -242,27 +238,19 @@ class TritonPasses(Passes):
         tiles: int,
         strided_tiles: int,
         span: int,
-    ) -> list[tuple[Launcher, list[torch.Tensor]]]:
+    ) -> _Launches:
         """A tile pass over elements: over all tiles that these tables have, then over those walked by coordinates."""
         if not tiles:
             return []
         # What measures has no registers left for more than one tile.
         stages = self.shape.stages if spec is self._spec else 1
-        shape = replace(self.shape, warps=self._warps(spec), stages=stages)
-        # In the order of the kernel's parameters.
-        size = {"TILE": 0, "SPAN": 0, "UNSCALE": unscale, **tile_options(spec, shape)[0]}
-        size["SPAN"] = span
-        tile = spec.program.tiles[index]
-        assert tile is not None
-        own = triton_backend.output_pointers(PassOutputs(spec, tile))
-        pointers = triton_backend.tile_pointers(spec, own)
-        plain = self._prepare(spec, f"tile_pass_{index}", tiles, size)
-        launches = [(plain, [tables[name] for name in pointers])]
-        if strided_tiles:
-            strided = self._prepare(spec, f"tile_pass_{index}_strided", strided_tiles, size)
-            names = triton_backend.tile_pointers(spec, own, strided=True)
-            launches.append((strided, [tables[name] for name in names]))
-        return launches
+        constants, _ = tile_options(spec, replace(self.shape, warps=self._warps(spec), stages=stages))
+        grids = {
+            f"tile_pass_{index}": tiles,
+            **({f"tile_pass_{index}_strided": strided_tiles} if strided_tiles else {}),
+        }
+        constants = {**constants, "SPAN": span, "UNSCALE": unscale}
+        return [self._prepare(spec, name, grid, constants, tables) for name, grid in grids.items()]
 
     def _warps(self, spec: KernelSpec) -> int:
         """Warps of a tile pass: where it measures blocks, enough for one run of neighbours a thread."""
@@ -271,15 +259,18 @@ class TritonPasses(Passes):
             return self.shape.warps
         return max(self.shape.warps, self.shape.tile // _run_of(spec))
 
-    def _prepare(self, spec: KernelSpec, name: str, grid: int, constants: Mapping[str, int]) -> Launcher:
-        kernel = getattr(_module(spec), f"{spec.name}_{name}")
+    def _prepare(
+        self, spec: KernelSpec, name: str, grid: int, constants: Mapping[str, int], tables: Mapping[str, torch.Tensor]
+    ) -> TableLaunch:
         is_tile_pass, options = name.startswith("tile_pass"), {}
         if spec.compute is torch.float32 and spec is not self._spec:
             options = _MEASURING
         elif is_tile_pass and not name.endswith("_strided"):
             options = tile_options(spec, self.shape)[1]
-        warps = self._warps(spec) if is_tile_pass else 4
-        return Launcher(kernel, grid, self._device, constants, num_warps=warps, **options, **EXACT)
+        options = {**options, **EXACT, "num_warps": self._warps(spec) if is_tile_pass else 4}
+        return launch_of(
+            getattr(_module(spec), f"{spec.name}_{name}"), grid, self._device, constants, tables, **options
+        )
 
     def upload(self) -> None:
         arrays = self.arrays
@@ -292,10 +283,10 @@ class TritonPasses(Passes):
         self._list_strided_tiles()
 
     def _list_strided_tiles(self) -> None:
-        listed = np.nonzero((self.arrays.layout_index >= 0)[self.segment.tiles.tile_tensor])[0].astype(np.int32)
+        listed = self._strided_in(self.segment.tiles.tile_tensor)
         self._strided_tiles = len(listed)
         if len(listed):
-            self._tables["tile_list"] = self._table(listed)
+            self._tables["tile_list"] = device_table(listed, self._device)
         self._launches()
 
     def set_hypers(self, rows: Sequence[Sequence[float]]) -> None:
@@ -326,7 +317,7 @@ class TritonPasses(Passes):
     def launches(self, unscales: bool) -> list[Launch]:
         return [*self._step_launches(unscales), *(self.matrices.launches() if self.matrices is not None else [])]
 
-    def _step_launches(self, unscales: bool) -> Iterator[tuple[Launcher, list[torch.Tensor]]]:
+    def _step_launches(self, unscales: bool) -> Iterator[TableLaunch]:
         yield from self._scalar
         for (unscale, _), passes in self._tile.items():
             if unscale is unscales:
@@ -342,7 +333,7 @@ class TritonPasses(Passes):
         begin, first = tile_range.tiles.start, tile_range.tensors.start
         tiles, tensors = slice(begin, tile_range.tiles.stop), slice(first, tile_range.tensors.stop)
         owner = segment.tiles.tile_tensor[tiles]
-        listed = np.nonzero(self.arrays.layout_index[owner] >= 0)[0].astype(np.int32)
+        listed = self._strided_in(owner)
         for name in ("grads", "numel", "columns", "layout_index", "rows", "step", "streams"):
             own[name] = own[name][tensors]
         own["partials"] = own["partials"][begin * self._spec.reduction_count :]
@@ -350,11 +341,11 @@ class TritonPasses(Passes):
             own["first_word"] = own["first_word"][tensors]
             if self.outputs.by_kernels:
                 own["report_partials"] = own["report_partials"][begin * len(self.outputs.names) :]
-        own["tile_tensor"] = self._table(owner - np.int32(first))
-        own["first_tile"] = self._table(segment.tiles.first_tile[tensors] - begin)
-        own["addresses"] = self._table(self.arrays.of_range(tile_range).T)
+        own["tile_tensor"] = device_table(owner - np.int32(first), self._device)
+        own["first_tile"] = device_table(segment.tiles.first_tile[tensors] - begin, self._device)
+        own["addresses"] = device_table(self.arrays.of_range(tile_range).T, self._device)
         if len(listed):
-            own["tile_list"] = self._table(listed)
+            own["tile_list"] = device_table(listed, self._device)
         return own, len(listed)
 
     def tile_calls(self, index: int, tile_range: TileRange | None = None) -> list[partial[Any]]:
@@ -376,17 +367,19 @@ class TritonPasses(Passes):
         return self._range_calls[key]
 
     def _tile_pass(self, index: int) -> None:
-        for launcher, arguments in self._tile[self.segment.control.unscales, self.measures][index]:
-            launcher(*arguments)
+        _run(self._tile[self.segment.control.unscales, self.measures][index])
 
     def sum_up_reports(self) -> None:
-        for launcher, arguments in self._sum_reports:
-            launcher(*arguments)
+        _run(self._sum_reports)
 
 
-def _launch(launches: Sequence[tuple[Launcher, list[torch.Tensor]]], index: int) -> None:
-    launcher, arguments = launches[index]
-    launcher(*arguments)
+def _launch(launches: _Launches, index: int) -> None:
+    _run(launches[index : index + 1])
+
+
+def _run(launches: _Launches) -> None:
+    for launcher, arguments in launches:
+        launcher(*arguments)
 
 
 DecisionLaunchers = dict[tuple[object, ...], tuple[Launcher, torch.Tensor]]

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 
 import numpy as np
 import torch
 
 from ...graph import TilePass
-from ...kernels.launch import EXACT, Launcher
+from ...kernels.launch import EXACT, TableLaunch, launch_of
 from ...kernels.spec import KernelSpec, tile_traffic
 from ...runtime.segment import Block, Entry, SliceTables, ViewTiles
-from .source import FINISH_POINTERS, SLICE_POINTERS, STRIDED_POINTERS, slice_pointers
-
-Launch = tuple[Launcher, list[torch.Tensor]]
 
 _PROGRAMS = 4096  # programs that a large segment is cut into at least: 32 for each processor of the largest GPUs
 
@@ -109,6 +106,12 @@ def build_options(
     return constants, {"num_warps": warps, **registers, **EXACT}
 
 
+def device_table(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy on a device of a table, which has an entry at least."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    return tensor if tensor.numel() else tensor.new_zeros(1)
+
+
 class CudaSlices:
     """Tables of a segment's slices on its device, and what the passes leave for each other."""
 
@@ -119,8 +122,8 @@ class CudaSlices:
         self.tables = tables = SliceTables(spec.program, entries, block_of(elements_of(total), spec.has_blocks))
         self.most_tiles = tables.most_tiles
         self._arrays = {
-            "starts": self._table(tables.starts[:, :-1].T),
-            "spans": self._table(tables.spans.reshape(len(slices.spans), len(entries), 2).swapaxes(0, 1)),
+            "starts": device_table(tables.starts[:, :-1].T, self.device),
+            "spans": device_table(tables.spans.reshape(len(slices.spans), len(entries), 2).swapaxes(0, 1), self.device),
         }
         for slot, (count, parts) in enumerate(zip(tables.slot_counts, tables.part_counts(spec.program))):
             self._arrays[f"slot_{slot}"] = torch.zeros(max(count, 1), dtype=spec.compute, device=device)
@@ -132,64 +135,46 @@ class CudaSlices:
         """The array of all slices of a slot."""
         return self._arrays[f"slot_{slot}"]
 
-    def _table(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
-        return tensor if tensor.numel() else tensor.new_zeros(1)
-
     def _tiles(self, tile: TilePass) -> tuple[ViewTiles, dict[str, torch.Tensor]]:
         assert tile.view is not None
         index = self.spec.program.slices.views.index(tile.view)
         tiles = self.tables.views[index]
         if index not in self._views:
-            names = ("tile_tensor", "first_tile", "tile_count", "extents")
-            view_tables = {name: self._table(getattr(tiles, name)) for name in names}
-            view_tables["part_starts"] = self._table(tiles.parts)
-            view_tables.update({f"base_{first}": self._table(np.array([first])) for _, first, _ in tiles.ranges})
-            self._views[index] = view_tables
+            arrays = {name: getattr(tiles, name) for name in ("tile_tensor", "first_tile", "tile_count", "extents")}
+            arrays["part_starts"] = tiles.parts
+            arrays.update({f"base_{first}": np.array([first]) for _, first, _ in tiles.ranges})
+            self._views[index] = {name: device_table(array, self.device) for name, array in arrays.items()}
         return tiles, self._views[index]
 
     def launches(
         self, module: ModuleType, tile: TilePass, tables: Mapping[str, torch.Tensor], unscale: bool, strided: np.ndarray
-    ) -> list[Launch]:
+    ) -> Iterator[TableLaunch]:
         """The launches of a pass: one for each block that its tiles have, then what finishes its reductions."""
+        # Imported here because it needs Triton.
+        from .support import combine_parts
+
         tiles, own = self._tiles(tile)
-        name = f"{self.spec.name}_{tile.title}"
+        name, device = f"{self.spec.name}_{tile.title}", self.device
         common = {**tables, **self._arrays, **own}
-        launches: list[Launch] = []
         for block, first, count in tiles.ranges:
             constants, options = build_options(self.spec, tile, block, unscale)
-            of_range = {"tile_tensor": own["tile_tensor"][first : first + count], "tile_base": own[f"base_{first}"]}
-            pointers = [*SLICE_POINTERS, *slice_pointers(self.spec, tile)]
-            kernel = Launcher(getattr(module, name), count, self.device, constants, **options)
-            launches.append((kernel, [{**common, **of_range}[pointer] for pointer in pointers]))
+            base = {**common, "tile_base": own[f"base_{first}"]}
+            of_range = {**base, "tile_tensor": own["tile_tensor"][first : first + count]}
+            yield launch_of(getattr(module, name), count, device, constants, of_range, **options)
             listed = first + np.flatnonzero(strided[tiles.tile_tensor[first : first + count]])
             if tile.over is None and len(listed):
-                of_range = {"tile_list": self._table(listed), "tile_base": of_range["tile_base"]}
-                pointers = [*SLICE_POINTERS, *STRIDED_POINTERS, *slice_pointers(self.spec, tile)]
-                strided_kernel = getattr(module, f"{name}_strided")
                 options.pop("maxnreg", None)
-                kernel = Launcher(strided_kernel, len(listed), self.device, constants, **options)
-                launches.append((kernel, [{**common, **of_range}[pointer] for pointer in pointers]))
-        return launches + self._finishing(module, tile, common)
-
-    def _finishing(self, module: ModuleType, tile: TilePass, common: Mapping[str, torch.Tensor]) -> list[Launch]:
-        # Imported here because it needs Triton.
-        from .support import COMBINE_POINTERS, combine_parts
-
-        launches = []
+                walked = {**base, "tile_list": device_table(listed, device)}
+                yield launch_of(getattr(module, f"{name}_strided"), len(listed), device, constants, walked, **options)
         for slot, reduction in tile.parts:
-            along_rows = tile.place(reduction) == "row"
-            combined = self._combined(tile, slot, along_rows)
+            combined = self._combined(tile, slot, tile.place(reduction) == "row")
             count = len(combined["tile_tensor"]) if self.tables.slot_counts[slot] else 0
-            arguments = {**common, **combined, "parts": common[f"parts_{slot}"], "out": common[f"slot_{slot}"]}
-            constants = {"OPERATION": reduction.operation, "SLICES": _COMBINED_SLICES, "PARTS": _COMBINED_PARTS}
-            combine = Launcher(combine_parts, count, self.device, constants)
-            launches.append((combine, [arguments[pointer] for pointer in COMBINE_POINTERS]))
+            arrays = {**common, **combined, "parts": common[f"parts_{slot}"], "out": common[f"slot_{slot}"]}
+            sizes = {"OPERATION": reduction.operation, "SLICES": _COMBINED_SLICES, "PARTS": _COMBINED_PARTS}
+            yield launch_of(combine_parts, count, device, sizes, arrays)
         if tile.reductions:
-            kernel = getattr(module, f"{self.spec.name}_{tile.title}_finish")
-            finish = Launcher(kernel, len(common["first_tile"]), self.device, {"BLOCK": _FINISH_BLOCK})
-            launches.append((finish, [common[pointer] for pointer in FINISH_POINTERS]))
-        return launches
+            finish = getattr(module, f"{name}_finish")
+            yield launch_of(finish, len(common["first_tile"]), device, {"BLOCK": _FINISH_BLOCK}, common)
 
     def _combined(self, tile: TilePass, slot: int, along_rows: bool) -> dict[str, torch.Tensor]:
         """The tables of `combine_parts` for the parts of one slot."""
@@ -208,8 +193,8 @@ class CudaSlices:
             programs = -(-counts // _COMBINED_SLICES)
             owners = np.repeat(np.arange(len(counts), dtype=np.int32), programs)
             self._combines[key] = {
-                "tile_tensor": self._table(owners),
-                "first_tile": self._table(np.cumsum(programs) - programs),
-                "places": self._table(places),
+                "tile_tensor": device_table(owners, self.device),
+                "first_tile": device_table(np.cumsum(programs) - programs, self.device),
+                "places": device_table(places, self.device),
             }
         return self._combines[key]

@@ -566,9 +566,6 @@ def sum_of_partials(partials, partial_count, BLOCK: tl.constexpr):
     return tl.where(result == float("inf"), smaller(result, bound), result)
 
 
-COMBINE_POINTERS = ["parts", "out", "tile_tensor", "first_tile", "places", "grads"]
-
-
 @triton.jit(do_not_specialize_on_alignment=["parts", "out", "tile_tensor", "first_tile", "places", "grads"])
 def combine_parts(
     parts,
