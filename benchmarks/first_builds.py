@@ -94,11 +94,8 @@ def first_launches(rule: str, shapes: Sequence[Sequence[int]], dtype: torch.dtyp
     make = partial(tilestep.Optimizer, parameters, rule, max_grad_norm=MAX_GRAD_NORM)
     engine = engine_of(make, default_shape(None, "cuda"))
     norm = TritonNorm(torch.device("cpu"), [each.numel() for each in parameters], [dtype] * len(parameters))
-    decision = StepInputs(partials=norm.tiles_put())
-    launches = [
-        norm.tiles_launch(engine.grads),
-        decision_launch(decide, engine.control.numbers, decision, {}),
-    ]
+    tiles, partials = norm.tiles_launch(engine.grads)
+    launches = [tiles, decision_launch(decide, engine.control.numbers, StepInputs(partials=partials), {})]
     launches += [launch for passes in engine.passes for launch in passes.launches(False)]
     for launcher, _ in launches:
         launcher._device, launcher._compiles = DEVICE, True

@@ -10,6 +10,7 @@
 #include <structmember.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <unordered_set>
 #include <utility>
@@ -96,19 +97,19 @@ void* address_of(const Tensor& tensor) {
   return const_cast<char*>(base) + tensor.storage_offset() * static_cast<int64_t>(tensor.element_size());
 }
 
-// Random odd numbers.
-constexpr uint64_t ODD[] = {
-    0x91D93080F9B439FD, 0x3CEAAF308142C8EB, 0x627655DAA05F1119, 0x9DFB369BAB13DFAF,
-    0x0FF9BB510944FE0D, 0x6301BBFCA0C5154F, 0x047A8387CDDE8D51, 0x6FCED11D2BD8A1E7,
-    0xB7C1DCE27F7695F5, 0x3A124C647E02FF05, 0x5CBD0BA3A1A6BCDF, 0x66080F174C96D8E3,
-    0x42F2DC05873F9BD1, 0xB120A366F0BBE9CF, 0xCE4CDA11B43C589B, 0x78B7D0AC84773CE1,
-    0x48668D77E827062D, 0x2330FCF1562AE4B9, 0xE36BF9B3DDCB369D, 0xC1ACC9906424550B,
-    0xF065A1C284CC4549, 0x9AD9B9A25E78454D, 0xF6A730B7B12E9EED, 0x993565976FBAF663,
-    0xC5C2C2AF3977A655, 0x8DF08078A22EA181, 0x952C466E473A1797, 0xF3194A3B381E53E7,
-    0xDAFA3A387F006745, 0xC498B6E73648245F, 0x675A2E199B58BA8D, 0xAB57F9854332C3DB,
-    0x19F9CBEF0F69A4D1, 0xC1B87F1A7323691B, 0x75365E1458294A91, 0x2EB737282FEA875F,
-};
-constexpr size_t MOST_DIMS = (sizeof(ODD) / sizeof(ODD[0]) - 2) / 2;
+// Random odd numbers: those of splitmix64.
+constexpr size_t MOST_DIMS = 17;
+constexpr auto ODD = [] {
+  std::array<uint64_t, 2 * MOST_DIMS + 2> numbers{};
+  uint64_t state = 0;
+  for (uint64_t& number : numbers) {
+    uint64_t mixed = state += 0x9E3779B97F4A7C15;
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9;
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB;
+    number = mixed ^ (mixed >> 31) | 1;
+  }
+  return numbers;
+}();
 
 // A tensor is unchanged if its address and this hash are equal: dtype, device, dispatch keys (lazy negation and
 // conjugation, zero tensors, subclasses), sizes, strides. `table.py` compares the same in Python. A hash, since the record

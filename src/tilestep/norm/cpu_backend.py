@@ -52,42 +52,24 @@ template <class T> inline void ask_ahead(const T* x) {
     + ELEMENTS.strip()
     + r"""
 
-template <class Wide> struct BitsOf;
-template <> struct BitsOf<float> { using type = int32_t; };
-template <> struct BitsOf<double> { using type = int64_t; };
+inline int32_t bits_of(float x) { return as<int32_t>(x); }
+inline int64_t bits_of(double x) { return as<int64_t>(x); }
+inline float absolute(float x) { return as<float>(bits_of(x) & 0x7fffffff); }
+inline double absolute(double x) { return as<double>(bits_of(x) & 0x7fffffffffffffff); }
 
-inline float absolute(float x) { return as<float>(as<uint32_t>(x) & 0x7fffffffu); }
-inline double absolute(double x) { return as<double>(as<uint64_t>(x) & 0x7fffffffffffffffull); }
-
-struct Squares {
-    template <class Wide> static inline Wide of(Wide x, Wide) { return x * x; }
-};
-struct Absolute {
-    template <class Wide> static inline Wide of(Wide x, Wide) { return absolute(x); }
-};
-struct Power {
-    static inline float of(float x, float power) { return std::pow(absolute(x), power); }
-    static inline double of(double x, double power) { return std::pow(absolute(x), power); }
-};
-struct Nonzero {
-    template <class Wide> static inline Wide of(Wide x, Wide) { return x != 0 ? Wide(1) : Wide(0); }
-};
-
-template <class Op, class T> double sum(const T* x, int64_t count, double p) {
-    using Wide = decltype(read(T()));
-    const Wide power = static_cast<Wide>(p);
+template <class T, class Term> double sum(const T* x, int64_t count, const Term& term) {
     double total = 0;
     for (int64_t begin = 0; begin < count; begin += BLOCK) {
         const int64_t size = count - begin < BLOCK ? count - begin : BLOCK;
         const int64_t whole = size / LANES * LANES;
         const T* block = x + begin;
-        Wide lanes[LANES] = {};
+        decltype(read(T())) lanes[LANES] = {};
         for (int64_t i = 0; i < whole; i += LANES) {
             ask_ahead(block + i);
 #pragma omp simd
-            for (int64_t lane = 0; lane < LANES; ++lane) lanes[lane] += Op::of(read(block[i + lane]), power);
+            for (int64_t lane = 0; lane < LANES; ++lane) lanes[lane] += term(read(block[i + lane]));
         }
-        for (int64_t i = whole; i < size; ++i) lanes[i - whole] += Op::of(read(block[i]), power);
+        for (int64_t i = whole; i < size; ++i) lanes[i - whole] += term(read(block[i]));
         for (int64_t lane = 0; lane < LANES; ++lane) total += static_cast<double>(lanes[lane]);
     }
     return total;
@@ -97,15 +79,17 @@ template <class Op, class T> double sum(const T* x, int64_t count, double p) {
 // -1, below all others and a NaN again when read as a float.
 template <bool LARGEST, class T> double extreme(const T* x, int64_t count) {
     using Wide = decltype(read(T()));
-    using Bits = typename BitsOf<Wide>::type;
-    const Bits infinity = as<Bits>(Wide(INFINITY));
-    const Bits start = LARGEST ? 0 : infinity;
-    Bits lanes[LANES];
+    using Bits = decltype(bits_of(Wide()));
+    const Bits infinity = bits_of(Wide(INFINITY)), start = LARGEST ? 0 : infinity;
+    Bits lanes[LANES], result = start;
     for (int64_t lane = 0; lane < LANES; ++lane) lanes[lane] = start;
-    const auto step = [infinity](Bits known, T element) {
-        Bits bits = as<Bits>(absolute(read(element)));
-        if (!LARGEST) bits = bits > infinity ? Bits(-1) : bits;
+    const auto of_two = [](Bits known, Bits bits) {
         return LARGEST ? (bits > known ? bits : known) : (bits < known ? bits : known);
+    };
+    const auto step = [infinity, of_two](Bits known, T element) {
+        Bits bits = bits_of(absolute(read(element)));
+        if (!LARGEST) bits = bits > infinity ? Bits(-1) : bits;
+        return of_two(known, bits);
     };
     const int64_t whole = count / LANES * LANES;
     for (int64_t i = 0; i < whole; i += LANES) {
@@ -113,18 +97,14 @@ template <bool LARGEST, class T> double extreme(const T* x, int64_t count) {
         for (int64_t lane = 0; lane < LANES; ++lane) lanes[lane] = step(lanes[lane], x[i + lane]);
     }
     for (int64_t i = whole; i < count; ++i) lanes[i - whole] = step(lanes[i - whole], x[i]);
-    Bits result = start;
-    for (int64_t lane = 0; lane < LANES; ++lane) {
-        const Bits bits = lanes[lane];
-        result = LARGEST ? (bits > result ? bits : result) : (bits < result ? bits : result);
-    }
+    for (int64_t lane = 0; lane < LANES; ++lane) result = of_two(result, lanes[lane]);
     return static_cast<double>(as<Wide>(result));
 }
 
 // A sum of squares, finite exactly if all elements are: an overflow check may rely on it.
 template <class T> double sum_of_squares(const T* x, int64_t count) {
     using Wide = decltype(read(T()));
-    const double result = sum<Squares>(x, count, 2);
+    const double result = sum(x, count, [](Wide value) { return value * value; });
     const double infinity = double(INFINITY);
     if (result < infinity || !(extreme<true>(x, count) < infinity)) return result;
     if (sizeof(Wide) == 8) return __DBL_MAX__;
@@ -138,42 +118,36 @@ template <class T> double sum_of_squares(const T* x, int64_t count) {
 
 enum Order { SQUARES, ABSOLUTE, POWER, NONZERO, LARGEST, SMALLEST };
 
-template <class T> double tile_value(const void* address, int64_t begin, int64_t count, int order, double p) {
-    const T* x = static_cast<const T*>(address) + begin;
+template <class T> double tile_value(const T* x, int64_t count, int order, double p) {
+    using Wide = decltype(read(T()));
+    const Wide power = static_cast<Wide>(p);
     switch (order) {
         case SQUARES: return sum_of_squares(x, count);
 #ifdef SQUARES_ALONE
         default: return 0;
 #else
-        case ABSOLUTE: return sum<Absolute>(x, count, p);
-        case POWER: return sum<Power>(x, count, p);
-        case NONZERO: return sum<Nonzero>(x, count, p);
+        case ABSOLUTE: return sum(x, count, [](Wide value) { return absolute(value); });
+        case POWER: return sum(x, count, [power](Wide value) { return std::pow(absolute(value), power); });
+        case NONZERO: return sum(x, count, [](Wide value) { return value != 0 ? Wide(1) : Wide(0); });
         case LARGEST: return extreme<true>(x, count);
         default: return extreme<false>(x, count);
 #endif
     }
 }
 
-template <class T> void scale_tile(void* address, int64_t begin, int64_t count, double coefficient) {
-    using Wide = decltype(read(T()));
-    T* x = static_cast<T*>(address) + begin;
-    const Wide factor = static_cast<Wide>(coefficient);
-#pragma omp simd
-    for (int64_t i = 0; i < count; ++i) write(x[i], read(x[i]) * factor);
-}
-
-// A tensor's row: its length, its first tile, its dtype code. A tile is found through its tensor's row.
-struct Tile {
-    void* address;
-    int64_t begin, count, code, tensor;
-};
-
-inline Tile tile_at(int64_t tile, const int64_t* addresses, const int64_t* rows, const int32_t* tile_tensor) {
-    const int64_t tensor = tile_tensor[tile];
-    const int64_t* row = rows + 3 * tensor;
-    const int64_t begin = (tile - row[1]) * TILE;
-    const int64_t rest = row[0] - begin;
-    return {reinterpret_cast<void*>(addresses[tensor]), begin, rest < TILE ? rest : TILE, row[2], tensor};
+// Calls `visit` with the elements of a tile, if its tensor is there. A tensor's row: length, first tile, dtype code.
+template <class Visit>
+inline void visit_tile(int64_t tile, const int64_t* addresses, const int64_t* rows, const int32_t* tile_tensor,
+                       const Visit& visit) {
+    const int64_t address = addresses[tile_tensor[tile]], *row = rows + 3 * int64_t(tile_tensor[tile]);
+    const int64_t begin = (tile - row[1]) * TILE, rest = row[0] - begin, count = rest < TILE ? rest : TILE;
+    if (address == 0) return;
+    switch (row[2]) {
+        case 0: return visit(reinterpret_cast<bfloat16*>(address) + begin, count);
+        case 1: return visit(reinterpret_cast<float16*>(address) + begin, count);
+        case 2: return visit(reinterpret_cast<float*>(address) + begin, count);
+        default: return visit(reinterpret_cast<double*>(address) + begin, count);
+    }
 }
 
 double total(const double* partials, const int32_t* tile_tensor, int64_t tiles, int order) {
@@ -204,14 +178,10 @@ extern "C" void tilestep_norm(const int64_t* addresses, const int64_t* rows, con
                               int order, double p, int root, double* partials, double* out, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t index = 0; index < tiles; ++index) {
-        const Tile tile = tile_at(index, addresses, rows, tile_tensor);
         double value = order == SMALLEST ? double(INFINITY) : 0.0;
-        if (tile.address != nullptr) switch (tile.code) {
-            case 0: value = tile_value<bfloat16>(tile.address, tile.begin, tile.count, order, p); break;
-            case 1: value = tile_value<float16>(tile.address, tile.begin, tile.count, order, p); break;
-            case 2: value = tile_value<float>(tile.address, tile.begin, tile.count, order, p); break;
-            default: value = tile_value<double>(tile.address, tile.begin, tile.count, order, p);
-        }
+        visit_tile(index, addresses, rows, tile_tensor, [&value, order, p](const auto* x, int64_t count) {
+            value = tile_value(x, count, order, p);
+        });
         partials[index] = value;
     }
     double result = total(partials, tile_tensor, tiles, order);
@@ -226,15 +196,12 @@ extern "C" void tilestep_scale(const int64_t* addresses, const int64_t* rows, co
                                int64_t tiles, double coefficient, int threads) {
     if (coefficient == 1) return;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t index = 0; index < tiles; ++index) {
-        const Tile tile = tile_at(index, addresses, rows, tile_tensor);
-        if (tile.address != nullptr) switch (tile.code) {
-            case 0: scale_tile<bfloat16>(tile.address, tile.begin, tile.count, coefficient); break;
-            case 1: scale_tile<float16>(tile.address, tile.begin, tile.count, coefficient); break;
-            case 2: scale_tile<float>(tile.address, tile.begin, tile.count, coefficient); break;
-            default: scale_tile<double>(tile.address, tile.begin, tile.count, coefficient);
-        }
-    }
+    for (int64_t index = 0; index < tiles; ++index)
+        visit_tile(index, addresses, rows, tile_tensor, [coefficient](auto* x, int64_t count) {
+            const auto factor = static_cast<decltype(read(*x))>(coefficient);
+#pragma omp simd
+            for (int64_t i = 0; i < count; ++i) write(x[i], read(x[i]) * factor);
+        });
 }
 """
 )
@@ -278,18 +245,18 @@ class EagerNorm:
     def __init__(self, tiles: NormTiles) -> None:
         self._tiles = tiles
 
-    def sum_squares(self, addresses: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """`launch` for the 2-norm without its root: written to `out`, float64[1], which is returned."""
-        self.launch(addresses, out)
-        return out
-
-    def launch(self, addresses: torch.Tensor, out: torch.Tensor, norm_type: float = 2.0, root: bool = False) -> None:
-        """Write the norm of the tensors at these addresses to `out`."""
+    def launch(
+        self, addresses: torch.Tensor, out: torch.Tensor, norm_type: float = 2.0, root: bool = False
+    ) -> torch.Tensor:
+        """Write the norm of the tensors at these addresses to `out`, which is returned."""
         parts = [before_root(tensor, norm_type) for tensor in self._tensors(addresses)]
         total = combine(torch.tensor(parts, dtype=torch.float64, device="cpu"), norm_type, root=root)
         if not root and order_of(norm_type) is Order.SQUARES and max(parts, default=0.0) < math.inf:
             total = total.clamp(max=LARGEST_SUM)
-        out.copy_(total)
+        return out.copy_(total)
+
+    def tiles_launch(self, addresses: torch.Tensor) -> None:
+        """None: only a GPU sums tiles in a launch of their own, for a caller that adds them up."""
 
     def scale(self, addresses: torch.Tensor, norm: torch.Tensor, limit: torch.Tensor | float) -> None:
         """Multiply the tensors by min(1, limit / (norm + 1e-6)) in place."""
@@ -297,15 +264,6 @@ class EagerNorm:
         if coefficient != 1:
             for tensor in self._tensors(addresses):
                 tensor.mul_(coefficient)
-
-    def launch_tiles(self, addresses: torch.Tensor) -> None:
-        """None: only a GPU sums tiles in a launch of their own, for a caller that adds them up."""
-
-    def tiles_launch(self, addresses: torch.Tensor) -> None:
-        """None, as `launch_tiles`."""
-
-    def tiles_put(self) -> None:
-        """None, as `launch_tiles`."""
 
     def _tensors(self, addresses: torch.Tensor) -> Iterator[torch.Tensor]:
         for address, (length, _, code) in zip(addresses.tolist(), self._tiles.rows.tolist()):
@@ -326,48 +284,32 @@ class CpuNorm(EagerNorm):
         self._tile_tables = tiles.rows.ctypes.data, tiles.tensor_of.ctypes.data, len(tiles.tensor_of)
         self._partials_address = self._partials.data_ptr()
 
-    def sum_squares(self, addresses: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        threads = 1 if self._most_threads == 1 else min(self._most_threads, thread_count())
-        tables, order = self._tile_tables, int(Order.SQUARES)
-        self._library.tilestep_norm(
-            addresses.data_ptr(), *tables, order, 2.0, False, self._partials_address, out.data_ptr(), threads
-        )
-        return out
-
-    def launch(self, addresses: torch.Tensor, out: torch.Tensor, norm_type: float = 2.0, root: bool = False) -> None:
+    def launch(
+        self, addresses: torch.Tensor, out: torch.Tensor, norm_type: float = 2.0, root: bool = False
+    ) -> torch.Tensor:
         """One call; the result does not depend on the number of threads."""
-        total, order = ctypes.c_double(), order_of(norm_type)
-        library = self._library
+        order, library = order_of(norm_type), self._library
         if order is not Order.SQUARES and self._whole is not None:
             try:
                 library = self._whole()
             except BuildError as error:  # the 2-norm may come from a cache that a compiler filled
                 warn_of_failure(error)
                 return super().launch(addresses, out, norm_type, root)
+        # A number beyond the range of `out` becomes infinity.
+        total = out if out.dtype is torch.float64 else torch.empty((), dtype=torch.float64, device="cpu")
+        results = self._partials_address, total.data_ptr()
         library.tilestep_norm(
-            addresses.data_ptr(),
-            *self._tile_tables,
-            int(order),
-            norm_type,
-            root,
-            self._partials.data_ptr(),
-            ctypes.addressof(total),
-            min(self._most_threads, thread_count()),
+            addresses.data_ptr(), *self._tile_tables, int(order), norm_type, root, *results, self._threads
         )
-        _put(out, total.value)
+        return out if total is out else out.copy_(total)
 
     def scale(self, addresses: torch.Tensor, norm: torch.Tensor, limit: torch.Tensor | float) -> None:
-        self._library.tilestep_scale(
-            addresses.data_ptr(),
-            *self._tile_tables,
-            clip_coefficient(float(norm), float(limit)),
-            min(self._most_threads, thread_count()),
-        )
+        coefficient = clip_coefficient(float(norm), float(limit))
+        self._library.tilestep_scale(addresses.data_ptr(), *self._tile_tables, coefficient, self._threads)
 
-
-def _put(out: torch.Tensor, number: float) -> None:
-    """Write a number, as infinity beyond float32's range; `fill_` would raise."""
-    out.copy_(torch.tensor(number, dtype=torch.float64, device="cpu"))
+    @property
+    def _threads(self) -> int:
+        return 1 if self._most_threads == 1 else min(self._most_threads, thread_count())
 
 
 def before_root(tensor: torch.Tensor, norm_type: float) -> float:

@@ -32,39 +32,27 @@ class TritonNorm:
         self._norms: dict[tuple[Order, bool, torch.dtype], tuple[Launcher, Launcher]] = {}
         self._scales: dict[tuple[torch.dtype, torch.dtype | None], Launcher] = {}
 
-    def sum_squares(self, addresses: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """`launch` for the 2-norm without its root; returns `out`."""
-        self.launch(addresses, out)
-        return out
-
-    def launch(self, addresses: torch.Tensor, out: torch.Tensor, norm_type: float = 2.0, root: bool = False) -> None:
+    def launch(
+        self, addresses: torch.Tensor, out: torch.Tensor, norm_type: float = 2.0, root: bool = False
+    ) -> torch.Tensor:
         """Write the norm of the tensors at these addresses to `out`: a launch of the tiles, and one of the finish."""
         norm_type = float(norm_type)
         order = order_of(norm_type)
-        launchers = self._norm_launchers(order, root, out.dtype)
+        tiles, finish = self._norm_launchers(order, root, out.dtype)
+        partials, size = self.partials, self._tile_size
         if order is Order.NONZERO:
             if self._flags is None:  # a number per tensor, zero between launches: the finish clears it
                 self._flags = torch.zeros(max(1, len(self._tiles.rows)), dtype=torch.float64, device=self._device)
             partials, size = self._flags, self._tensor_size
-        else:
-            partials, size = self.partials, self._tile_size
-        launchers[0](addresses, self._table, self._tensor_of, partials, norm_type)
-        launchers[1](partials, size, out, norm_type)
+        tiles(addresses, self._table, self._tensor_of, partials, norm_type)
+        finish(partials, size, out, norm_type)
+        return out
 
-    def launch_tiles(self, addresses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launch the tiles of the 2-norm only; returns their sums of squares, and their number."""
-        launcher, arguments = self.tiles_launch(addresses)
-        launcher(*arguments)
-        return self.tiles_put()
-
-    def tiles_launch(self, addresses: torch.Tensor) -> Launch:
-        """The launch of `launch_tiles`."""
-        launchers = self._norm_launchers(Order.SQUARES, False, torch.float64)
-        return launchers[0], (addresses, self._table, self._tensor_of, self.partials, 2.0)
-
-    def tiles_put(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sums of squares of tiles, and their number."""
-        return self.partials, self._tile_size
+    def tiles_launch(self, addresses: torch.Tensor) -> tuple[Launch, tuple[torch.Tensor, torch.Tensor]]:
+        """The launch of the tiles of the 2-norm only; and where it puts their sums of squares, and their number."""
+        tiles, _ = self._norm_launchers(Order.SQUARES, False, torch.float64)
+        launch = tiles, (addresses, self._table, self._tensor_of, self.partials, 2.0)
+        return launch, (self.partials, self._tile_size)
 
     def scale(self, addresses: torch.Tensor, norm: torch.Tensor, limit: torch.Tensor | float) -> None:
         """Multiply the tensors by min(1, limit / (norm + 1e-6)) in place: one launch."""

@@ -66,25 +66,30 @@ class GradNorm:
     def sum_squares(self) -> torch.Tensor:
         """Launch the norm pass: float64[1] on the device, for this rank's gradients or shares."""
         if self.launch is None and self.counts_once and self._order is None:
-            self.launch = partial(self._tables[0].sum_squares, self._grads[0], self.power_sum)
+            self.launch = partial(self._tables[0].launch, self._grads[0], self.power_sum)
         if self.launch is not None:
             return self.launch()
         addresses = self._addresses()
         if self.counts_once:
-            return self._tables[0].sum_squares(addresses, self.power_sum)
-        sums = [table.sum_squares(addresses, out) for table, out in zip(self._tables, self._sums)]
+            return self._tables[0].launch(addresses, self.power_sum)
+        sums = [table.launch(addresses, out) for table, out in zip(self._tables, self._sums)]
         return torch.sum(torch.cat(sums) * self._factors, 0, keepdim=True, out=self.power_sum)
 
     def start(self) -> None:
         """Launch the tiles of gradients whose addresses are up to date, to run while the host checks the rest."""
-        self._started = self._tables[0].launch_tiles(self._addresses())
+        self._started = None
+        self._started = self.partials()
 
     def partials(self) -> Partials | None:
         """Launch the pass without its finish, if the decision can do it; None if it cannot. All weights must be 1."""
         started, self._started = self._started, None
-        return started or self._tables[0].launch_tiles(self._addresses())
+        tiles = None if started else self.tiles_launch()
+        if tiles is None:
+            return started
+        (launcher, arguments), sums = tiles
+        launcher(*arguments)
+        return sums
 
     def tiles_launch(self) -> tuple[Launch, Partials] | None:
         """The launch of `partials`, and its result."""
-        tiles, sums = self._tables[0].tiles_launch(self._addresses()), self._tables[0].tiles_put()
-        return None if tiles is None or sums is None else (tiles, sums)
+        return self._tables[0].tiles_launch(self._addresses())
