@@ -9,7 +9,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from ..graph import ScalarPass, Value, scalar_needs, size_from_end
+from ..graph import ScalarPass, Value, ancestors, scalar_needs, size_from_end
 from ..kernels.spec import KernelSpec
 
 SIGNS = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
@@ -137,6 +137,18 @@ class Writer:
                 self.name(value, _stripped(expression))
             else:
                 self.bind(value, expression)
+
+    def write_graph(self, roots: Iterable[Value], read: Mapping[int, str] | None = None) -> list[str]:
+        """Write what roots depend on, inputs under their names, and return the expressions of roots; values in `read`,
+        by identity, are expressions already."""
+        roots = list(roots)
+        self.expressions.update(read or {})
+        values = ancestors(roots, lambda value: id(value) in (read or {}))
+        for value in values:
+            if value.operation in ("load", "hyper") and id(value) not in self.expressions:
+                self.bind(value, value.attribute)
+        self.write(values)
+        return [self[root] for root in roots]
 
     def __getitem__(self, value: Value) -> str:
         return self.expressions[id(value)]

@@ -373,7 +373,7 @@ def _kind(request: Request, kind: Kind, stages: tuple[Any, ...], called: str, pa
         "arrays": tuple(array.name for array in spec.arrays),
         "hypers": spec.hypers,
         "sizes": spec.sizes if "sizes" in parameters else (),
-        "columns": max(len(spec.program.columns), 1),
+        "columns": spec.columns,
         "reductions": max(spec.reduction_count, 1) if parameters & {"sums", "partials"} else 1,
         "span": default_shape(spec, "cuda").span,
         **({"launches": stages[0]} if request.is_single else {"stages": stages}),

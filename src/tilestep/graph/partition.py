@@ -440,14 +440,13 @@ class Program:
         """The slice passes between scalar pass `index` and tile pass `index`."""
         return self.slices.passes[index] if self.slices.passes else []
 
+    def passes_of(self, index: int) -> list[TilePass]:
+        """The passes over elements or slices between scalar pass `index` and the next, in execution order."""
+        return [tile for tile in (*self.slices_before(index), self.tiles[index]) if tile is not None]
+
     def tile_passes(self) -> list[TilePass]:
         """Every pass over elements or slices, in execution order."""
-        return [
-            tile_pass
-            for index, tile in enumerate(self.tiles)
-            for tile_pass in (*self.slices_before(index), tile)
-            if tile_pass is not None
-        ]
+        return [tile for index in range(len(self.tiles)) for tile in self.passes_of(index)]
 
     def unscales(self, tile: TilePass) -> bool:
         """Whether this pass also writes unscaled gradients back."""

@@ -102,6 +102,21 @@ class KernelSpec:
         """Whether a pass rounds at random."""
         return not self.draws.keys().isdisjoint(tile.stores)
 
+    def touched(self, tile: TilePass) -> list[tuple[int, Array]]:
+        """The arrays that a pass reads or writes, with their places: 0 of the gradient, then the address table's."""
+        names = {array.name for name in (*tile.reads(), *tile.stores) for array in self.storages[name].arrays(name)}
+        names |= {self.grad.name} if self.program.unscales(tile) else set()
+        return [(place, array) for place, array in enumerate((self.grad, *self.arrays)) if array.name in names]
+
+    def steps_later(self, tile: TilePass) -> int:
+        """Steps that are counted after a pass: the last scalar pass counts this one."""
+        return int(tile.stage < len(self.program.scalars) - 1)
+
+    @property
+    def columns(self) -> int:
+        """Columns of the table with a row of numbers for each tensor."""
+        return max(len(self.program.columns), 1)
+
     @cached_property
     def widest(self) -> int:
         """Bytes of an element of the widest array."""
@@ -135,18 +150,13 @@ class KernelSpec:
             f"tilestep {__version__}: rule {self.program.graph.title}, {backend} backend",
             f"storage: {storage}; computed in {dtype_name(self.compute)}",
         ]
-        for index, tile in enumerate(self.program.tiles):
-            for slice_pass in self.program.slices_before(index):
-                lines.append(f"{slice_pass.title}: {_described(slice_pass)}")
-            if tile is not None:
-                lines.append(f"pass {index}: {_described(tile)}")
+        for index, last in enumerate(self.program.tiles):
+            for tile in self.program.passes_of(index):
+                title = f"pass {index}" if tile is last else tile.title
+                lines.append(f"{title}: reads {', '.join(tile.reads())}; writes {', '.join(tile.stores) or '-'}")
         if self.outputs:
             lines.append(f"outputs: {', '.join(output.name for output in self.outputs)}")
         return "\n".join(f"{mark} {line}" for line in lines)
-
-
-def _described(tile: TilePass) -> str:
-    return f"reads {', '.join(tile.reads())}; writes {', '.join(tile.stores) or '-'}"
 
 
 _WORDS = {"sub": "minus", "add": "plus", "div": "over", "mul": "times"}
@@ -192,8 +202,7 @@ def _bytes(arrays: Sequence[Array]) -> float:
 
 def pass_traffic(spec: KernelSpec, index: int) -> Traffic:
     """What tile pass `index` moves, without the gradients that one pass writes back where they carry a loss scale."""
-    tile = spec.program.tiles[index]
-    return tile_traffic(spec, [*spec.program.slices_before(index), *([] if tile is None else [tile])])
+    return tile_traffic(spec, spec.program.passes_of(index))
 
 
 def tile_traffic(spec: KernelSpec, passes: Sequence[TilePass]) -> Traffic:

@@ -340,7 +340,7 @@ class Numbers:
         """float64[tensors][slots], what a scalar pass leaves to be combined over all tensors."""
         self.totals = zeros(max(spec.global_count, 1))
         """float64[slots], the combined values."""
-        self.rows = zeros(count, max(len(spec.program.columns), 1), dtype=spec.compute)
+        self.rows = zeros(count, spec.columns, dtype=spec.compute)
         """[tensors][columns], numbers that scalar passes compute for tile and matrix passes."""
         for name, array in {"step": self.step, **self.scalar_states}.items():
             numbers = {index: entry.scalars[name] for index, entry in enumerate(entries) if name in entry.scalars}

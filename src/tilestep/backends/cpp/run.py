@@ -174,16 +174,15 @@ class CppPasses(Passes):
         self._gaps = True
 
     def _all_functions(self, library: ctypes.CDLL) -> list[list[tuple[Any, tuple[Any, ...]]]]:
-        return [self._functions(library, index) for index in range(len(self.segment.spec.program.tiles))]
-
-    def _functions(self, library: ctypes.CDLL, index: int) -> list[tuple[Any, tuple[Any, ...]]]:
-        """The functions of a tile pass and of the passes before it, with their arguments."""
-        functions: list[tuple[Any, tuple[Any, ...]]] = []
-        for tile in (*self.segment.spec.program.slices_before(index), self.segment.spec.program.tiles[index]):
-            if tile is not None:
-                tables = (self.slices.argument,) if self.slices and tile.view else ()
-                functions.append((getattr(library, tile.title), (self._argument, *tables)))
-        return functions
+        """The functions of each tile pass and of the passes before it, with their arguments."""
+        program, by_slices = self.segment.spec.program, (self.slices.argument,) if self.slices else ()
+        return [
+            [
+                (getattr(library, tile.title), (self._argument, *(by_slices if tile.view else ())))
+                for tile in program.passes_of(index)
+            ]
+            for index in range(len(program.tiles))
+        ]
 
     def upload(self) -> None:
         """Point the launch record at the tables as they are now."""

@@ -9,7 +9,7 @@ from ...kernels.spec import KernelSpec
 from ...storage import BLOCK, Array, Leaf, codec_of, read_arrays
 from ..emit import Writer, code, nested
 from ..outputs import PassOutputs
-from .text import CppWriter, Reduced, accumulate, arrays_of, c_type, clause_of, neutral, scalar_type
+from .text import CppWriter, Reduced, accumulate, c_type, clause_of, neutral, scalar_type
 
 MOST_COLUMNS = 2048
 """The most elements of a row that a tile of a pass over rows and columns has."""
@@ -105,7 +105,7 @@ class RunBody:
 
     def begin(self, arrays: Iterable[Array]) -> list[str]:
         """Pointers to the elements of arrays."""
-        asked = arrays_of(self.spec, self.tile) if self.asks else []
+        asked = self.spec.touched(self.tile) if self.asks else []
         lines = [f"ask_ahead<{_ASKED}>({array.name}_array, first);" for _, array in asked]
         if self.in_place:
             return lines

@@ -28,7 +28,7 @@ from .text import (
 
 
 def scalar_function(spec: KernelSpec, index: int, scalar_pass: ScalarPass) -> list[str]:
-    columns, scalar = max(len(spec.program.columns), 1), scalar_type(spec)
+    columns, scalar = spec.columns, scalar_type(spec)
     writer = CppWriter("double", CppNames())
     states = {name: f"{_scalar_state(spec, name)}[t]" for name in spec.program.graph.scalar_states}
     control = ", ".join(f"launch->control[{name}]" for name in ("NORM", "INVERSE_SCALE", "CLIP"))
@@ -127,7 +127,7 @@ class _SlicePass:
 
     def function(self) -> list[str]:
         """The whole function."""
-        index, columns = self.slices.views.index(self.view), max(len(self.spec.program.columns), 1)
+        index, columns = self.slices.views.index(self.view), self.spec.columns
         body = RunBody(self.spec, self.tile, self.scalars, gaps=self.gaps, rest=self._accumulate)
         finish = []
         for slot, reduction in self.tile.parts:
@@ -234,7 +234,7 @@ class _SlicePass:
 
 
 def _tile_function(spec: KernelSpec, index: int, tile: TilePass, gaps: bool) -> list[str]:
-    scalar, columns, scalars = scalar_type(spec), max(len(spec.program.columns), 1), scalars_of(spec, tile)
+    scalar, columns, scalars = scalar_type(spec), spec.columns, scalars_of(spec, tile)
     body = RunBody(spec, tile, scalars, gaps=gaps)
     outputs, every, skips = body.outputs, [*body.reduced, *body.outputs.reported], "launch->control[SKIP] != 0"
     chunks = [f"{scalar} {one.chunk} = {neutral(one.reduction)};" for one in every]
@@ -309,9 +309,9 @@ def source(spec: KernelSpec, *, gaps: bool = True) -> str:
     parts = [number_function("gradient_scale_of", gradient_scale)]
     parts += [[BLOCKS_PRELUDE.strip()]] if spec.has_blocks else []
     parts += [*functions, *([[SLICES_PRELUDE.strip()]] if spec.program.slices.views else [])]
-    for index, (scalar_pass, last) in enumerate(zip(spec.program.scalars, spec.program.tiles)):
+    for index, scalar_pass in enumerate(spec.program.scalars):
         parts.append(scalar_function(spec, index, scalar_pass))
-        for tile in filter(None, (*spec.program.slices_before(index), last)):
+        for tile in spec.program.passes_of(index):
             by_slices = tile.view is not None
             parts.append(
                 _SlicePass(spec, tile, gaps).function() if by_slices else _tile_function(spec, index, tile, gaps)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...graph import TilePass, Value, ancestors
+from ...graph import TilePass, Value
 from ...kernels.spec import KernelSpec, describe
 from ...storage import BLOCK, Array, Codec, Storage, bits_graph, codec_of, dtype_name, keys_graph
 from ..decision import graph_of
@@ -232,13 +232,6 @@ def scalars_of(spec: KernelSpec, tile: TilePass) -> Writer:
     return scalars
 
 
-def arrays_of(spec: KernelSpec, tile: TilePass) -> list[tuple[int, Array]]:
-    """The arrays that a tile pass touches, with their places in layouts."""
-    used = {array.name for name in (*tile.reads(), *tile.stores) for array in spec.storages[name].arrays(name)}
-    used |= {spec.grad.name} if spec.program.unscales(tile) else set()
-    return [(place, array) for place, array in enumerate((spec.grad, *spec.arrays)) if array.name in used]
-
-
 def first_lines(spec: KernelSpec, tile: TilePass, scalars: Writer) -> list[str]:
     """The first statements on a tile: numbers of its tensor, those that take the loss scale off gradients, pointers to
     its arrays, keys of its random bits at this step, and the index of its first element in the full tensor."""
@@ -248,19 +241,17 @@ def first_lines(spec: KernelSpec, tile: TilePass, scalars: Writer) -> list[str]:
         written.add(spec.grad.name)
         lines.append("const bool unscale = launch->control[UNSCALE] != 0;")
         lines.append(f"const {scalar_type(spec)} inverse_scale = launch->control[INVERSE_SCALE];")
-    for place, array in arrays_of(spec, tile):
+    for place, array in spec.touched(tile):
         kind = ("" if array.name in written else "const ") + c_type(array)
         address = f"addresses[{place - 1} * launch->tensors + t]" if place else "grads[t]"
         lines.append(f"{kind}* __restrict {array.name}_array = reinterpret_cast<{kind}*>(launch->{address});")
     if not spec.draws_in(tile):
         return lines
-    # The last scalar pass has counted the step.
-    later = int(tile.stage < len(spec.program.scalars) - 1)
     halves = "int32_t(stream), int32_t(stream >> 32), steps_taken"
     return [
         *lines,
         "const int64_t stream = launch->streams[t * 2], origin = launch->streams[t * 2 + 1];",
-        f"const int32_t steps_taken = static_cast<int32_t>(launch->step[t]) + {later};",
+        f"const int32_t steps_taken = static_cast<int32_t>(launch->step[t]) + {spec.steps_later(tile)};",
         *(f"const int32_t key_{place} = stream_key_{place}({halves});" for place in (0, 1)),
     ]
 
@@ -333,15 +324,8 @@ def _function(
     """A function that assigns values to its parameters `targets`, or returns the only one; values by identity that are
     parameters are `bound`."""
     writer = CppWriter(kind, CppNames(["number", "largest", "stored_scale"]))
-    writer.expressions.update(bound or {})
-    values = ancestors(roots, lambda value: id(value) in (bound or {}))
-    for value in values:
-        if value.operation in ("load", "hyper") and id(value) not in writer.expressions:
-            writer.bind(value, value.attribute)
-    writer.write(values)
-    last = [_assignment(array, writer[value]) for array, value in zip(targets, roots)] or [
-        f"return {writer[roots[0]]};"
-    ]
+    results = writer.write_graph(roots, bound)
+    last = list(map(_assignment, targets, results)) or [f"return {results[0]};"]
     return code(f"""
         inline {head} {{
           {nested([*writer.lines, *last])}

@@ -215,18 +215,16 @@ class TritonPasses(Passes):
         tiles: Tiles,
         strided_tiles: int,
     ) -> _Launches:
-        tile = spec.program.tiles[index]
         launches: _Launches = []
-        for tile_pass in (*spec.program.slices_before(index), tile):
-            if self.slices and tile_pass is not None and tile_pass.view is not None:
+        for tile in spec.program.passes_of(index):
+            if self.slices and tile.view is not None:
                 strided = self.arrays.layout_index >= 0
-                launches += self.slices.launches(_module(spec), tile_pass, self._tables, unscale, strided)
-        if tile is None or tile.view is not None:
-            return launches
-        launches += self._element_launches(spec, index, unscale, tables, tiles.count, strided_tiles, tiles.size)
-        if tile.reductions:
-            size = {"SPAN": self.shape.span, "BLOCK": _FINISH_BLOCK}
-            launches.append(self._prepare(spec, f"finish_{index}", len(self.segment.entries), size, self._tables))
+                launches += self.slices.launches(_module(spec), tile, self._tables, unscale, strided)
+                continue
+            launches += self._element_launches(spec, index, unscale, tables, tiles.count, strided_tiles, tiles.size)
+            if tile.reductions:
+                size = {"SPAN": self.shape.span, "BLOCK": _FINISH_BLOCK}
+                launches.append(self._prepare(spec, f"finish_{index}", len(self.segment.entries), size, self._tables))
         return launches
 
     def _element_launches(

@@ -37,7 +37,6 @@ def scalar_kernel(spec: KernelSpec, index: int, scalar_pass: ScalarPass) -> list
     """The kernel of a scalar pass."""
     states = spec.program.graph.scalar_states
     pointers = [*pointers_of("scalar"), *(f"{name}_state" for name in states)]
-    columns = max(len(spec.program.columns), 1)
     writer = TritonWriter("float64", TritonNames(pointers))
     numbers = ", ".join(f"tl.load(control + {place})" for place in (NORM, INVERSE_SCALE, CLIP))
     places = {
@@ -55,7 +54,7 @@ def scalar_kernel(spec: KernelSpec, index: int, scalar_pass: ScalarPass) -> list
     stores = []
     for column, value in scalar_pass.rows:
         rounded = f"({writer[value]} + {wide}).to(tl.{dtype_name(spec.compute)})"
-        stores.append(f"tl.store(rows + t * {columns} + {column}, {rounded}, mask=active)")
+        stores.append(f"tl.store(rows + t * {spec.columns} + {column}, {rounded}, mask=active)")
     for slot, value in scalar_pass.global_reductions:
         place = f"global_parts + t * {spec.global_count} + {slot}"
         neutral = "0.0" if value.operation == "global_sum" else "float('-inf')"
@@ -244,12 +243,9 @@ class TileMath:
         self.results.update({f"kept_{slot}": self.writer[value] for slot, value in tile.kept})
         self.results.update({f"term_{slot}": self.writer[value.args[0]] for slot, value in tile.reductions})
         self.results.update({f"share_{slot}": self.writer[value.args[0]] for slot, value in tile.parts})
-        touched = {array.name for name in (*tile.reads(), *tile.stores) for array in spec.storages[name].arrays(name)}
-        touched |= {spec.grad.name} if self.unscales else set()
-        self.used = [(position, array) for position, array in enumerate(self.arrays) if array.name in touched]
-        """Position and array of all buffers that this pass reads or writes."""
+        self.used = spec.touched(tile)
         self.walked: list[tuple[int, Array | None]] = [*self.used, *([(len(self.arrays), None)] if self.draws else [])]
-        """The same, with the whole tensor's strides as an array of their own if the pass needs indices."""
+        """Touched arrays, with the whole tensor's strides as an array of their own if the pass needs indices."""
         self.layout = f"layout = layouts + layout_row * {1 + MAX_DIMS * (1 + len(self.arrays) + bool(spec.draws))}"
 
     def _argument(self, value: Value, wanted: str = "") -> str:
@@ -294,17 +290,15 @@ class TileMath:
 
     def table_loads(self) -> list[str]:
         """Loads of the numbers of the tensor and of its addresses."""
-        lines = [f"row = rows + t * {max(len(self.spec.program.columns), 1)}"]
+        lines = [f"row = rows + t * {self.spec.columns}"]
         lines += [f"{name} = tl.load(row + {column})" for name, column in self.scalars]
         if self.unscales:
             lines.append(f"inverse_scale = tl.load(control + 2).to(tl.{self.type})")
         if self.draws:
-            # The last scalar pass has counted the step.
-            later = int(self.tile.stage < len(self.spec.program.scalars) - 1)
             lines += [
                 "stream = tl.load(streams + t * 2)",
                 "origin = tl.load(streams + t * 2 + 1)",
-                f"steps_taken = tl.load(step + t).to(tl.int32) + {later}",
+                f"steps_taken = tl.load(step + t).to(tl.int32) + {self.spec.steps_later(self.tile)}",
                 "key_0, key_1 = stream_keys(stream.to(tl.int32), (stream >> 32).to(tl.int32), steps_taken)",
             ]
         addresses = f"addresses + t * {len(self.arrays) - 1}"
@@ -846,9 +840,9 @@ def source(spec: KernelSpec) -> str:
     quick = all(is_16_bits(spec, tile) for tile in spec.program.tiles if tile is not None)
     parts = format_functions(spec.storages.values(), quick)
     parts += random_functions(spec.draws.values()) if spec.draws else []
-    for index, (scalar_pass, last) in enumerate(zip(spec.program.scalars, spec.program.tiles)):
+    for index, scalar_pass in enumerate(spec.program.scalars):
         parts.append(scalar_kernel(spec, index, scalar_pass))
-        for tile in filter(None, (*spec.program.slices_before(index), last)):
+        for tile in spec.program.passes_of(index):
             kernel: _SliceKernel | _Kernel
             if tile.view is None:
                 kernel, name, kind = _Kernel(spec, index, tile), f"finish_{index}", "finish"

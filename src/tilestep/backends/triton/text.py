@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...graph import SCALAR_LEVELS, TilePass, Value, ancestors
+from ...graph import SCALAR_LEVELS, TilePass, Value
 from ...kernels.spec import KernelSpec
 from ...storage import BLOCK, Array, Storage, bits_graph, codec_of, dtype_name, is_coarse, keys_graph, read_arrays
 from ..decision import graph_of
@@ -404,12 +404,7 @@ def _function(
 ) -> list[str]:
     writer = TritonWriter(kind, TritonNames(["number"]), quick, quick)
     writer.spelling = {**writer.spelling, "abs": "absolute({0})"}
-    values = ancestors(roots)
-    for value in values:
-        if value.operation in ("load", "hyper"):
-            writer.bind(value, value.attribute)
-    writer.write(values)
-    returned = ", ".join(writer[root] for root in roots)
+    returned = ", ".join(writer.write_graph(roots))
     return code(f"""
         @triton.jit
         def {name}({", ".join(parameters)}):
