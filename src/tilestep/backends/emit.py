@@ -27,7 +27,7 @@ def code(template: str) -> list[str]:
         indent, mark, inside = line.partition(_NESTED)
         lines += [indent + part for part in inside.split(_NEXT) if part] if mark else [line]
     # Directives of a preprocessor stay at the margin.
-    return [line.lstrip() if line.lstrip()[:1] == "#" else line for line in lines]
+    return [line.lstrip() if line.lstrip().startswith("#pragma") else line for line in lines]
 
 
 _NESTED, _NEXT = "\0", "\1"
