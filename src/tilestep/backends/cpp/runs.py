@@ -9,7 +9,7 @@ from ...kernels.spec import KernelSpec
 from ...storage import BLOCK, Array, Leaf, codec_of, read_arrays
 from ..emit import Writer, code, nested
 from ..outputs import PassOutputs
-from .text import CppWriter, Reduced, accumulate, c_type, clause_of, neutral, scalar_type
+from .text import C_TYPES, NEUTRALS, CppWriter, Reduced, accumulate, clause_of
 
 MOST_COLUMNS = 2048
 """The most elements of a row that a tile of a pass over rows and columns has."""
@@ -44,7 +44,7 @@ class RunBody:
     ) -> None:
         self.spec, self.tile, self.rest, self.gaps = spec, tile, rest, gaps
         self.scalar, self.unscales, self.outputs = (
-            scalar_type(spec),
+            C_TYPES[spec.compute],
             spec.program.unscales(tile),
             OutputText(spec, tile),
         )
@@ -168,7 +168,7 @@ class RunBody:
         return "nullptr, pair, pairs, 0" if array.elements == 2 else f"layout, first, count, {self.position(array)}"
 
     def _begin(self, array: Array) -> list[str]:
-        kind, name = c_type(array), array.name
+        kind, name = C_TYPES[array.dtype], array.name
         if array.elements == BLOCK:
             is_read = any(array in read_arrays(self.spec.storages[read], read) for read in self.reads)
             return [f"const {kind} {name}_entry = {name}_array[block];"] if is_read else []
@@ -232,7 +232,7 @@ class RunBody:
         for one in self.reduced:
             term = inner[one.reduction.args[0]]
             if exact:
-                term = f"select(j < count, {self.scalar}({term}), {self.scalar}({neutral(one.reduction)}))"
+                term = f"select(j < count, {self.scalar}({term}), {self.scalar}({NEUTRALS[one.reduction.operation]}))"
             inner.lines.append(accumulate(one.reduction, one.chunk, term))
         for name, value in self.tile.stores.items():
             number = inner[value]
@@ -268,7 +268,7 @@ class RunBody:
         (codes,) = [array for array in arrays if array.elements != BLOCK]
         target = f"{codes.name}_{'kept' if codes.elements == 2 else 'run'}"
         return [
-            *(f"{c_type(scale)} {scale.name}_kept;" for scale in scales),
+            *(f"{C_TYPES[scale.dtype]} {scale.name}_kept;" for scale in scales),
             f"if (count < {BLOCK}) {name}_largest = largest_of({name}_values, count, measure_{storage.title});",
             f"keep_{storage.title}({of_block}, {name}_largest);",
             *(f"{scale.name}_array[block] = {scale.name}_kept;" for scale in scales),
@@ -284,7 +284,7 @@ class OutputText:
     def __init__(self, spec: KernelSpec, tile: TilePass) -> None:
         self._outputs = outputs = PassOutputs(spec, tile)
         self.reported = [Reduced(entry.reduction, slot, outputs.width, "report_") for slot, entry in outputs.reports]
-        self._scalar, self._storages = scalar_type(spec), spec.storages
+        self._scalar, self._storages = C_TYPES[spec.compute], spec.storages
         self._old = outputs.of("old", "update")
         self.reads = outputs.of("old", "update", *(["new"] if self.reported else []))
         """The buffers of which the numbers before the step are needed, or after a skipped one."""

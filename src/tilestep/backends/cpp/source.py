@@ -4,31 +4,30 @@ from __future__ import annotations
 
 from ...graph import ScalarPass, TilePass, Value
 from ...kernels.spec import KernelSpec, describe
-from ...storage import BLOCK, dtype_name
+from ...storage import BLOCK
 from ..decision import gradient_scale
 from ..emit import Writer, code, nested, write_scalars
 from .runs import RunBody
 from .support import BLOCKS_PRELUDE, PRELUDE, SLICES_PRELUDE
 from .text import (
     C_TYPES,
+    NEUTRALS,
+    OPERATIONS,
     CppNames,
     CppWriter,
     accumulate,
     first_lines,
     format_functions,
     layout_line,
-    neutral,
     number_function,
-    operation_of,
     over_tensors,
     random_functions,
-    scalar_type,
     scalars_of,
 )
 
 
 def scalar_function(spec: KernelSpec, index: int, scalar_pass: ScalarPass) -> list[str]:
-    columns, scalar = spec.columns, scalar_type(spec)
+    columns, scalar = spec.columns, C_TYPES[spec.compute]
     writer = CppWriter("double", CppNames())
     states = {name: f"{_scalar_state(spec, name)}[t]" for name in spec.program.graph.scalar_states}
     control = ", ".join(f"launch->control[{name}]" for name in ("NORM", "INVERSE_SCALE", "CLIP"))
@@ -90,7 +89,7 @@ def scalar_function(spec: KernelSpec, index: int, scalar_pass: ScalarPass) -> li
 def _scalar_state(spec: KernelSpec, name: str) -> str:
     """The array of a scalar state, with one number for each tensor."""
     position = spec.program.graph.scalar_states.index(name)
-    return f"reinterpret_cast<{C_TYPES[dtype_name(spec.scalar_dtype(name))]}*>(launch->scalar_states[{position}])"
+    return f"reinterpret_cast<{C_TYPES[spec.scalar_dtype(name)]}*>(launch->scalar_states[{position}])"
 
 
 class _SlicePass:
@@ -100,7 +99,7 @@ class _SlicePass:
         assert tile.view is not None
         self.spec, self.tile, self.view, self.gaps = spec, tile, tile.view, gaps and tile.over is None
         self.slices, self.slots = spec.program.slices, spec.program.slices.slots
-        self.scalar = scalar_type(spec)
+        self.scalar = C_TYPES[spec.compute]
         self.scalars = scalars_of(spec, tile)
         self.read = {self.slots[id(value)]: value for value in tile.slices()}
         self.row_parts, self.column_parts = tile.parts_of("row"), tile.parts_of("column")
@@ -132,7 +131,7 @@ class _SlicePass:
         finish = []
         for slot, reduction in self.tile.parts:
             along_rows = "true" if self.tile.place(reduction) == "row" else "false"
-            operation = f"{self.scalar}, {operation_of(reduction)}"
+            operation = f"{self.scalar}, {OPERATIONS[reduction.operation]}"
             kind = self._kind(slot)
             finish.append(f"combine_parts<{operation}>(launch, slices, {index}, {kind}, {slot}, {along_rows});")
         if body.reduced:
@@ -149,7 +148,7 @@ class _SlicePass:
                 const Cut cut = cut_of(view, t, tile - view.first_tile[t]);
                 const {self.scalar}* row = static_cast<const {self.scalar}*>(launch->rows) + t * {columns};
                 {nested([*first_lines(self.spec, self.tile, self.scalars), *self._slot_lines()])}
-                {nested(f"double {one.part} = {neutral(one.reduction)};" for one in body.reduced)}
+                {nested(f"double {one.part} = {NEUTRALS[one.reduction.operation]};" for one in body.reduced)}
                 {layout_line(self.spec, self.gaps)}
                 {nested(self._matrix_loop(body))}
                 {nested(one.partial for one in body.reduced)}
@@ -187,7 +186,7 @@ class _SlicePass:
             parts += [
                 f"{self.scalar}* __restrict column_{slot} = parts_{slot} + {begin};",
                 "for (int64_t x = cut.column_begin; x < cut.column_end; ++x)",
-                f"  column_{slot}[x] = {neutral(reduction)};",
+                f"  column_{slot}[x] = {NEUTRALS[reduction.operation]};",
             ]
         rows = [(f"row_{slot}", f"parts_{slot}", reduction) for slot, reduction in self.row_parts]
         place = "view.parts[t * 2] + line * cut.column_tiles + cut.column_tile"
@@ -198,8 +197,8 @@ class _SlicePass:
                 const int64_t line = matrix * cut.rows + r;
                 const int64_t base = line * cut.columns;
                 {nested(self.hoisted["row"])}
-                {nested(f"{self.scalar} {one.chunk} = {neutral(one.reduction)};" for one in body.reduced)}
-                {nested(f"{self.scalar} {name} = {neutral(reduction)};" for name, _, reduction in rows)}
+                {nested(f"{self.scalar} {one.chunk} = {NEUTRALS[one.reduction.operation]};" for one in body.reduced)}
+                {nested(f"{self.scalar} {name} = {NEUTRALS[reduction.operation]};" for name, _, reduction in rows)}
                 {nested(self._run_loop(body))}
                 {nested(one.combined for one in body.reduced)}
                 {nested(f"{array}[{place}] = {name};" for name, array, _ in rows)}
@@ -234,10 +233,10 @@ class _SlicePass:
 
 
 def _tile_function(spec: KernelSpec, index: int, tile: TilePass, gaps: bool) -> list[str]:
-    scalar, columns, scalars = scalar_type(spec), spec.columns, scalars_of(spec, tile)
+    scalar, columns, scalars = C_TYPES[spec.compute], spec.columns, scalars_of(spec, tile)
     body = RunBody(spec, tile, scalars, gaps=gaps)
     outputs, every, skips = body.outputs, [*body.reduced, *body.outputs.reported], "launch->control[SKIP] != 0"
-    chunks = [f"{scalar} {one.chunk} = {neutral(one.reduction)};" for one in every]
+    chunks = [f"{scalar} {one.chunk} = {NEUTRALS[one.reduction.operation]};" for one in every]
     parts = [one.combined for one in every]
     loop = _run_loop(body, [*chunks, *body.lines(), *parts])
     if outputs.reported:
@@ -268,7 +267,7 @@ def _tile_function(spec: KernelSpec, index: int, tile: TilePass, gaps: bool) -> 
             const int64_t end = begin + (rest < launch->tile_size ? rest : launch->tile_size);
             const {scalar}* row = static_cast<const {scalar}*>(launch->rows) + t * {columns};
             {nested([*(code(blocks) if spec.has_blocks else []), *first_lines(spec, tile, scalars)])}
-            {nested(f"double {one.part} = {neutral(one.reduction)};" for one in every)}
+            {nested(f"double {one.part} = {NEUTRALS[one.reduction.operation]};" for one in every)}
             {nested(outputs.tile_lines())}
             {layout_line(spec, gaps)}
             {nested([*loop, *(one.partial for one in every)])}

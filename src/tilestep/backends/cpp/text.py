@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ...graph import TilePass, Value
 from ...kernels.spec import KernelSpec, describe
-from ...storage import BLOCK, Array, Codec, Storage, bits_graph, codec_of, dtype_name, keys_graph
+from ...storage import BLOCK, Array, Codec, Storage, bits_graph, codec_of, keys_graph
 from ..decision import graph_of
 from ..emit import SIGNS, Names, Writer, code, nested
 
@@ -50,7 +52,7 @@ class CppNames(Names):
     reserved, slots = _RESERVED, _MACRO_OR_SLOT
 
 
-C_TYPES = {
+_OF_NAMES = {
     "float32": "float",
     "float64": "double",
     "bfloat16": "bfloat16",
@@ -61,6 +63,8 @@ C_TYPES = {
     "uint8": "uint8_t",
     "float8_e4m3fn": "uint8_t",
 }
+C_TYPES: dict[Any, str] = {**_OF_NAMES, **{getattr(torch, name): kind for name, kind in _OF_NAMES.items()}}
+"""C++ types by dtype and by its name."""
 
 _STANDARD = """
 exp exp2 expm1 log log2 log1p log10 sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf erfc
@@ -111,16 +115,6 @@ SPELLING = {
 }
 
 
-def c_type(array: Array) -> str:
-    """The C++ type of an array's elements."""
-    return C_TYPES[dtype_name(array.dtype)]
-
-
-def scalar_type(spec: KernelSpec) -> str:
-    """The C++ type that a spec computes in."""
-    return C_TYPES[dtype_name(spec.compute)]
-
-
 class CppWriter(Writer):
     """Writes C++ statements."""
 
@@ -144,28 +138,21 @@ class CppWriter(Writer):
         return f"{self.kind}({number!r})"
 
 
-REDUCTIONS = {
-    "reduce_sum": ("0", "+", "Add", "{0} += {1};"),
-    "reduce_amax": ("-INFINITY", "maximum_of_all", "Larger", "{0} = maximum({0}, {1});"),
-    "reduce_amin": ("INFINITY", "minimum_of_all", "Smaller", "{0} = minimum({0}, {1});"),
-}
-"""The value of a reduction of nothing, its name for OpenMP, whose own max and min lose a NaN, the structure that
-combines float64 totals, and the statement that adds an element to it."""
+NEUTRALS = {"reduce_sum": "0", "reduce_amax": "-INFINITY", "reduce_amin": "INFINITY"}
+"""The values of reductions of nothing."""
 
+_COMBINERS = {"reduce_sum": "+", "reduce_amax": "maximum_of_all", "reduce_amin": "minimum_of_all"}
+"""OpenMP's names for reductions; its own max and min lose a NaN."""
 
-def neutral(reduction: Value) -> str:
-    """The value of a reduction of nothing."""
-    return REDUCTIONS[reduction.operation][0]
-
-
-def operation_of(reduction: Value) -> str:
-    """The structure that combines float64 totals."""
-    return REDUCTIONS[reduction.operation][2]
+OPERATIONS = {"reduce_sum": "Add", "reduce_amax": "Larger", "reduce_amin": "Smaller"}
+"""The structures that combine float64 totals."""
 
 
 def accumulate(reduction: Value, total: str, expression: str) -> str:
     """The statement that adds an element to a reduction in the compute type."""
-    return REDUCTIONS[reduction.operation][3].format(total, expression)
+    if reduction.operation == "reduce_sum":
+        return f"{total} += {expression};"
+    return f"{total} = {'maximum' if reduction.operation == 'reduce_amax' else 'minimum'}({total}, {expression});"
 
 
 @dataclass(frozen=True)
@@ -202,13 +189,13 @@ class Reduced:
     def total(self) -> str:
         """The statement that combines the results of a tensor's tiles."""
         tiles = f"launch->{self.prefix}partials + {self.slot}, {self.width}, first, stop"
-        total = f"total_of<{operation_of(self.reduction)}>({tiles})"
+        total = f"total_of<{OPERATIONS[self.reduction.operation]}>({tiles})"
         return f"launch->{self.prefix}sums[t * {self.width} + {self.slot}] = {total};"
 
 
 def clause_of(reductions: Mapping[str, Value]) -> str:
     """The reductions of a run's loop by their variables, for OpenMP."""
-    return "".join(f" reduction({REDUCTIONS[one.operation][1]} : {name})" for name, one in reductions.items())
+    return "".join(f" reduction({_COMBINERS[one.operation]} : {name})" for name, one in reductions.items())
 
 
 def layout_line(spec: KernelSpec, gaps: bool) -> str:
@@ -223,7 +210,7 @@ def scalars_of(spec: KernelSpec, tile: TilePass) -> Writer:
     suffixes = ("array", "spare", "run", "values", "codes", "entry", "kept", "size", "largest")
     buffers = dict.fromkeys([*(array.name for array in [spec.grad, *spec.arrays]), *spec.storages])
     names = CppNames(f"{buffer}_{suffix}" for buffer in buffers for suffix in suffixes)
-    scalars = CppWriter(scalar_type(spec), names)
+    scalars = CppWriter(C_TYPES[spec.compute], names)
     for value in tile.values():
         if tile.leaves(value) and value.operation != "constant" and id(value) in spec.program.columns:
             name = scalars.name(value, f"row[{spec.program.columns[id(value)]}]", value.name or describe(value))
@@ -240,9 +227,9 @@ def first_lines(spec: KernelSpec, tile: TilePass, scalars: Writer) -> list[str]:
     if spec.program.unscales(tile):
         written.add(spec.grad.name)
         lines.append("const bool unscale = launch->control[UNSCALE] != 0;")
-        lines.append(f"const {scalar_type(spec)} inverse_scale = launch->control[INVERSE_SCALE];")
+        lines.append(f"const {C_TYPES[spec.compute]} inverse_scale = launch->control[INVERSE_SCALE];")
     for place, array in spec.touched(tile):
-        kind = ("" if array.name in written else "const ") + c_type(array)
+        kind = ("" if array.name in written else "const ") + C_TYPES[array.dtype]
         address = f"addresses[{place - 1} * launch->tensors + t]" if place else "grads[t]"
         lines.append(f"{kind}* __restrict {array.name}_array = reinterpret_cast<{kind}*>(launch->{address});")
     if not spec.draws_in(tile):
@@ -294,7 +281,7 @@ def _functions(title: str, codec: Codec) -> Iterator[list[str]]:
 
 
 def _parameters(arrays: Iterable[Array], qualifier: str = "") -> str:
-    return ", ".join(f"{qualifier}{c_type(array)}& {array.name}" for array in arrays)
+    return ", ".join(f"{qualifier}{C_TYPES[array.dtype]}& {array.name}" for array in arrays)
 
 
 def number_function(name: str, function: Callable[..., Any]) -> list[str]:

@@ -365,19 +365,17 @@ class TritonPasses(Passes):
         return self._range_calls[key]
 
     def _tile_pass(self, index: int) -> None:
-        _run(self._tile[self.segment.control.unscales, self.measures][index])
+        for launcher, arguments in self._tile[self.segment.control.unscales, self.measures][index]:
+            launcher(*arguments)
 
     def sum_up_reports(self) -> None:
-        _run(self._sum_reports)
+        for launcher, arguments in self._sum_reports:
+            launcher(*arguments)
 
 
 def _launch(launches: _Launches, index: int) -> None:
-    _run(launches[index : index + 1])
-
-
-def _run(launches: _Launches) -> None:
-    for launcher, arguments in launches:
-        launcher(*arguments)
+    launcher, arguments = launches[index]
+    launcher(*arguments)
 
 
 DecisionLaunchers = dict[tuple[object, ...], tuple[Launcher, torch.Tensor]]
