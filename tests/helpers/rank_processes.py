@@ -40,7 +40,7 @@ SECONDS = float(os.environ.get("TILESTEP_RANK_SECONDS", "500"))
 """Of all checks together."""
 
 SETS = int(os.environ.get("TILESTEP_RANK_SETS", "0"))
-"""0 for one set on a CPU, and with GPUs for one process to two cores."""
+"""0 for one set on a CPU, and with GPUs for one process to two cores, at most eight sets."""
 
 LOG = os.environ.get("TILESTEP_RANK_LOG", "")
 
@@ -79,7 +79,7 @@ def run_on_ranks(
         For each check that failed what was raised on which rank.
     """
     named = {name: OnItsGpu(check) if default_gpu else check for name, check in _named(checks).items()}
-    usual = (os.cpu_count() or 1) // (2 * ranks) if backend == "nccl" else 1
+    usual = min(len(os.sched_getaffinity(0)) // (2 * ranks), 8) if backend == "nccl" else 1
     sets = max(1, min(SETS or usual, len(named)))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(sets) as threads:
         ended = list(threads.map(lambda own: _ended(named, ranks, backend, folder, own, SECONDS), range(sets)))
