@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..optimizer import Optimizer
+from ..optimizer import Optimizer, named_optimizers
 
 
 def require(name: str) -> None:
@@ -40,6 +40,25 @@ def plain_optimizer(optimizer: Any) -> Optimizer | None:
     return optimizer
 
 
+def is_sharded(optimizer: Any) -> bool:
+    """Whether an optimizer, perhaps in a framework's wrapper, is a sharded one of tilestep."""
+    own = plain_optimizer(optimizer)
+    return own is not None and "shard" in own.attached
+
+
+def own_optimizers(optimizers: Iterable[Any]) -> list[Optimizer]:
+    """The tilestep optimizers inside a framework's."""
+    return [own for own in map(plain_optimizer, optimizers) if own is not None]
+
+
+def named_kind(name: str, error: type[Exception]) -> type[Optimizer]:
+    """The class of an optimizer by name; the framework's error for an unknown name."""
+    kinds = named_optimizers()
+    if name not in kinds:
+        raise error(f"tilestep has no optimizer {name!r}; it has {', '.join(sorted(kinds))}")
+    return kinds[name]
+
+
 Places = Sequence[tuple[Optimizer, int]]  # param groups by index, since loading a checkpoint replaces them
 
 
@@ -50,8 +69,12 @@ def without_limit(optimizers: Iterable[Optimizer], max_norm: float | None = None
         optimizers: the optimizers, before they load a checkpoint.
         max_norm: the framework's limit.
     """
-    own = [(optimizer, index, group) for optimizer in optimizers for index, group in enumerate(optimizer.param_groups)]
-    return [(optimizer, index) for optimizer, index, group in own if group.get("max_grad_norm") in (None, max_norm)]
+    return [
+        (optimizer, index)
+        for optimizer in optimizers
+        for index, group in enumerate(optimizer.param_groups)
+        if group.get("max_grad_norm") in (None, max_norm)
+    ]
 
 
 def set_max_grad_norm(places: Places, max_norm: float | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import plain_optimizer, require
+from . import is_sharded, plain_optimizer, require
 
 require("accelerate")
 
@@ -30,7 +30,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
     _is_accelerate_prepared = True  # marked optimizers are not wrapped again
 
     def __init__(self, optimizer: Any, device_placement: bool = True, scaler: Any = None) -> None:
-        self._is_sharded = "shard" in optimizer.attached
+        self._is_sharded = is_sharded(optimizer)
         self._is_gathered = False
         self._skipped: tuple[Any, Any] = 0, 0
         # Pieces are on their device already.
@@ -50,12 +50,11 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
     def step(self, closure: Any = None) -> None:
         """As accelerate's; with a scaler the skip is recorded without a wait."""
-        if self.scaler is None or not self.gradient_state.sync_gradients:
-            super().step(closure)
-            return
-        before = self.optimizer.skipped_steps
+        counts = self.scaler is not None and self.gradient_state.sync_gradients
+        before = self.optimizer.skipped_steps if counts else None
         super().step(closure)
-        self._skipped = before, self.optimizer.skipped_steps
+        if counts:
+            self._skipped = before, self.optimizer.skipped_steps
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -111,18 +110,12 @@ class Accelerator(accelerate.Accelerator):
         super().__init__(*args, **kwargs)
         scaler: Any = self.scaler
         if type(scaler) is torch.amp.GradScaler and scaler.is_enabled():
-            self.scaler = GradScaler(
-                self.device.type,
-                scaler.get_scale(),
-                scaler.get_growth_factor(),
-                scaler.get_backoff_factor(),
-                scaler.get_growth_interval(),
-            )
+            numbers = (scaler.get_scale(), scaler.get_growth_factor(), scaler.get_backoff_factor())
+            self.scaler = GradScaler(self.device.type, *numbers, scaler.get_growth_interval())
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """As accelerate's; give a sharded optimizer and its model together."""
-        optimizers = map(plain_optimizer, args)
-        self._leaves_sums = any(optimizer is not None and "shard" in optimizer.attached for optimizer in optimizers)
+        self._leaves_sums = any(map(is_sharded, args))
         try:
             return super().prepare(*args, **kwargs)
         finally:
@@ -160,8 +153,7 @@ class Accelerator(accelerate.Accelerator):
     @contextmanager
     def _apart(self) -> Iterator[None]:
         """A context in which state_dicts of models have no tensors that share memory, which safetensors refuses."""
-        own = [optimizer for optimizer in map(plain_optimizer, self._optimizers) if optimizer is not None]
-        models = self._models if any("shard" in optimizer.attached for optimizer in own) else []
+        models = self._models if any(map(is_sharded, self._optimizers)) else []
         handles = [model.register_state_dict_post_hook(_clone_entries) for model in models]
         try:
             yield
@@ -173,13 +165,12 @@ class Accelerator(accelerate.Accelerator):
         """As accelerate's; for a sharded optimizer the reduced gradients."""
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         trained = {id(param) for param in listed if param.requires_grad}
-        for optimizer in self._optimizers:
+        for optimizer in filter(is_sharded, self._optimizers):
             own: Any = plain_optimizer(optimizer)
-            if own is not None and "shard" in own.attached:
-                params = [param for group in own.param_groups for param in group["params"] if id(param) in trained]
-                if params and norm_type == 2 and len(params) == len(trained):
-                    self.unscale_gradients()
-                    return own.clip_grad_norm_(max_norm, params)
+            params = [param for group in own.param_groups for param in group["params"] if id(param) in trained]
+            if params and norm_type == 2 and len(params) == len(trained):
+                self.unscale_gradients()
+                return own.clip_grad_norm_(max_norm, params)
         return super().clip_grad_norm_(listed, max_norm, norm_type)
 
 

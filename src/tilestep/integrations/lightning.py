@@ -5,14 +5,12 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-from . import Places, plain_optimizer, require, set_max_grad_norm, without_limit
+from . import Places, is_sharded, own_optimizers, require, set_max_grad_norm, without_limit
 
 require("lightning")
 
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
-
-from ..optimizer import Optimizer  # noqa: E402
 
 
 class TilestepCallback(Callback):
@@ -40,12 +38,14 @@ class TilestepCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note groups without a limit: a checkpoint, which is loaded next, has the clip of its training."""
-        self._without_limit = without_limit(_own(trainer))
+        self._without_limit = without_limit(own_optimizers(trainer.optimizers))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Move the clip into the step."""
         by_norm = trainer.gradient_clip_algorithm in (None, "norm")
-        clips = trainer.gradient_clip_val and by_norm and len(_own(trainer)) == len(trainer.optimizers)
+        clips = (
+            trainer.gradient_clip_val and by_norm and len(own_optimizers(trainer.optimizers)) == len(trainer.optimizers)
+        )
         set_max_grad_norm(self._without_limit, trainer.gradient_clip_val if clips else None)
         if clips:
             self._clip_val, trainer.gradient_clip_val = trainer.gradient_clip_val, None
@@ -57,7 +57,7 @@ class TilestepCallback(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Log norms and skipped steps."""
-        for place, optimizer in enumerate(_own(trainer) if self._log else ()):
+        for place, optimizer in enumerate(own_optimizers(trainer.optimizers) if self._log else ()):
             suffix = f"/{place}" if len(trainer.optimizers) > 1 else ""
             try:
                 pl_module.log(f"grad_norm{suffix}", optimizer.grad_norm)
@@ -68,7 +68,7 @@ class TilestepCallback(Callback):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Enter `no_sync` if no step follows."""
         if pl_module.automatic_optimization and self._only_accumulates:
-            for optimizer in _own(trainer):
+            for optimizer in own_optimizers(trainer.optimizers):
                 if hasattr(optimizer, "no_sync"):
                     self._accumulating.enter_context(optimizer.no_sync())
 
@@ -78,12 +78,12 @@ class TilestepCallback(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let parameters hold the averages."""
-        for optimizer in _own(trainer):
+        for optimizer in own_optimizers(trainer.optimizers):
             optimizer.eval()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let parameters hold the weights that train."""
-        for optimizer in _own(trainer):
+        for optimizer in own_optimizers(trainer.optimizers):
             optimizer.train()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -117,13 +117,8 @@ class ShardStrategy(DDPStrategy):
         """As DDPStrategy's."""
         super().setup_optimizers(trainer)
         for place, optimizer in enumerate(self.optimizers):
-            own = plain_optimizer(optimizer)
-            if own is None or "shard" not in own.attached:
+            if not is_sharded(optimizer):
                 raise ValueError(
                     f"ShardStrategy: optimizer {place} is not sharded, and nothing would sum its gradients over the "
                     "ranks: return tilestep.shard(optimizer, self) from configure_optimizers"
                 )
-
-
-def _own(trainer: Trainer) -> list[Optimizer]:
-    return [optimizer for optimizer in map(plain_optimizer, trainer.optimizers) if optimizer is not None]

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import require, set_max_grad_norm, without_limit
+from . import named_kind, require, set_max_grad_norm, without_limit
 
 require("torchtitan")
 
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig  # noqa: E402
 
-from ..optimizer import joint_norm, named_optimizers  # noqa: E402
+from ..optimizer import joint_norm  # noqa: E402
 
 _NO_DECAY = r"bias$|norm"
 
@@ -58,10 +58,7 @@ class TilestepOptimizers(OptimizersContainer):
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., Any]:
-        kinds = named_optimizers()
-        if name not in kinds:
-            raise NotImplementedError(f"tilestep has no optimizer {name!r}; it has {', '.join(sorted(kinds))}")
-        return kinds[name]
+        return named_kind(name, NotImplementedError)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torchtitan's; the clip stays that of the config."""
@@ -101,12 +98,11 @@ def tilestep_optimizer(
         >>> [group["weight_decay"] for group in optimizers.optimizers[0].param_groups]
         [0.0, 0.1]
     """
-    kwargs = {"lr": lr, **arguments}
-    decaying = ParamGroupConfig(
-        pattern=r".*", optimizer_name=name, optimizer_kwargs={**kwargs, "weight_decay": weight_decay}
-    )
-    plain = [
-        ParamGroupConfig(pattern=pattern, optimizer_name=name, optimizer_kwargs={**kwargs, "weight_decay": 0.0})
-        for pattern in ([no_decay] if no_decay else [])
+    decays = {**({no_decay: 0.0} if no_decay else {}), r".*": weight_decay}
+    groups = [
+        ParamGroupConfig(
+            pattern=pattern, optimizer_name=name, optimizer_kwargs={"lr": lr, **arguments, "weight_decay": decay}
+        )
+        for pattern, decay in decays.items()
     ]
-    return TilestepOptimizers.Config(param_groups=[*plain, decaying], max_norm=max_norm)
+    return TilestepOptimizers.Config(param_groups=groups, max_norm=max_norm)

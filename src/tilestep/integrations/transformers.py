@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
-from . import Places, plain_optimizer, require, set_max_grad_norm, without_limit
+from . import Places, named_kind, plain_optimizer, require, set_max_grad_norm, without_limit
 
 require("transformers")
 require("accelerate")
 
 import transformers  # noqa: E402
 
-from ..optimizer import Optimizer, named_optimizers  # noqa: E402
+from ..optimizer import Optimizer  # noqa: E402
 from ..rules import Rule, registry  # noqa: E402
 from .accelerate import Accelerator, PreparedOptimizer  # noqa: E402
 
@@ -45,16 +45,11 @@ def trainer_optimizer(
         >>> kind.__name__, arguments["lr"], arguments["betas"], arguments["max_grad_norm"]
         ('AdamW', 0.001, (0.9, 0.95), 1.0)
     """
-    kinds = named_optimizers()
     own: dict[str, Any] = {}
-    if isinstance(optimizer, str) and optimizer not in kinds:
-        raise KeyError(f"tilestep has no optimizer {optimizer!r}; it has {', '.join(sorted(kinds))}")
-    if isinstance(optimizer, str):
-        kind = kinds[optimizer]
-    elif isinstance(optimizer, Rule):
+    if isinstance(optimizer, Rule):
         kind, own = Optimizer, {"rule": optimizer}
     else:
-        kind = optimizer
+        kind = named_kind(optimizer, KeyError) if isinstance(optimizer, str) else optimizer
     has = (optimizer if isinstance(optimizer, Rule) else registry[kind.__name__]).hyperparameters
     given = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
     if len(has.get("betas", ())) == 2:
@@ -142,11 +137,8 @@ class TilestepTrainerMixin:
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if isinstance(self.optimizer, PreparedOptimizer):
-            # All ranks run this, and one writes.
-            with self.optimizer.gathered():
-                super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
-        else:
+        # All ranks run this, and one writes.
+        with self.optimizer.gathered() if isinstance(self.optimizer, PreparedOptimizer) else nullcontext():
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
 
 
