@@ -37,23 +37,26 @@ _NEAR, _FAR = 2.0**40, 2.0**-11
 from 1e-31 to 1e+6, the second, used where the first overflows, up to 1e+22."""
 
 
-Number = Callable[[Stored], Term]
+def _output(
+    name: str, number: Callable[[Stored], Term], operation: Callable[[Term], Term], reduce: Any = "sum"
+) -> Output:
+    return Output(name, lambda stored: operation(number(stored)), reduce)
 
 
-def _squares(name: str, number: Number) -> Output:
-    return Output(name, lambda stored: (value := number(stored)) * value, "sum")
+def _squared(number: Term) -> Term:
+    return number * number
 
 
-def _largest(name: str, number: Number) -> Output:
-    return Output(f"{name}_max", lambda stored: number(stored).function("abs"), "max")
-
-
+_magnitude, _is_zero = methodcaller("function", "abs"), methodcaller("same", 0)
 _GRAD, _PARAM, _UPDATE = methodcaller("old", "grad"), methodcaller("new", "param"), methodcaller("update")
 _BASE = (
-    *(_squares("grad_squares", _GRAD), _largest("grad", _GRAD)),
-    Output("grad_zeros", lambda stored: stored.old("grad").same(0), "sum"),
-    *(_squares("param_squares", _PARAM), _largest("param", _PARAM)),
-    *(_squares("update_squares", _UPDATE), _largest("update", _UPDATE)),
+    _output("grad_squares", _GRAD, _squared),
+    _output("grad_max", _GRAD, _magnitude, "max"),
+    _output("grad_zeros", _GRAD, _is_zero),
+    _output("param_squares", _PARAM, _squared),
+    _output("param_max", _PARAM, _magnitude, "max"),
+    _output("update_squares", _UPDATE, _squared),
+    _output("update_max", _UPDATE, _magnitude, "max"),
     Output(
         "lost",
         lambda stored: (stored.moves() | stored.update().same(0).function("not")) & stored.is_other().function("not"),
@@ -64,10 +67,11 @@ _BASE = (
 
 @functools.cache
 def _of_state(name: str) -> tuple[Output, ...]:
+    new = methodcaller("new", name)
     return (
-        _squares(f"{name}_near", lambda stored: stored.new(name) * _NEAR),
-        _squares(f"{name}_far", lambda stored: stored.new(name) * _FAR),
-        _largest(name, methodcaller("new", name)),
+        _output(f"{name}_near", new, lambda number: _squared(number * _NEAR)),
+        _output(f"{name}_far", new, lambda number: _squared(number * _FAR)),
+        _output(f"{name}_max", new, _magnitude, "max"),
     )
 
 
