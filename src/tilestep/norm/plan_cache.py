@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from ..backends.decision import clip_coefficient
-from ..devices import has_streams
+from ..devices import has_streams, upload
 from ..errors import GradientError
 from ..native.table import CHANGED, Table, addresses_of, count_writes
 from .table import norm_table
-from .tiles import DTYPES, combine, upload
+from .tiles import DTYPES, combine
 
 Positions = Callable[[], Sequence[int]]  # the places of tensors in messages
 
