@@ -163,16 +163,12 @@ def _figure(stored: Mapping[str, Any], part: str, name: str) -> float:
 
 
 def _like_the_machine(constants: Constants, stored: Mapping[str, Any], alike: Job, products: Job) -> Constants:
-    """The constants of H200s with what muon_ranks' file, and rules' of an H100, say of another machine.
+    """The constants with what muon_ranks' file says of its machine.
 
-    A copy's bandwidth; the rate of products, by a rank's matrices alone; forward and backward, by iterations of `shard`
-    with AdamW; the host, by iterations of FSDP2 without a step.
+    The rate of products, by a rank's matrices alone; forward and backward, by iterations of `shard` with AdamW; the
+    host, by iterations of FSDP2 without a step.
     """
-    rules = json.loads((RESULTS.parent / "rules_h100_1.json").read_text())
-    bandwidth = next(
-        row["bandwidth"] for group in rules["groups"] for row in group["rows"] if row["contender"] == "copy"
-    )
-    known = dataclasses.replace(constants, memory_bandwidth=bandwidth)
+    known = constants
     update = plan(products, known).times["update"]
     rate = products.matrix_work / (_figure(stored, "floors", "step, matrices of a rank alone") - update)
     operations = 6 * alike.elements * alike.tokens
@@ -182,15 +178,17 @@ def _like_the_machine(constants: Constants, stored: Mapping[str, Any], alike: Jo
     return dataclasses.replace(known, matrix_compute=rate, compute=compute, fsdp_host=host)
 
 
+def _on_an_h100(constants: Constants) -> Constants:
+    """The constants with the bandwidth of a copy on an H100."""
+    rules = json.loads((RESULTS.parent / "rules_h100_1.json").read_text())
+    copies = (row["bandwidth"] for group in rules["groups"] for row in group["rows"] if row["contender"] == "copy")
+    return dataclasses.replace(constants, memory_bandwidth=next(copies))
+
+
 def muon_table(constants: Constants) -> Rows:
-    """What `plan` says of steps and iterations of Muon on H100s, beside their figures."""
+    """What `plan` says of steps and iterations of Muon, beside their figures."""
     alone = json.loads((RESULTS.parent / "muon_h100_1.json").read_text())["milliseconds"]["language model"]["tilestep"]
-    stored = json.loads((RESULTS.parent / "muon_ranks_h100_2.json").read_text())
     layers = [(48, 2048, 2048), (48, 512, 2048), (48, 5632, 2048), (24, 2048, 5632)]
-    # Files that do not say which matrices there were are of a model without its gates, beside floors with them.
-    listed = stored.get("matrices")
-    floors = [(count, *json.loads(f"[{shape[1:-1]}]")) for shape, count in listed.items()] if listed else layers
-    trained = floors if listed else [(48, 2048, 2048), (48, 512, 2048), (24, 5504, 2048), (24, 2048, 5504)]
 
     def job(rule: str, ranks: int, matrices: Any = (), whole: float = ELEMENTS, **given: Any) -> Job:
         options = {name: given.pop(name) for name in ("dtype", "master_weights") if name in given}
@@ -202,24 +200,33 @@ def muon_table(constants: Constants) -> Rows:
 
     split: dict[str, Any] = {"master_weights": True}
     fsdp: dict[str, Any] = {"dtype": torch.float32, "layout": "fsdp2"}
-    known = _like_the_machine(
-        constants, stored, job("AdamW", 2, **split), job("Muon", 2, floors, elements(floors), **fsdp)
-    )
     step = ("update", "matrix products", "exchange matrices")
-    rows: list[tuple[str, int, float, Job, Sequence[str]]] = [
-        ("a step, plain", 1, alone["device"] / 1e3, job("Muon", 1, layers, elements(layers)), step),
-        ("a step, FSDP2", 2, _figure(stored, "fsdp", "step, Muon"), job("Muon", 2, trained, **fsdp), step),
-        ("an iteration, FSDP2", 2, _figure(stored, "fsdp", "iteration, Muon"), job("Muon", 2, trained, **fsdp), ()),
-        ("an iteration, `shard`", 2, _figure(stored, "shard", "iteration, Muon"), job("Muon", 2, trained, **split), ()),
+    h100 = _on_an_h100(constants)
+    single = job("Muon", 1, layers, elements(layers))
+    rows: list[tuple[str, str, float, Constants, Job, Sequence[str]]] = [
+        ("a step, plain", "1 H100", alone["device"] / 1e3, h100, single, step)
     ]
+    for file, gpus, machine in (("muon_ranks_h100_2", "2 H100", h100), ("muon_ranks_h200_4", "4 H200", constants)):
+        stored, ranks = json.loads((RESULTS.parent / f"{file}.json").read_text()), int(gpus[0])
+        # Files that do not say which matrices there were are of a model without its gates, beside floors with them.
+        listed = stored.get("matrices")
+        floors = [(count, *json.loads(f"[{shape[1:-1]}]")) for shape, count in listed.items()] if listed else layers
+        trained = floors if listed else [(48, 2048, 2048), (48, 512, 2048), (24, 5504, 2048), (24, 2048, 5504)]
+        alike, products = job("AdamW", ranks, **split), job("Muon", ranks, floors, elements(floors), **fsdp)
+        known = _like_the_machine(machine, stored, alike, products)
+        sharded, owned = job("Muon", ranks, trained, **fsdp), job("Muon", ranks, trained, **split)
+        rows += [
+            ("a step, FSDP2", gpus, _figure(stored, "fsdp", "step, Muon"), known, sharded, step),
+            ("an iteration, FSDP2", gpus, _figure(stored, "fsdp", "iteration, Muon"), known, sharded, ()),
+            ("an iteration, `shard`", gpus, _figure(stored, "shard", "iteration, Muon"), known, owned, ()),
+        ]
     table: Rows = [("Muon", "GPUs", "matrices", "measured, ms", "plan, ms", "error")]
-    for title, ranks, measured, each, names in rows:
-        rate = constants.matrix_compute if ranks == 1 else known.matrix_compute
-        found = plan(each, dataclasses.replace(known, matrix_compute=rate))
+    for title, gpus, measured, known, each, names in rows:
+        found = plan(each, known)
         seconds = sum(found.exposed[name] for name in names) if names else found.iteration
         count = str(sum(one[0] for one in each.matrices))
         error = f"{100 * (seconds / measured - 1):+.1f}%"
-        table.append((title, str(ranks), count, f"{measured * 1e3:.1f}", f"{seconds * 1e3:.1f}", error))
+        table.append((title, gpus, count, f"{measured * 1e3:.1f}", f"{seconds * 1e3:.1f}", error))
     return table
 
 
