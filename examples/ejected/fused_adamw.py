@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -23,28 +23,27 @@ tl: Any = None  # triton.language, once a parameter is on a GPU
 libdevice: Any = None
 VALUES: dict[str, Any] = dict(lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01, amsgrad=False, maximize=False)
 """Hyperparameters as this file was made for them; those that are numbers may have other values."""
-KERNELS: list[str] = []  # the Triton functions of this file
+KERNELS: list[Callable[..., Any]] = []  # the Triton functions of this file
+float64 = partial(torch.tensor, dtype=torch.float64)
 
 
 def jit(function: Callable[..., Any]) -> Any:
     """Mark a Triton function; it stays as it is until a parameter is on a GPU."""
-    KERNELS.append(function.__name__)
+    KERNELS.append(function)
     return function
 
 
 def load_triton() -> None:
     """Import Triton and compile the marked functions at their first launch."""
-    global tl
-    global libdevice
+    global tl, libdevice
     import triton
     import triton.language as tl
     from triton.language.extra import libdevice
 
-    for name in KERNELS:
+    for function in KERNELS:
         # One build serves all addresses: kernels look at the alignment themselves.
-        parameters = inspect.signature(globals()[name]).parameters.items()
-        tables = [key for key, parameter in parameters if "constexpr" not in str(parameter.annotation)]
-        globals()[name] = triton.jit(globals()[name], do_not_specialize_on_alignment=tables)
+        tables = [name for name in inspect.signature(function).parameters if name not in function.__annotations__]
+        globals()[function.__name__] = triton.jit(function, do_not_specialize_on_alignment=tables)
 
 
 @jit
@@ -264,11 +263,10 @@ def math_0_bfloat16(
 
 
 def adamw(
-    param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, lr: Any, betas: Any, eps: Any, weight_decay: Any, step: Any,
-    gradient_scale: Any,
+    param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, lr: Any, betas_0: Any, betas_1: Any, eps: Any,
+    weight_decay: Any, step: Any, gradient_scale: Any, **_: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """The rule, on numbers in float32; hyperparameters and sums are in float64."""
-    betas_0, betas_1 = betas
     param_2 = param * (1.0 - (lr * weight_decay))
     bias_correction1 = 1.0 - (betas_0**step)
     grad_2 = grad * gradient_scale
@@ -284,26 +282,29 @@ class Kind(NamedTuple):
     """Parameters that have the same kernels."""
 
     formula: Callable[..., Any]
-    buffers: tuple[Any, ...]  # the parameter and its states: name, what it begins with, dtype or arrays
-    arrays: tuple[str, ...]  # what kernels read and write beside the gradient, in the order of their table
+    buffers: tuple[Any, ...]  # the parameter and its states, as kernels list them: name, what it begins with, dtype
     hypers: tuple[str, ...]  # columns of the table of hyperparameters
     columns: int  # numbers that the scalar passes leave for the tiles of a tensor
     span: int  # elements that one program updates
-    launches: tuple[tuple[str, str, dict[str, Any]], ...]  # kernel, grid, constants and options
+    launches: tuple[tuple[str, str, dict[Any, Any]], ...]  # kernel, grid, constants and options
+    scalars: tuple[tuple[str, float | str, torch.dtype], ...] = (("step", 0.0, torch.float32),)  # states of one number
 
 
 def kind_of_dtype(dtype: torch.dtype, *maths: str) -> Kind:
-    """The kind of one dtype, with the formulas that are its own."""
+    """The kind of a dtype, with the formulas that are its own."""
     return Kind(
         formula=adamw,
         buffers=(("param", "param", dtype), ("exp_avg", 0.0, dtype), ("exp_avg_sq", 0.0, dtype)),
-        arrays=("param", "exp_avg", "exp_avg_sq"),
-        hypers=("lr", "weight_decay", "betas.0", "betas.1", "eps", "max_grad_norm"),
+        hypers=("lr", "weight_decay", "betas_0", "betas_1", "eps", "max_grad_norm"),
         columns=8,
         span=1536,
         launches=(
             ("scalar_pass_0", "blocks", {"BLOCK": 128, "num_warps": 4}),
-            ("tile_pass_0", "tiles", {"TILE": 512, "SPAN": 1536, "ELEMENT": dtype, "MATH": maths[0], "num_warps": 4}),
+            (
+                "tile_pass_0",
+                "tiles",
+                {"TILE": 512, "SPAN": 1536, "ELEMENT": str(dtype)[6:], "MATH": maths[0], "num_warps": 4},
+            ),
         ),
     )
 
@@ -317,17 +318,30 @@ KINDS = {
 def kind_of(param: Any) -> Any:
     """The key of the kind of a parameter; raises for a parameter that there are no kernels for."""
     if param.dtype not in KINDS:
-        raise ValueError(f"a parameter is {param.dtype}; this file is for float32 and bfloat16")
+        raise ValueError(f"a parameter is {param.dtype}; this file is for {', '.join(map(str, KINDS))}")
     return param.dtype
+
+
+def entries_of(group: dict[str, Any], number: Callable[[float], Any] = float) -> dict[str, Any]:
+    """Hyperparameters as kernels and formulas read them: `betas_0` for the first of `betas`, numbers by a function."""
+    limit = group.get("max_grad_norm")
+    entries = {"max_grad_norm": number(math.inf if limit is None else float(limit))}
+    for name in VALUES:
+        several = isinstance(group[name], (tuple, list))
+        for place, entry in enumerate(group[name] if several else [group[name]]):
+            is_number = isinstance(entry, (int, float, torch.Tensor)) and not isinstance(entry, bool)
+            entries[f"{name}_{place}" if several else name] = number(float(entry)) if is_number else entry
+    return entries
 
 
 def check(group: dict[str, Any]) -> None:
     """Raise for hyperparameters that are out of their ranges, or that this file has no kernels for."""
-    for name, value in VALUES.items():
-        if fixed(group[name]) != fixed(value):
-            another = f"make another: tilestep eject AdamW --set {name}={group[name]}"
-            raise ValueError(f"{name}={group[name]!r}: this file was made for {name}={value!r}; {another}")
-    valid = {
+    made, own = entries_of(VALUES, type), entries_of(group, type)  # numbers may have any value
+    for name in made | own:
+        if (value := own.get(name)) != (right := made.get(name)):
+            another = f"make another: tilestep eject AdamW --set {name}={value}"
+            raise ValueError(f"{name}={value!r}: this file was made for {name}={right!r}; {another}")
+    valid: dict[str, bool] = {
         "lr": group["lr"] >= 0,
         "betas": 0 <= group["betas"][0] < 1 and 0 <= group["betas"][1] < 1,
         "eps": group["eps"] >= 0,
@@ -347,38 +361,12 @@ def local(tensor: Any) -> Any:
 def check_state(kind: Kind, param: Any, state: dict[str, Any]) -> None:
     """Raise where other code has made a parameter or its state other tensors than kernels take."""
     part = local(param)
-    wanted = [(name, dtype, part.shape) for name, _, dtype in kind.buffers]
-    for name, dtype, shape in wanted:
+    wanted = [(name, (dtype, part.shape, part.stride(), part.device)) for name, _, dtype in kind.buffers]
+    for name, right in wanted:
         array = local(param if name == "param" else state[name])
-        strides = part.stride() if shape == part.shape else torch.empty(shape, device="meta").stride()
-        found, right = (array.dtype, array.shape, array.stride(), array.device), (dtype, shape, strides, part.device)
+        found = (array.dtype, array.shape, array.stride(), array.device)
         if found != right:
             raise ValueError(f"{name} is {found}; its parameter needs {right}: delete the state to begin anew")
-
-
-def mesh_of(groups: list[dict[str, Any]]) -> Any:
-    """The largest mesh of parameters, over which squares are added up; None where no parameter has one."""
-    params = [param for group in groups for param in group["params"]]
-    meshes = dict.fromkeys(param.device_mesh for param in params if hasattr(param, "placements"))
-    return max(meshes, key=lambda mesh: mesh.size(), default=None)
-
-
-def share(param: Any, mesh: Any) -> float:
-    """How much this rank's squares of a parameter count: one over the ranks that hold the same part of it."""
-    if mesh is None:
-        return 1.0
-    own, placements = getattr(param, "device_mesh", mesh), getattr(param, "placements", ())
-    ranks = set(mesh.mesh.flatten().tolist())
-    if not ranks.issuperset(own.mesh.flatten().tolist()) or any(one.is_partial() for one in placements):
-        raise ValueError(f"a parameter is {placements} on {own}; the norm adds up shards and copies on {mesh}")
-    return math.prod(size for size, one in zip(own.shape, placements) if not one.is_replicate()) / mesh.size()
-
-
-def add_up(total: torch.Tensor, mesh: Any) -> torch.Tensor:
-    """The sum of a number over all ranks of a mesh, in place."""
-    for dim in range(0 if mesh is None else mesh.ndim):
-        torch.distributed.all_reduce(total, group=mesh.get_group(dim))
-    return total
 
 
 def upload(device: torch.device, values: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -398,94 +386,48 @@ class Tables:
     """What the kernels of one kind read: tensors, tiles, addresses and hyperparameters."""
 
     def __init__(self, kind: Kind, members: list[Any], device: torch.device) -> None:
-        self.kind, self.members = kind, members
+        for param, _, state, _ in members:
+            check_state(kind, param, state)
+        keys = [name for name, *_ in kind.buffers]
+        arrays = [local(param if key == "param" else state[key]) for param, _, state, _ in members for key in keys]
+        lengths = [local(param).numel() for param, *_ in members]
         table, zeros = partial(upload, device), partial(torch.zeros, device=device)
-        count = len(members)
-        lengths = [local(param).numel() for param, _, _ in members]
-        first, owners = tiles_of(lengths, kind.span)
-        self.programs = {"tensors": count, "blocks": -(-count // 128), "tiles": len(owners)}
+        self.kind, self.device, count = kind, device, len(members)
+        first_tile, tile_tensor = tiles_of(lengths, kind.span)
         self.tables = {
             "counts": table([count]),
-            "group": table([group for _, _, group in members], torch.int32),
+            "group": table([group for *_, group in members], torch.int32),
+            "addresses": table([array.data_ptr() for array in arrays]),
             "numel": table(lengths),
-            "tile_tensor": table(owners, torch.int32),
-            "first_tile": table(first),
+            "tile_tensor": table(tile_tensor, torch.int32),
+            "first_tile": table(first_tile),
             "rows": zeros(count * kind.columns),
         }
+        self.programs = {"tensors": count, "blocks": -(-count // 128), "tiles": len(tile_tensor)}
+        for name, _, dtype in kind.scalars:
+            # The numbers of all tensors lie side by side for kernels; a state has views of its own.
+            numbers = torch.stack([state[name].to(device, dtype) for _, _, state, _ in members])
+            self.tables[name if name == "step" else f"{name}_state"] = numbers
+            for (_, _, state, _), view in zip(members, numbers.unbind()):
+                state[name] = view
         self.known: dict[str, list[Any]] = {}  # what changes from step to step, as in its tables
-        # Numbers of all tensors lie side by side for kernels; a state has views of its own.
-        self.tables["step"] = torch.stack([state["step"].to(device, torch.float32) for _, state, _ in members])
-        for (_, state, _), view in zip(members, self.tables["step"].unbind()):
-            state["step"] = view
-        self.kept = [list(state.values()) for _, state, _ in members]  # alive, so that no other tensor gets their ids
+        self.kept = [list(state.values()) for _, _, state, _ in members]  # alive, so that no address is used again
 
-    def for_norm(self, mesh: Any, tile: int) -> int:
-        """Make the tables of the norm; returns the number of its tiles."""
-        params, table = [param for param, _, _ in self.members], partial(upload, self.tables["rows"].device)
-        lengths = [local(param).numel() for param in params]
-        first, owners = tiles_of(lengths, tile)
-        self.norm = {"ELEMENT": params[0].dtype, "TILE": tile, "STEP": 2048, "enable_fp_fusion": True}
-        self.programs["norm"] = len(owners)
-        self.tables |= {"norm_numel": table(lengths), "norm_first": table(first)}
-        self.tables["norm_owner"] = table(owners, torch.int32)
-        self.tables["weights"] = table([share(param, mesh) for param in params], torch.float64)
-        return len(owners)
-
-    def refresh(self, groups: list[dict[str, Any]], gradients: list[Any]) -> None:
-        """Bring addresses and hyperparameters up to date."""
-        keys, now = self.kind.arrays, dict[str, list[Any]]()
-        arrays = [local(param if key == "param" else state[key]) for param, state, _ in self.members for key in keys]
-        now["grads"] = [0 if grad is None else grad.data_ptr() or 1 for grad in gradients]
-        now["addresses"] = [array.data_ptr() for array in arrays]
-        if now["addresses"] != self.known.get("addresses"):
-            for param, state, _ in self.members:
-                check_state(self.kind, param, state)
-        now["hyper"] = [number_of(group, name) for group in groups for name in self.kind.hypers]
-        for name, values in now.items():
+    def refresh(self, groups: list[dict[str, Any]], members: list[Any]) -> None:
+        """Bring the addresses of gradients and the hyperparameters up to date."""
+        grads = [0 if grad is None else grad.data_ptr() or 1 for _, grad, _, _ in members]
+        hyper = [entries[name] for entries in map(entries_of, groups) for name in self.kind.hypers]
+        for name, values, dtype in (("grads", grads, torch.int64), ("hyper", hyper, torch.float64)):
             if values != self.known.get(name):
-                dtype = torch.float64 if name == "hyper" else torch.int64
-                self.known[name], self.tables[name] = values, upload(self.tables["rows"].device, values, dtype)
+                self.known[name], self.tables[name] = values, upload(self.device, values, dtype)
 
     def launch(self, name: str, grid: str, options: dict[str, Any]) -> None:
         """Launch a kernel with the tables that its parameters name."""
         if self.programs[grid]:
-            kernel = globals()[name]
-            pointers = [self.tables[pointer] for pointer in kernel.arg_names if pointer in self.tables]
-            types = {key: getattr(tl, str(value)[6:]) for key, value in options.items() if key == "ELEMENT"}
-            functions = {key: globals()[value] for key, value in options.items() if key == "MATH"}
-            options = {"enable_fp_fusion": False, **options, **types, **functions}
-            kernel[(self.programs[grid],)](*pointers, **options)
-
-
-def identities(found: dict[Any, list[Any]]) -> list[Any]:
-    """What tables are made for: parameters, their kinds, groups and shapes, and the tensors of their states."""
-    return [
-        (name, id(param), group, param.shape, *map(id, state.values()))
-        for name, pairs in found.items()
-        for (param, state, group), _ in pairs
-    ]
-
-
-def fixed(value: Any) -> Any:
-    """What of a hyperparameter formulas and kernels were made for: numbers may have any value."""
-    if isinstance(value, (tuple, list)):
-        return tuple(map(fixed, value))
-    return float if isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool) else value
-
-
-def number_of(group: dict[str, Any], name: str) -> float:
-    """A hyperparameter as kernels read it; `betas.0` is the first of `betas`."""
-    key, _, place = name.partition(".")
-    value = group.get(key)
-    value = value[int(place)] if place and value is not None else value
-    return math.inf if value is None else float(value)
-
-
-def as_numbers(value: Any) -> Any:
-    """A hyperparameter as formulas take it: numbers in float64."""
-    if isinstance(value, (tuple, list)):
-        return tuple(map(as_numbers, value))
-    return value if value is None or isinstance(value, (bool, str)) else torch.tensor(float(value), dtype=torch.float64)
+            kernel, words = globals()[name], [key for key, value in options.items() if isinstance(value, str)]
+            named = {key: vars(tl).get(options[key]) or globals()[options[key]] for key in words}
+            pointers = [self.tables[key] for key in kernel.arg_names if key in self.tables]
+            kernel[(self.programs[grid],)](*pointers, **{"enable_fp_fusion": False, **options, **named})
 
 
 class AdamW(torch.optim.Optimizer):
@@ -513,34 +455,27 @@ class AdamW(torch.optim.Optimizer):
         )  # fmt: skip
         super().__init__(params, defaults)
 
-    tables: Sequence[Tables] = ()  # for kernels; made again when parameters or states are other ones
-    known: list[Any] | None = None  # what they were made for
+    known: list[Any] | None = None  # what the tables of kernels were made for
     grad_norm: torch.Tensor | None = None  # of the gradients of the last step
-    mesh: Any = None  # of the ranks that share it
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as torch's."""
         check({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        self.known = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint, as torch's; states keep the dtypes and the order in memory that they have here."""
-        own, states, saved = self.param_groups, dict[Any, Any](), state_dict["state"]
+        states: dict[Any, Any] = {}
         # Another optimizer's checkpoint does not have every hyperparameter.
-        groups = [
-            {**group, **other, "params": group["params"]} for group, other in zip(own, state_dict["param_groups"])
-        ]
-        for group, other in zip(groups, state_dict["param_groups"]):
-            check(group)
-            for param, number in zip(group["params"], other["params"]):
-                if number in saved:
-                    states[param] = self.begin(param, group, saved[number])
-        super().load_state_dict(state_dict)
-        self.known = None
-        self.state.update(states)
+        groups = [{**group, **saved} for group, saved in zip(self.param_groups, state_dict["param_groups"])]
+        groups += state_dict["param_groups"][len(groups) :]
         for group, whole in zip(self.param_groups, groups):
-            group.update({**whole, **group})
+            check(whole)
+            for param, number in zip(group["params"], whole["params"]):
+                if number in state_dict["state"]:
+                    states[param] = self.begin(param, whole, state_dict["state"][number])
+        super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
+        self.state.update(states)
 
     def begin(self, param: Any, group: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
         """The state of a parameter, with the values that a checkpoint has of it."""
@@ -548,16 +483,13 @@ class AdamW(torch.optim.Optimizer):
         if torch.empty_like(part).stride() != part.stride():
             raise ValueError(f"a parameter {tuple(part.shape)} has strides {part.stride()}; make it contiguous")
         state: dict[str, Any] = {}
-        state["step"] = torch.as_tensor(values.get("step", 0.0), dtype=torch.float32).to(part.device, copy=True)
-        for name, begins, dtype in kind.buffers[1:]:
-            if values and name not in values:
-                raise ValueError(f"the checkpoint has no state {name!r}: it is of another optimizer")
+        for name, begins, dtype in (*kind.scalars, *kind.buffers[1:]):
             value = values.get(name, param.detach() if begins == "param" else group.get(str(begins), begins))
-            state[name] = torch.empty_like(param, dtype=dtype)
+            like = torch.empty((), device=part.device) if (name, begins, dtype) in kind.scalars else param
+            state[name] = torch.empty_like(like, dtype=dtype)
             state[name].copy_(value) if isinstance(value, torch.Tensor) else state[name].fill_(value)
-        unknown = values.keys() - state.keys()
-        if unknown:
-            raise ValueError(f"the checkpoint has the states {sorted(unknown)}, which this optimizer does not keep")
+        if values and values.keys() - {"step", "param"} != state.keys() - {"step"}:
+            raise ValueError(f"a checkpoint has the states {sorted(values)}; this optimizer keeps {sorted(state)}")
         return state
 
     @torch.compiler.disable
@@ -569,8 +501,8 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             check(group)
         found = self.members()
-        members = [member for pairs in found.values() for member, _ in pairs]
-        params = [param for param, _, _ in members]
+        members = [member for own in found.values() for member in own]
+        params = [param for param, *_ in members]
         if not params:  # a rank without gradients joins the sum of the norm
             params = [param for group in self.param_groups for param in group["params"]]
         if params:
@@ -582,89 +514,124 @@ class AdamW(torch.optim.Optimizer):
                     self.step_by_kernels(found, first.device)
             else:
                 self.step_in_torch(found, first.device)
-        written = [param for pairs in found.values() for (param, _, _), grad in pairs if grad is not None]
-        torch.autograd.graph.increment_version(written)
+        torch.autograd.graph.increment_version([param for param, grad, *_ in members if grad is not None])
         return loss
 
     def members(self) -> dict[Any, list[Any]]:
-        """Parameters with their states and groups, and the gradients, by kind."""
-        found: dict[Any, list[Any]] = {name: [] for name in KINDS}
-        devices = set()
-        for number, group in enumerate(self.param_groups):
+        """Parameters with a gradient or a state, by kind; with the local gradient, the state and the group's place."""
+        found: dict[Any, list[Any]] = {kind: [] for kind in KINDS}
+        for place, group in enumerate(self.param_groups):
             for param in group["params"]:
                 if param.grad is None and not self.state.get(param):
                     continue
                 part, grad = local(param), local(param.grad)
-                devices.add(part.device)
                 if grad is not None:
-                    kinds = [
-                        (one.layout, one.dtype, tuple(one.shape), getattr(whole, "placements", None))
-                        for one, whole in ((grad, param.grad), (part, param))
-                    ]
-                    if kinds[0] != kinds[1]:
-                        raise ValueError(f"a gradient is {kinds[0]}; its parameter is {kinds[1]}")
+                    given, own = (
+                        (local(one).layout, one.dtype, local(one).shape, getattr(one, "placements", None))
+                        for one in (param.grad, param)
+                    )
+                    if given != own:
+                        raise ValueError(f"a gradient is {given}; its parameter is {own}")
                     if grad.stride() != part.stride():  # kernels walk both in the order of their memory
                         grad = torch.empty_like(part).copy_(grad)
                 if not self.state.get(param):
                     self.state[param] = self.begin(param, group, {})
-                found[kind_of(param)].append(((param, self.state[param], number), grad))
+                found[kind_of(param)].append((param, grad, self.state[param], place))
+        devices = {local(param).device for members in found.values() for param, *_ in members}
         if len(devices) > 1:
             raise ValueError(f"parameters lie on {devices}: give each device an optimizer of its own")
-        return {name: pairs for name, pairs in found.items() if pairs}
+        return {kind: members for kind, members in found.items() if members}
+
+    def shares(self, params: list[Any]) -> list[float]:
+        """How much this rank's squares of parameters count: each over the ranks that hold the same part of it."""
+        everything = [param for group in self.param_groups for param in group["params"]]
+        meshes = dict.fromkeys(param.device_mesh for param in everything if hasattr(param, "placements"))
+        mesh = self.mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)  # over which squares are added up
+        if mesh is None:
+            return [1.0] * len(params)
+        shares, ranks = [], set(mesh.mesh.flatten().tolist())
+        for param in params:
+            own, placements = getattr(param, "device_mesh", mesh), getattr(param, "placements", ())
+            if not ranks.issuperset(own.mesh.flatten().tolist()) or any(one.is_partial() for one in placements):
+                raise ValueError(f"a parameter is {placements} on {own}; the norm adds up shards and copies on {mesh}")
+            parts = math.prod(size for size, one in zip(own.shape, placements) if not one.is_replicate())
+            shares.append(parts / mesh.size())
+        return shares
+
+    def add_up(self, total: torch.Tensor) -> torch.Tensor:
+        """The sum of a number over all ranks of the mesh, in place."""
+        for group in () if self.mesh is None else self.mesh.get_all_groups():
+            torch.distributed.all_reduce(total, group=group)
+        return total
 
     def step_in_torch(self, found: dict[Any, list[Any]], device: torch.device) -> None:
         """A step tensor by tensor: what CPUs run, and the same numbers as kernels compute."""
-        pairs = [pair for own in found.values() for pair in own if pair[1] is not None]
-        for (param, state, _), _ in pairs:
+        members = [member for own in found.values() for member in own if member[1] is not None]
+        for param, _, state, _ in members:
             check_state(KINDS[kind_of(param)], param, state)
         if any(group["max_grad_norm"] is not None for group in self.param_groups):
-            mesh, norm = mesh_of(self.param_groups), torch.zeros((), dtype=torch.float64, device=device)
-            for (param, _, _), grad in pairs:
-                norm += grad.double().square().sum() * share(param, mesh)
-            self.grad_norm = norm = add_up(norm, mesh).sqrt()
-        for (param, state, number), grad in pairs:
+            norm = torch.zeros((), dtype=torch.float64, device=device)
+            for (_, grad, *_), share in zip(members, self.shares([param for param, *_ in members])):
+                norm += grad.double().square().sum() * share
+            self.grad_norm = norm = self.add_up(norm).sqrt()
+        for param, grad, state, place in members:
             state["step"] += 1
-            group, part, kind = self.param_groups[number], local(param).detach(), KINDS[kind_of(param)]
-            tensors = {**state, "param": part}
-            given = {name: as_numbers(group[name]) for name in VALUES}
-            given.update({name: local(tensors[name]).float() for name, *_ in kind.buffers})
-            given.update(grad=grad.float(), step=state["step"].double(), shape=param.shape, gradient_scale=1.0)
-            if group["max_grad_norm"] not in (None, math.inf):
-                given["gradient_scale"] = torch.clamp(group["max_grad_norm"] / (norm + 1e-6), max=1.0)
-            wanted = inspect.signature(kind.formula).parameters
-            if part.numel():
-                results = kind.formula(**{name: given[name] for name in wanted})
-                for name, values in results.items():
-                    local(tensors[name]).copy_(values)
+            kind, tensors = KINDS[kind_of(param)], {**state, "param": local(param).detach()}
+            values = entries_of(self.param_groups[place], float64)
+            values |= {name: local(tensors[name]).float() for name, *_ in kind.buffers}
+            values |= {name: state[name].double() for name, *_ in kind.scalars}
+            values |= {"grad": grad.float(), "shape": param.shape, "machine_epsilon": torch.finfo(param.dtype).eps}
+            values["gradient_scale"] = 1.0
+            if values["max_grad_norm"] < math.inf:
+                values["gradient_scale"] = torch.clamp(values["max_grad_norm"] / (norm + 1e-6), max=1.0)
+            results = kind.formula(**values) if grad.numel() else {}
+            for name, value in results.items():
+                local(tensors[name]).copy_(value)
 
     def step_by_kernels(self, found: dict[Any, list[Any]], device: torch.device) -> None:
         """A step by a few launches over all tensors; the host waits for nothing."""
         if tl is None:
             load_triton()
-        if self.known != identities(found):
+        if self.known != self.identities(found):
             self.build(found, device)
-        for tables, pairs in zip(self.tables, found.values()):
-            tables.refresh(self.param_groups, [grad for _, grad in pairs])
+        for tables, members in zip(self.tables, found.values()):
+            tables.refresh(self.param_groups, members)
         if any(group["max_grad_norm"] is not None for group in self.param_groups):
-            for tables in self.tables:
-                tables.launch("norm_tiles", "norm", tables.norm)
-            options = {"num_warps": 32, "enable_fp_fusion": False}
-            norm_total[(1,)](self.partials, self.tile_count, self.norm, BLOCK=8192, **options)
-            self.grad_norm = add_up(self.norm, self.mesh).sqrt_()[0].clone()
+            for tables, members in zip(self.tables, found.values()):
+                options = {"TILE": self.norm_tile, "STEP": 2048, "enable_fp_fusion": True}
+                tables.launch("norm_tiles", "norm", {"ELEMENT": str(members[0][0].dtype)[6:], **options})
+            norm_total[(1,)](self.partials, self.count, self.norm, BLOCK=8192, num_warps=32, enable_fp_fusion=False)
+            self.grad_norm = self.add_up(self.norm).sqrt_()[0].clone()
         for tables in self.tables:
             for launch in tables.kind.launches:
                 tables.launch(*launch)
 
+    def identities(self, found: dict[Any, list[Any]]) -> list[Any]:
+        """What tables are made for: the kinds, groups, shapes and addresses of parameters and their states."""
+        return [
+            (kind, place, param.shape, param.stride(), *(local(one).data_ptr() for one in (param, *state.values())))
+            for kind, members in found.items()
+            for param, _, state, place in members
+        ]
+
     def build(self, found: dict[Any, list[Any]], device: torch.device) -> None:
         """Make the tables of these parameters."""
-        if len({id(param) for pairs in found.values() for (param, _, _), _ in pairs}) < sum(map(len, found.values())):
+        params = [param for members in found.values() for param, *_ in members]
+        if len(set(map(id, params))) < len(params):
             raise ValueError("a parameter is listed twice in its group")
-        self.tables = [Tables(KINDS[name], [member for member, _ in pairs], device) for name, pairs in found.items()]
-        self.mesh = mesh_of(self.param_groups)
-        total = sum(local(param).numel() for tables in self.tables for param, _, _ in tables.members)
-        tiles = [tables.for_norm(self.mesh, 16384 if total < 2**28 else 32768) for tables in self.tables]
+        self.tables = [Tables(KINDS[kind], members, device) for kind, members in found.items()]
+        self.norm_tile = 16384 if sum(local(param).numel() for param in params) < 2**28 else 32768
+        shares = iter(self.shares(params))
+        for tables, members in zip(self.tables, found.values()):
+            lengths = [local(param).numel() for param, *_ in members]
+            first, owners = tiles_of(lengths, self.norm_tile)
+            tables.programs["norm"] = len(owners)
+            tables.tables |= {"norm_numel": upload(device, lengths), "norm_first": upload(device, first)}
+            tables.tables["norm_owner"] = upload(device, owners, torch.int32)
+            tables.tables["weights"] = upload(device, [next(shares) for _ in members], torch.float64)
+        tiles = [tables.programs["norm"] for tables in self.tables]
         self.partials = torch.zeros(sum(tiles), dtype=torch.float64, device=device)
-        self.norm, self.tile_count = self.partials.new_zeros(1), upload(device, [sum(tiles)])
+        self.norm, self.count = self.partials.new_zeros(1), upload(device, [sum(tiles)])
         for tables, partials in zip(self.tables, self.partials.split(tiles)):
             tables.tables |= {"norm_partials": partials, "total_norm": self.norm}
-        self.known = identities(found)
+        self.known = self.identities(found)

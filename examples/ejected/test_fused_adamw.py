@@ -34,7 +34,7 @@ class Float64:
     """The formula in float64, on states that are not rounded."""
 
     def __init__(self, params: list[torch.nn.Parameter], group: dict[str, Any]) -> None:
-        self.group, self.count = group, 0
+        self.group = group
         self.kinds = [ejected.KINDS[ejected.kind_of(param)] for param in params]
         self.values = [self.first(param, kind) for param, kind in zip(params, self.kinds)]
 
@@ -47,24 +47,26 @@ class Float64:
             shape: tuple[int, ...] = tuple(part.shape)
             is_param = start == "param" or name == "param"
             values[name] = part.clone() if is_param else torch.full(shape, float(start)).double()
-        for name, start, _ in getattr(kind, "scalars", ()):
+        for name, start, _ in kind.scalars:
             values[name] = torch.tensor(float(self.group.get(start, start)), dtype=torch.float64)
         return values
 
     def step(self, gradients: list[torch.Tensor]) -> None:
         """One step with these gradients."""
-        self.count += 1
         grads = [grad.cpu().double() for grad in gradients]
         scale: Any = 1.0
         norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
         scale = torch.clamp(self.group["max_grad_norm"] / (norm + 1e-6), max=1.0)
         results = []
         for kind, values, grad in zip(self.kinds, self.values, grads):
-            given = {name: ejected.as_numbers(self.group[name]) for name in ejected.VALUES}
-            given |= {**values, "grad": grad, "gradient_scale": scale, "shape": grad.shape}
-            given |= {"step": torch.tensor(float(self.count)).double(), "machine_epsilon": 2.0**-23}
-            wanted = kind.formula.__code__.co_varnames[: kind.formula.__code__.co_argcount]
-            results.append(kind.formula(**{name: given[name] for name in wanted}))
+            values["step"] += 1
+            entries = ejected.entries_of(self.group).items()
+            given = {
+                name: torch.tensor(value, dtype=torch.float64) if type(value) is float else value
+                for name, value in entries
+            }
+            given |= {**values, "grad": grad, "gradient_scale": scale, "shape": grad.shape, "machine_epsilon": 2.0**-23}
+            results.append(kind.formula(**given))
         for values, result in zip(self.values, results):
             values.update(result)
 

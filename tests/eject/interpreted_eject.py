@@ -42,7 +42,8 @@ def module_of(request: Request, folder: str) -> Any:
     spec.loader.exec_module(module)
     module.load_triton()
     # The interpreter has no PTX and no device library: the library's own functions know what to do without.
-    for name in {*module.KERNELS, *getattr(module, "CONSTANTS", ()), "libdevice"} & vars(support).keys():
+    kernels = {function.__name__ for function in module.KERNELS}
+    for name in {*kernels, *getattr(module, "CONSTANTS", ()), "libdevice"} & vars(support).keys():
         setattr(module, name, getattr(support, name))
     return module
 

@@ -110,7 +110,7 @@ def test_a_bfloat16_model_and_param_groups(tmp_path: Path) -> None:
     wrong.grad = torch.ones(3).double()
     pair.ejected.add_param_group({"params": [wrong]})
     before = [param.detach().clone() for param in pair.ours]
-    with pytest.raises(ValueError, match=r"a parameter is torch.float64; this file is for float32 and bfloat16"):
+    with pytest.raises(ValueError, match=r"is torch.float64; this file is for torch.float32, torch.bfloat16"):
         pair.ejected.step()
     assert all(map(torch.equal, before, pair.ours))
 
@@ -158,7 +158,7 @@ def test_a_checkpoint_of_torch_continues(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="momentum_buffer"):
         optimizer.load_state_dict(wrong)
     del wrong["state"][0]["momentum_buffer"], wrong["state"][0]["exp_avg"]
-    with pytest.raises(ValueError, match="no state 'exp_avg'"):
+    with pytest.raises(ValueError, match=r"states \['exp_avg_sq', 'step'\]; this optimizer keeps \['exp_avg', "):
         optimizer.load_state_dict(wrong)
 
 
@@ -226,8 +226,8 @@ def test_other_code_may_not_change_what_kernels_read(tmp_path: Path) -> None:
         """What a step by kernels does before its first launch."""
         found = optimizer.members()
         optimizer.build(found, torch.device("cpu"))
-        for tables, pairs in zip(optimizer.tables, found.values()):
-            tables.refresh(optimizer.param_groups, [grad for _, grad in pairs])
+        for tables, members in zip(optimizer.tables, found.values()):
+            tables.refresh(optimizer.param_groups, members)
 
     for wrong in (torch.ones(4, 6).bfloat16(), torch.ones(1, 6), torch.ones(6, 4).t()):
         param, optimizer = begun()
@@ -242,7 +242,7 @@ def test_other_code_may_not_change_what_kernels_read(tmp_path: Path) -> None:
     known = optimizer.known
     param.data = param.data.bfloat16()
     param.grad = torch.ones_like(param)
-    assert module.identities(optimizer.members()) != known
+    assert optimizer.identities(optimizer.members()) != known
     with pytest.raises(ValueError, match=r"exp_avg is \(torch.float32"):
         optimizer.step()
     with pytest.warns(UserWarning, match="duplicate"):
@@ -266,7 +266,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     wrong = copy.deepcopy(before)
     wrong["param_groups"][0]["lr"] = 0.25
     del wrong["state"][1]["exp_avg"]
-    with pytest.raises(ValueError, match="no state 'exp_avg'"):
+    with pytest.raises(ValueError, match=r"states \['exp_avg_sq', 'step'\]; this optimizer keeps \['exp_avg', "):
         optimizer.load_state_dict(wrong)
     assert str(optimizer.state_dict()) == str(before)
 
@@ -343,7 +343,7 @@ def test_it_imports_torch_alone(tmp_path: Path) -> None:
 def test_the_norm_has_the_librarys_tiles() -> None:
     text = ejected(Request(tilestep.registry["AdamW"], clip=True))
     small, large = tile_shape(2**28 - 1), tile_shape(2**28)
-    assert f"{small[0]} if total < 2**28 else {large[0]})" in text
+    assert re.search(rf"{small[0]} if .* < 2\*\*28 else {large[0]}\n", text)
     assert f'"STEP": {small[1]},' in text and small[1:] == large[1:] == (2048, 4)
     assert f"BLOCK={FINISH_BLOCK}," in text
 
@@ -430,7 +430,7 @@ def test_the_example_is_current() -> None:
 
 def test_the_example_is_short() -> None:
     lines = len(EXAMPLE.read_text().splitlines())
-    assert lines <= 670
+    assert lines <= 637
     assert f"AdamW with `--clip` is {lines} lines" in (ROOT / "docs/guide/eject.md").read_text()
 
 
@@ -506,12 +506,14 @@ def test_kernels_compile_for_a_gpu(options: dict[str, Any], tmp_path: Path) -> N
         param = torch.nn.Parameter(torch.ones(8, dtype=kind.buffers[0].arrays[0][1] if options else kind.buffers[0][2]))
         param.grad = torch.ones_like(param)
         optimizer = module.AdamW([param])
-        optimizer.build(optimizer.members(), param.device)
-        (tables,) = optimizer.tables
-        tables.refresh(optimizer.param_groups, [param.grad])
+        found = optimizer.members()
+        optimizer.build(found, param.device)
+        (tables,), (members,) = optimizer.tables, found.values()
+        tables.refresh(optimizer.param_groups, members)
+        norm = {"ELEMENT": str(param.dtype)[6:], "TILE": optimizer.norm_tile, "STEP": 2048}
         total = {"BLOCK": 8192, "num_warps": 32}
-        tables.tables |= {"partials": optimizer.partials, "partial_count": optimizer.tile_count}
-        launches = [*kind.launches, ("norm_tiles", "norm", tables.norm), ("norm_total", "", total)]
+        tables.tables |= {"partials": optimizer.partials, "partial_count": optimizer.count}
+        launches = [*kind.launches, ("norm_tiles", "norm", norm), ("norm_total", "", total)]
         for name, _, launched in launches:
             kernel = getattr(module, name)
             constants = {key: value for key, value in launched.items() if key.isupper()}

@@ -6,6 +6,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,22 @@ import torch
 from .._version import __version__
 from ..backends.triton.run import tile_options
 from ..backends.tuning import default_shape
+from ..errors import RuleError
 from ..graph import trace
 from ..kernels.spec import KernelSpec
 from ..optimizer.groups import check_group
 from ..optimizer.masters import MasterWeights, check_choice, master_kind
 from ..optimizer.states import SHORTEST, SMALLEST, starts_of
 from ..rules import Interval, Rule
-from ..storage import Array, codec_of, dtype_name
+from ..storage import codec_of, dtype_name
 from .formulas import codec_functions, condition, formula, helpers_of
 from .kernels import NORM, Helpers, constant_lines, flat, functions_of, merged, renamed
 from .kinds import SIZES, Kind, kinds_of
 from .layout import formatted
 
-_AS_MOSTLY = (("scalars", ()), ("reductions", 1), ("sizes", ()))
-"""Fields of a kind, with their defaults."""
+_OF_TRITON = {"libdevice": "triton.language.extra", "cuda_capability_geq": "triton.language.target_info"}
+"""What kernels take from Triton beside `triton.language`."""
 
-_FOR_MYPY = r"  # type: ignore\[[\w-]+\]"
 _SCALAR_BLOCK = 128
 _FINISH_BLOCK = 1024
 
@@ -90,19 +91,13 @@ class Request:
 
     @property
     def is_plain(self) -> bool:
-        """Whether each buffer is one tensor like the parameter, of its numbers as they are, and updated on its own."""
+        """Whether each buffer is one tensor like the parameter, of its numbers as they are."""
         return all(
-            not kind.spec.global_count
-            and codec_of(storage).is_plain
+            codec_of(storage).is_plain
             and [(name, 1)] == [(array.name, array.elements) for array in storage.arrays(name)]
             for kind in self.kinds
             for name, storage in kind.storages.items()
         )
-
-    @property
-    def is_single(self) -> bool:
-        """Whether a step is one stage: nothing is summed over tensors before elements are updated."""
-        return all(len(kind.spec.program.tiles) == 1 and not kind.spec.global_count for kind in self.kinds)
 
     @property
     def matters(self) -> tuple[bool, bool]:
@@ -119,87 +114,71 @@ def _word(value: Any) -> str:
 def ejected(request: Request) -> str:
     """The text of the file."""
     rule, kinds = request.rule, request.kinds
-    specs = {kind.name: kind.spec for kind in kinds}
-    functions, names, general = merged(specs, clip=request.clip)
+    functions, names, general = merged({kind.name: kind.spec for kind in kinds}, clip=request.clip)
+    parameters = {name for lines in functions for name in re.findall(r"\w+", lines[1])}
     if request.clip:
         functions = [*(lines for _, lines in functions_of(NORM)), *functions]
-    parameters = _parameters(lines for lines in functions if "norm_" not in lines[1])
     helpers, constants = Helpers().of(functions)
-    functions = helpers + functions
-    text = flat(functions)
+    kernels = flat(helpers + functions)
     formulas, called = _formulas(request)
-    regions: dict[str, str | bool] = {
+    by_dims, by_size = request.matters
+    imported = {name: module for name, module in _OF_TRITON.items() if name in kernels}
+    texts = {
         "header": _header(request),
-        "globals": _globals(text, constants),
-        "settings": _settings(request),
-        "constants": bool(constants),
-        "kernels": text,
+        "globals": _globals(request, imported, constants),
+        "imports": "\n".join(
+            [
+                f"    global {', '.join(['tl', *imported])}",
+                "    import triton",
+                "    import triton.language as tl",
+                *(f"    from {module} import {name}" for name, module in imported.items()),
+            ]
+        ),
+        "kernels": kernels,
         "formulas": flat(formulas),
-        "kinds": _kinds_text(request, names, called, general, parameters),
+        "kinds": _kinds(request, names, called, general, parameters),
+        "ranges": "\n".join(_ranges(request)),
+        "guards": "\n".join(_guards(request)),
         "signature": _signature(request),
-        "averages": rule.evaluation is not None and flat([_average(request)]),
+        "evaluation": "" if rule.evaluation is None else flat([_average(request)]),
     }
-    has_codecs = any(not codec_of(storage).is_plain for kind in kinds for storage in kind.storages.values())
-    has_blocks = any(kind.spec.has_blocks for kind in kinds)
-    across = any(kind.spec.global_count for kind in kinds)
-    whole = any(kind.spec.reduction_count for kind in kinds)
-    follows = isinstance(request.masters, str)
-    for name, wanted in {
-        "codec": has_codecs,
-        "blocks": has_blocks,
-        "across": across,
-        "whole": whole,
+    flags = {
+        "blocks": any(kind.spec.has_blocks for kind in kinds),
+        "across": any(kind.spec.global_count for kind in kinds),
+        "whole": any(kind.spec.reduction_count for kind in kinds),
         "clip": request.clip,
-        "libdevice": "libdevice" in text,
-        "capability": "cuda_capability_geq" in text,
-        "epsilon": any("machine_epsilon" in line for lines in formulas for line in lines),
-        "constexpr": "@constexpr_function" in text,
-        "versions": follows,
-        "plain": request.is_plain,
+        "constexpr": "@constexpr_function" in kernels,
+        "constants": bool(constants),
+        "versions": isinstance(request.masters, str),
         "formats": not request.is_plain,
-        "rows": has_blocks,
-        "free": not has_blocks,
         "sizes": "sizes" in parameters,
         "sums": bool(parameters & {"sums", "partials"}),
-        "scalar": any(kind.graph.scalar_states for kind in kinds),
-        "no": not any(kind.graph.scalar_states for kind in kinds),
         "averages": rule.evaluation is not None,
-        "stages": not request.is_single,
-        "single": request.is_single,
-    }.items():
-        regions[f"*{name}"] = wanted
-    text = _filled(Path(__file__).with_name("template.py").read_text(), regions)
-    return re.sub(_FOR_MYPY, "", text).replace("Ejected", rule.name)
+        "dims": by_dims,
+        "classes": by_size,
+        "shapes": by_dims or by_size,
+    }
+    return _filled("template.py", texts, flags, rule.name)
 
 
-def _filled(template: str, regions: Mapping[str, str | bool]) -> str:
-    """The template with its regions replaced, kept or left out; a name with a star is the beginning of several."""
-    groups = {name[1:]: value for name, value in regions.items() if name.startswith("*")}
+def _filled(name: str, texts: Mapping[str, str], flags: Mapping[str, bool], rule: str) -> str:
+    """A template with the texts and the regions that these flags keep."""
+    template = Path(__file__).with_name(name).read_text()
     lines: list[str] = []
-    inside: list[tuple[str, str | bool]] = []
+    kept: list[bool] = []
     for line in template[template.index("# {header\n") :].splitlines():
-        opens, closes = re.fullmatch(r"\s*# \{(\w+)", line), re.fullmatch(r"\s*# (\w+)\}", line)
-        if opens:
-            name = opens[1]
-            wanted = regions.get(name, groups.get(name.partition("_")[0]))
-            if wanted is None:
-                raise KeyError(f"nothing says what becomes of the region {name}")
-            inside.append((name, wanted))
-            if isinstance(wanted, str):
-                lines += wanted.splitlines()
-        elif closes:
-            name, _ = inside.pop()
-            if name != closes[1]:
-                raise KeyError(f"the region {name} ends as {closes[1]}")
-        elif all(wanted is True for _, wanted in inside):
-            lines.append(line)
+        mark = re.fullmatch(r"\s*# (?:\{(\w+)|\w+\})", line)
+        if mark is None:
+            lines += [line] if all(kept) else []
+        elif mark[1] is None:
+            kept.pop()
+        elif mark[1] in texts:
+            lines += texts[mark[1]].splitlines() if all(kept) else []
+            kept.append(False)
+        else:
+            kept.append(flags[mark[1].removeprefix("not_")] is not mark[1].startswith("not_"))
     text = re.sub(r"\n{3,}(?=    )", "\n\n", "\n".join(lines)).rstrip() + "\n"
-    return re.sub(r"\n+(?=    from triton)", "\n", text)
-
-
-def _parameters(functions: Iterable[Sequence[str]]) -> set[str]:
-    """The names of all parameters of kernels."""
-    return {name for lines in functions for name in re.findall(r"\w+", lines[1])}
+    return re.sub(r"  # type: ignore\[[\w-]+\]", "", text).replace("Ejected", rule)
 
 
 def _header(request: Request) -> str:
@@ -219,50 +198,25 @@ kernels for; the tables that kernels read; the optimizer.
 '''
 
 
-def _globals(text: str, constants: Mapping[str, Any]) -> str:
-    lines = [f"{name}: Any = None" for name in ("libdevice", "cuda_capability_geq") if name in text]
+def _globals(request: Request, imported: Iterable[str], constants: Mapping[str, Any]) -> str:
+    lines = [f"{name}: Any = None" for name in imported]
     for name, value in constants.items():
         lines += constant_lines(name, value)
     lines += formatted([f"CONSTANTS = {_literal(tuple(constants))}"]) if constants else []
-    return "\n".join(lines)
-
-
-def _quoted(text: str) -> str:
-    return f'"{text}"'
-
-
-def _settings(request: Request) -> str:
-    words = ", ".join(f"{name}={_literal(value)}" for name, value in request.values.items())
-    lines = formatted([f"VALUES: dict[str, Any] = dict({words})"])
+    values = ", ".join(f"{name}={_literal(value)}" for name, value in request.values.items())
+    lines += formatted([f"VALUES: dict[str, Any] = dict({values})"])
     lines.append('"""Hyperparameters as this file was made for them; those that are numbers may have other values."""')
-    lines.append("")
     if isinstance(request.masters, str):
-        keys = sorted({key for kind in request.kinds for key in [_master_key(kind, request.group)] if key})
-        lines.append(
-            f"FOLLOWING = {{{', '.join(map(_quoted, keys))}}}  # what a write by other code to a parameter voids"
-        )
+        masters = [master_kind(kind.dtype, request.group) for kind in request.kinds]
+        keys = sorted({master.key for master in masters if master is not None and not master.begins_as_parameter})
+        following = ", ".join(map(_literal, keys))
+        lines.append(f"FOLLOWING = {{{following}}}  # what a write by other code to a parameter voids")
     return "\n".join(lines)
-
-
-def _master_key(kind: Kind, group: Mapping[str, Any]) -> str:
-    master = master_kind(kind.dtype, group)
-    return "" if master is None or master.begins_as_parameter else master.key
 
 
 def _literal(value: Any) -> str:
     """A value as code, in double quotes."""
-    if isinstance(value, Code):
-        return str(value)
-    if isinstance(value, str):
-        return _quoted(value)
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_literal(key)}: {_literal(entry)}" for key, entry in value.items()) + "}"
-    if isinstance(value, (tuple, list)):
-        inside = ", ".join(map(_literal, value))
-        return f"({inside},)" if len(value) == 1 else f"({inside})"
-    if isinstance(value, float) and value in (float("inf"), float("-inf")):
-        return "math.inf" if value > 0 else "-math.inf"
-    return repr(value)
+    return re.sub(r"\binf\b", "math.inf", repr(value).replace("'", '"'))
 
 
 def _formulas(request: Request) -> tuple[list[list[str]], dict[str, str]]:
@@ -303,195 +257,140 @@ def _average(request: Request) -> list[str]:
     return formula("weights_to_evaluate", graph, rule.state_names, request.values, about)
 
 
-def _kinds_text(
+def _kinds(
     request: Request,
     names: Mapping[str, Mapping[str, str]],
     called: Mapping[str, str],
     general: Mapping[str, bool],
     parameters: set[str],
 ) -> str:
-    listed, by_shape = {}, any(request.matters)
+    """The kinds, and what says which kind a parameter is of."""
+    by_dims, by_size = request.matters
+    alike: dict[str, list[tuple[Kind, list[str]]]] = {}
     for kind in request.kinds:
-        stages = tuple(_stages(kind.spec, names[kind.name], is_general=general[kind.name]))
-        listed[kind.name] = _kind(request, kind, stages, called[kind.name], parameters)
-    keys = {kind.name: kind.name if by_shape else Code(str(kind.dtype)) for kind in request.kinds}
-    lines = _alike(request, listed, names, keys) or formatted([f"KINDS = {_literal(_rekeyed(listed, keys))}"])
-    lines += ["", "", *formatted(_kind_of(request)), "", "", *formatted(_check(request)), "", ""]
-    return "\n".join(lines) + "\n"
+        maths = [name for base, name in names[kind.name].items() if base.startswith("math_") and general[kind.name]]
+        launches = _launches(kind.spec, names[kind.name], is_general=general[kind.name])
+        text = _kind(request, kind, launches, called[kind.name], parameters)
+        alike.setdefault(text, []).append((kind, maths))
+    if any(kind.spec.global_count for kind in request.kinds) and len({text.count("_pass_") for text in alike}) > 1:
+        raise RuleError(
+            f"{request.rule.name} sums over all tensors in other stages for other shapes: use tilestep's own"
+        )
+    lines: list[str] = []
+    texts: dict[str, Code] = {}
+    for text, members in alike.items():
+        first, title = members[0][0], f"kind_of_{members[0][0].name}"
+        if len({kind.dtype for kind, _ in members}) > 1:
+            title = title.replace(dtype_name(first.dtype), "dtype")
+        for kind, maths in members:
+            texts[kind.name] = Code(f"{title}({', '.join([str(kind.dtype), *map(_literal, maths)])})")
+        if len(members) > 1:
+            about = '    """The kind of a dtype, with the formulas that are its own."""'
+            takes = "dtype: torch.dtype" + ", *maths: str" * bool(members[0][1])
+            lines += [f"def {title}({takes}) -> Kind:", about, *formatted([f"    return {text}"]), "", ""]
+        else:
+            for place, name in enumerate(members[0][1]):
+                text = text.replace(f"maths[{place}]", _literal(name))
+            text = text.replace("str(dtype)[6:]", _literal(dtype_name(first.dtype)))
+            texts[first.name] = Code(re.sub(r"\bdtype\b", str(first.dtype), text))
+    keys = {kind.name: kind.name if by_dims or by_size else Code(str(kind.dtype)) for kind in request.kinds}
+    lines += formatted([f"KINDS = {_literal({keys[kind.name]: texts[kind.name] for kind in request.kinds})}"])
+    if by_dims or by_size:
+        tree: dict[Any, Any] = {}
+        for kind in request.kinds:
+            for dims, size in product(sorted(kind.dims)[: None if by_dims else 1], sorted(kind.sizes)):
+                path = [Code(str(kind.dtype)), *[dims] * by_dims, *[size] * by_size]
+                node = tree
+                for key in path[:-1]:
+                    node = node.setdefault(key, {})
+                node[path[-1]] = kind.name
+        lines += formatted([f"BY_SHAPE: dict[Any, Any] = {_literal(tree)}"])
+    if by_size:
+        lines.append(
+            f"SMALLEST, SHORTEST = {SMALLEST}, {SHORTEST}  # elements of a parameter, and of a row, for a format"
+        )
+    return "\n".join(lines)
 
 
-def _rekeyed(listed: Mapping[str, Code], keys: Mapping[str, str]) -> dict[str, Code]:
-    return {keys[name]: text for name, text in listed.items()}
-
-
-def _alike(
-    request: Request, listed: Mapping[str, Code], names: Mapping[str, Mapping[str, str]], keys: Mapping[str, str]
-) -> list[str]:
-    """Kinds that differ by their dtype and their formulas alone, as calls of one function; empty for other kinds."""
-    calls, texts = {}, set()
-    for kind in request.kinds:
-        text = str(listed[kind.name]).replace(str(kind.dtype), "dtype")
-        maths = [name for base, name in names[kind.name].items() if base.startswith("math_")]
-        for place, name in enumerate(maths):
-            text = text.replace(f'"{name}"', f"maths[{place}]")
-        texts.add(text)
-        calls[kind.name] = Code(f"kind_of_dtype({', '.join([str(kind.dtype), *map(_quoted, maths)])})")
-    if len(texts) > 1:
-        return []
-    head = ["def kind_of_dtype(dtype: torch.dtype, *maths: str) -> Kind:"]
-    head.append('    """The kind of one dtype, with the formulas that are its own."""')
-    return [
-        *head,
-        *formatted([f"    return {texts.pop()}"]),
-        "",
-        "",
-        *formatted([f"KINDS = {_literal(_rekeyed(calls, keys))}"]),
-    ]
-
-
-def _kind(request: Request, kind: Kind, stages: tuple[Any, ...], called: str, parameters: set[str]) -> Code:
-    spec, rule = kind.spec, request.rule
-    starts = starts_of(rule, kind.graph.states, kind.dtype, request.group)
+def _kind(request: Request, kind: Kind, launches: Sequence[Any], called: str, parameters: set[str]) -> str:
+    """The text of a kind, with `dtype` for its dtype and `maths` for the functions of its formulas."""
+    spec = kind.spec
+    starts = starts_of(request.rule, kind.graph.states, kind.dtype, request.group)
+    master = master_kind(kind.dtype, request.group)
     buffers = []
     for name, storage in kind.storages.items():
         if name == "grad":
             continue
-        master = master_kind(kind.dtype, request.group)
         begins: float | str = starts[name].init if name in starts else 0.0
-        if name == "param":
-            begins = "param" if master is None or master.begins_as_parameter else 0.0
-        arrays = tuple(_array(array) for array in storage.arrays(name))
-        words = [_literal(name), _literal(begins), _literal(arrays[0][1] if request.is_plain else arrays)]
+        if name == "param" and (master is None or master.begins_as_parameter):
+            begins = "param"
+        arrays = [(array.name, Code(_dtype(array.dtype, kind)), array.elements) for array in storage.arrays(name)]
+        words = [name, begins, arrays[0][1] if request.is_plain else tuple(arrays)]
         if not codec_of(storage).is_plain:
-            words += [f"load_{storage.title}", f"store_{storage.title}"]
-        buffers.append(Code(f"{'' if request.is_plain else 'Buffer'}({', '.join(words)})"))
+            words += [Code(f"load_{storage.title}"), Code(f"store_{storage.title}")]
+        buffers.append(Code(f"{'' if request.is_plain else 'Buffer'}{_literal(tuple(words))}"))
     scalars = [(name, starts[name].init, Code(str(spec.scalar_dtype(name)))) for name in kind.graph.scalar_states]
     fields: dict[str, Any] = {
         "formula": Code(called),
         "buffers": tuple(buffers),
-        "scalars": tuple(scalars),
-        "arrays": tuple(array.name for array in spec.arrays),
-        "hypers": spec.hypers,
-        "sizes": spec.sizes if "sizes" in parameters else (),
+        **({"scalars": (("step", 0.0, Code("torch.float32")), *scalars)} if scalars else {}),
+        "hypers": tuple(name.replace(".", "_") for name in spec.hypers),
+        **({"sizes": spec.sizes} if spec.sizes and "sizes" in parameters else {}),
         "columns": spec.columns,
-        "reductions": max(spec.reduction_count, 1) if parameters & {"sums", "partials"} else 1,
+        **({"reductions": spec.reduction_count} if spec.reduction_count > 1 else {}),
+        **({"across": spec.global_count} if spec.global_count else {}),
         "span": default_shape(spec, "cuda").span,
-        **({"launches": stages[0]} if request.is_single else {"stages": stages}),
+        "launches": tuple(launches),
     }
-    fields = {name: value for name, value in fields.items() if (name, value) not in _AS_MOSTLY}
-    if any(kind.spec.global_count for kind in request.kinds):
-        fields["across"] = tuple(
-            tuple((slot, value.operation.removeprefix("global_")) for slot, value in scalar.global_reductions)
-            for scalar in spec.program.scalars
-        )
-    return Code(f"Kind({', '.join(f'{name}={_literal(value)}' for name, value in fields.items())})")
+    return f"Kind({', '.join(f'{name}={_literal(value)}' for name, value in fields.items())})"
 
 
-def _array(array: Array) -> tuple[Any, ...]:
-    return array.name, Code(str(array.dtype)), array.elements
+def _dtype(dtype: torch.dtype, kind: Kind) -> str:
+    return "dtype" if dtype is kind.dtype else str(dtype)
 
 
-def _stages(spec: KernelSpec, names: Mapping[str, str], *, is_general: bool) -> list[tuple[Any, ...]]:
-    """The launches of each stage: of the scalar pass, of the tiles' pass, and of what adds up sums."""
+def _launches(spec: KernelSpec, names: Mapping[str, str], *, is_general: bool) -> list[tuple[Any, ...]]:
+    """The launches of a step: for each stage the scalar pass, the pass over tiles, and what adds up its sums."""
     shape = default_shape(spec, "cuda")
     constants, options = tile_options(spec, shape)
-    stages = []
-    for index, tile in enumerate(spec.program.tiles):
-        launches: list[tuple[str, str, dict[str, Any]]] = [
-            (names[f"scalar_pass_{index}"], "blocks", {"BLOCK": _SCALAR_BLOCK, "num_warps": 4})
-        ]
-        if tile is not None:
-            own: dict[str, Any] = {}
-            if is_general:
-                own = {"ELEMENT": Code(spec.grad.dtype), "MATH": names[f"math_{index}"]}
-            own = {**constants, **own, "num_warps": shape.warps, **options}
-            launches.append((names[f"tile_pass_{index}"], "tiles", own))
-            if tile.reductions:
-                sums = {"SPAN": shape.span, "BLOCK": _FINISH_BLOCK, "num_warps": 4}
-                launches.append((names[f"finish_{index}"], "tensors", sums))
-        stages.append(tuple(launches))
-    return stages
+    launches: list[tuple[str, str, dict[Any, Any]]] = []
+    passes = 0
+    for index, (scalar, tile) in enumerate(zip(spec.program.scalars, spec.program.tiles)):
+        launches.append((names[f"scalar_pass_{index}"], "blocks", {"BLOCK": _SCALAR_BLOCK, "num_warps": 4}))
+        if scalar.global_reductions:
+            ways = {slot: value.operation.removeprefix("global_") for slot, value in scalar.global_reductions}
+            launches.append(("combine", "", ways))
+        if tile is None:
+            continue
+        own: dict[str, Any] = {**constants}
+        if is_general:
+            own |= {"ELEMENT": Code("str(dtype)[6:]"), "MATH": Code(f"maths[{passes}]")}
+        passes += 1
+        own |= {"num_warps": shape.warps, **options}
+        launches.append((names[f"tile_pass_{index}"], "tiles", own))
+        if tile.reductions:
+            sums = {"SPAN": shape.span, "BLOCK": _FINISH_BLOCK, "num_warps": 4}
+            launches.append((names[f"finish_{index}"], "tensors", sums))
+    return launches
 
 
-def _kind_of(request: Request) -> list[str]:
-    by_dims, by_size = request.matters
-    dtypes = " and ".join(dtype_name(dtype) for dtype in request.dtypes)
-    head = [
-        "def kind_of(param: Any) -> Any:",
-        '    """The key of the kind of a parameter; raises for a parameter that there are no kernels for."""',
-    ]
-    refused = f'raise ValueError(f"a parameter is {{param.dtype}}; this file is for {dtypes}")'
-    if not (by_dims or by_size):
-        return [*head, "    if param.dtype not in KINDS:", f"        {refused}", "    return param.dtype"]
-    tree: dict[Any, Any] = {}
-    for kind in request.kinds:
-        own = tree.setdefault(Code(str(kind.dtype)), {})
-        for dims in sorted(kind.dims) if by_dims else (None,):
-            if not by_size:
-                own[dims] = kind.name
-                continue
-            sizes = own.setdefault(dims, {}) if by_dims else own
-            sizes.update(dict.fromkeys(sorted(kind.sizes), kind.name))
-    lines = [
-        f"BY_SHAPE: dict[Any, Any] = {_literal(tree)}",
-        "",
-        "",
-        *head,
-        "    kind = BY_SHAPE.get(param.dtype)",
-        "    if kind is None:",
-        f"        {refused}",
-    ]
-    if by_dims:
-        lines += [
-            "    if param.ndim > 5:",
-            '        raise ValueError(f"a parameter has {param.ndim} dimensions; this file is for 5 at most")',
-            "    kind = kind[param.ndim]",
-        ]
-    if by_size:
-        lines += [
-            f"    if param.numel() < {SMALLEST}:",
-            '        return kind["small"]',
-        ]
-        if any(kind.spec.has_blocks for kind in request.kinds):
-            lines += [
-                "    columns = row_of(param.shape)[1]",
-                f"    if columns < {SHORTEST}:",
-                '        return kind.get("short", kind["large"])',
-                "    if param.shape[-1] % 2 or param.shape[-1] != columns:",
-                '        return kind.get("uneven", kind["large"])',
-            ]
-        lines.append('    return kind["large"]')
-    else:
-        lines.append("    return kind")
-    return lines
-
-
-def _check(request: Request) -> list[str]:
-    rule = request.rule
-    conditions = {name: _range(rule, name, value) for name, value in request.values.items()}
+def _ranges(request: Request) -> list[str]:
+    """The conditions on hyperparameters, by name."""
+    valid = {name: Code(_range(request.rule, name, value)) for name, value in request.values.items()}
     if request.clip:
-        conditions["max_grad_norm"] = 'group["max_grad_norm"] is None or group["max_grad_norm"] >= 0'
-    valid = ", ".join(f'"{name}": {text}' for name, text in conditions.items() if text)
-    again = f"tilestep eject {rule.name} --set"
-    lines = [
-        "def check(group: dict[str, Any]) -> None:",
-        '    """Raise for hyperparameters that are out of their ranges, or that this file has no kernels for."""',
-        "    for name, value in VALUES.items():",
-        "        if fixed(group[name]) != fixed(value):",
-        f'            another = f"make another: {again} {{name}}={{group[name]}}"',
-        '            raise ValueError(f"{name}={group[name]!r}: this file was made for {name}={value!r}; {another}")',
-        f"    valid = {{{valid}}}",
-        "    for name, holds in valid.items():",
-        "        if not holds:",
-        '            raise ValueError(f"Invalid {name}: {group[name]}")',
-    ]
+        valid["max_grad_norm"] = Code('group["max_grad_norm"] is None or group["max_grad_norm"] >= 0')
+    valid = {name: text for name, text in valid.items() if text}
+    return formatted([f"    valid: dict[str, bool] = {_literal(valid)}"])
+
+
+def _guards(request: Request) -> list[str]:
+    """What raises for numbers that would need other formulas."""
+    lines = []
     for guard in dict.fromkeys(condition(guard) for kind in request.kinds for guard in kind.graph.guards):
         words = re.sub(r'group\["(\w+)"\]', r"\1", guard)
-        lines += [
-            f"    if not ({guard}):",
-            f"        raise ValueError('this file was made for {words}; make another: {again} NAME=VALUE')",
-        ]
-    return lines
+        another = f"make another: tilestep eject {request.rule.name} --set NAME=VALUE"
+        lines += [f"    if not ({guard}):", f"        raise ValueError('this file was made for {words}; {another}')"]
+    return formatted(lines)
 
 
 def _range(rule: Rule, name: str, value: Any) -> str:
@@ -514,37 +413,26 @@ def _inside(interval: Interval, text: str) -> str:
 
 
 def _signature(request: Request) -> str:
-    rule = request.rule
-    plain = [key for key in rule.hyperparameters if key not in rule.keyword_only]
-    positional = [*plain, *(key for key in rule.positional if key in rule.hyperparameters)]
-    keyword = [key for key in rule.keyword_only if key in rule.hyperparameters and key not in positional]
-    defaults = {**request.values, **({"max_grad_norm": None} if request.clip else {})}
-    keyword += ["max_grad_norm"] if request.clip else []
-    arguments = [
-        "self",
-        "params: Any",
-        *(f"{key}: Any = {_literal(defaults[key])}" for key in dict.fromkeys(positional)),
-    ]
-    arguments += ["*", *(f"{key}: Any = {_literal(defaults[key])}" for key in keyword)] if keyword else []
-    about = inspect.cleandoc(rule.__doc__ or rule.name).splitlines()
-    docstring = [f'"""{about[0]}', *about[1:]] if len(about) > 1 else [f'"""{about[0]}']
+    rule, values = request.rule, {**request.values, **({"max_grad_norm": None} if request.clip else {})}
+    first = [name for name in rule.hyperparameters if name not in rule.keyword_only]
+    first += [name for name in rule.positional if name in rule.hyperparameters and name not in first]
+    last = [name for name in values if name not in first]
+    arguments = [f"{name}: Any = {_literal(values[name])}" for name in (*first, *last)]
+    if last:
+        arguments.insert(len(first), "*")
+    about = inspect.cleandoc(rule.__doc__ or rule.name)
     if request.clip:
-        docstring += [
+        about += "\n\n`max_grad_norm` clips gradients inside the step to this global 2-norm; they are not changed."
+    about += "\n" if "\n" in about else ""
+    return "\n".join(
+        [
+            textwrap.indent(f'"""{about}"""', "    "),
             "",
-            "`max_grad_norm` clips gradients inside the step to this global 2-norm; they are not changed.",
+            *formatted([f"    def __init__({', '.join(['self', 'params: Any', *arguments])}) -> None:"]),
+            *formatted([f"        defaults = dict({', '.join(f'{name}={name}' for name in (*first, *last))})"]),
+            "        super().__init__(params, defaults)",
         ]
-    docstring += ['"""'] if len(docstring) > 1 else []
-    if len(docstring) == 1:
-        docstring[0] += '"""'
-    names = [*dict.fromkeys(positional), *keyword]
-    lines = [
-        *(f"    {line}".rstrip() for line in docstring),
-        "",
-        *formatted([f"    def __init__({', '.join(arguments)}) -> None:"]),
-        *formatted([f"        defaults = dict({', '.join(f'{name}={name}' for name in names)})"]),
-        "        super().__init__(params, defaults)",
-    ]
-    return "\n".join(lines)
+    )
 
 
 def ejected_test(request: Request, module: str) -> str:
@@ -559,18 +447,15 @@ def ejected_test(request: Request, module: str) -> str:
 #     {request.command} --test
 # Run it with pytest beside {module}.py."""
     dtypes = ", ".join(sorted(map(str, request.dtypes)))
-    regions: dict[str, str | bool] = {
-        "header": header,
-        "limit": f"DTYPES = [{dtypes}]\n{limit}\nTOLERANCE = {tolerance}",
+    texts = {"header": header, "limit": f"DTYPES = [{dtypes}]\n{limit}\nTOLERANCE = {tolerance}"}
+    flags = {
         "across": any(kind.spec.global_count for kind in request.kinds),
         "clip": request.clip,
         "torch": own is not None and not request.state_dtype,
     }
-    text = _filled(Path(__file__).with_name("template_for_tests.py").read_text(), regions)
-    text = re.sub(_FOR_MYPY, "", text)
+    text = _filled("template_for_tests.py", texts, flags, rule.name)
     imports = sorted([f"import {module} as ejected", "import pytest", "import torch"])
-    text = text.replace("import pytest\nimport torch\n\nfrom . import template as ejected\n", "\n".join(imports) + "\n")
-    return text.replace("Ejected", rule.name)
+    return text.replace("import pytest\nimport torch\n\nfrom . import template as ejected", "\n".join(imports))
 
 
 __all__ = ["Request", "ejected", "ejected_test"]

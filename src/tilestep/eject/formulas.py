@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..backends.emit import SIGNS, Names, Writer
-from ..graph import GLOBAL_REDUCTIONS, REDUCTIONS, SCALAR_LEVELS, Graph, Guard, Value, ancestors, size_from_end
+from ..graph import GLOBAL_REDUCTIONS, SCALAR_LEVELS, Graph, Guard, Value, ancestors, size_from_end
 from ..storage import Codec
 
 _OF_TORCH = """
@@ -118,8 +118,6 @@ class TorchWriter(Writer):
 
     def spelled(self, value: Value) -> str:
         name, args = value.operation, value.args
-        if name in REDUCTIONS and value.over is not None:
-            return self._along(value)
         if name in ("maximum", "minimum") and any(arg.operation == "constant" for arg in args):
             number, bound = sorted(args, key=lambda arg: arg.operation == "constant")
             return f"torch.clamp({self[number]}, {'min' if name == 'maximum' else 'max'}={self[bound]})"
@@ -141,13 +139,6 @@ class TorchWriter(Writer):
             return repr(float(args[0].attribute))
         return super().spelled(value)
 
-    def _along(self, value: Value) -> str:
-        assert value.over is not None
-        dims = ", ".join(str(dim) for dim in range(*value.over))
-        dim = dims if "," not in dims else f"({dims})"
-        arguments = f"{dim}, keepdim=True" + (", dtype=torch.float64" if value.operation == "reduce_sum" else "")
-        return f"{self[value.args[0]]}.{value.operation.removeprefix('reduce_')}({arguments})"
-
 
 def formula(
     title: str, graph: Graph, states: Sequence[str], hyperparameters: Mapping[str, Any], about: str
@@ -155,28 +146,23 @@ def formula(
     """A rule as a function of a parameter, its gradient and its states in float32, and numbers in float64."""
     values = graph.values()
     asked = dict.fromkeys(value.attribute for value in values if value.operation == "hyper")
-    used = [name for name in hyperparameters if any(key.partition(".")[0] == name for key in asked)]
-    own = [name for name in ("step", "gradient_scale", "machine_epsilon") if name in asked]
+    own = ("step", "gradient_scale", "machine_epsilon")
+    used = [
+        name.replace(".", "_")
+        for base in (*hyperparameters, *own)
+        for name in sorted(asked)
+        if name.partition(".")[0] == base
+    ]
     sized = ["shape"] if any(size_from_end(name) or name == "numel" for name in asked) else []
-    buffers = list(dict.fromkeys(("param", "grad", *states)))
     loaded = {value.attribute for value in values if value.operation == "load"}
-    buffers = [name for name in buffers if name in loaded]
-    writer = TorchWriter(TorchNames([title, *buffers, *used, *own]))
-    for name in used:
-        entries = [key for key in asked if key.startswith(f"{name}.")]
-        if entries:
-            places = {int(key.partition(".")[2]) for key in entries}
-            count = len(hyperparameters[name])
-            names = [writer.names.fresh(f"{name}_{place}") if place in places else "_" for place in range(count)]
-            writer.lines.append(f"    {', '.join(names)}{',' * (count == 1)} = {name}")
-            for value in values:
-                if value.operation == "hyper" and value.attribute in entries:
-                    writer.bind(value, names[int(value.attribute.partition(".")[2])])
+    buffers = [name for name in dict.fromkeys(("param", "grad", *states)) if name in loaded]
+    arguments = [*buffers, *used, *sized]
+    writer = TorchWriter(TorchNames([title, *arguments]))
     for value in values:
         if value.operation == "load":
             writer.bind(value, value.attribute)
-        elif value.operation == "hyper" and id(value) not in writer.expressions:
-            writer.bind(value, _size(value.attribute) or value.attribute)
+        elif value.operation == "hyper":
+            writer.bind(value, _size(value.attribute) or value.attribute.replace(".", "_"))
     ordered: list[Value] = []
     for value in values:
         ordered.append(value)
@@ -186,9 +172,8 @@ def formula(
             writer.name(value, f'yield "{way}", torch.as_tensor({writer[value.args[0]]})', value.name)
     writer.write(values)
     results = ", ".join(f'"{name}": {writer[value]}' for name, value in graph.outputs.items())
-    arguments = ", ".join([*buffers, *used, *own, *sized])
     kind = "Any" if any(value.operation in GLOBAL_REDUCTIONS for value in values) else "dict[str, Any]"
-    typed = ", ".join(f"{name}: Any" for name in arguments.split(", "))
+    typed = ", ".join(f"{name}: Any" for name in (*arguments, "**_"))
     return [f"def {title}({typed}) -> {kind}:", f'    """{about}"""', *writer.lines, f"    return {{{results}}}"]
 
 
