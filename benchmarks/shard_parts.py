@@ -93,7 +93,7 @@ def _memory(bench: Bench, trained: Trained, before: int, construction: int) -> d
     elements = sum(param.numel() for param in model.parameters())
     held = sum(_bytes(value) for state in optimizer.state.values() for value in state.values())
     buckets = optimizer.execution.sharding.buckets
-    flat = sum(bucket.layout.numel * (bucket.dtype.itemsize + bucket.grad_dtype.itemsize) for bucket in buckets)
+    flat = sum(bucket.layout.numel * (bucket.flat.itemsize + bucket.grad_dtype.itemsize) for bucket in buckets)
     bench.backward(trained, 1)
     bench.forget_peak()
     allocated = bench.allocated()

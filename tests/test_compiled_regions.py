@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import tilestep
 from tilestep.memory.offload import move_state
 from tilestep.memory.streaming import StreamedState
-from tilestep.timeline.guards import guard_model
+from tilestep.timeline.guards import guard_look_ups
 
 BLOCKS = 12
 """More than dynamo traces one function for."""
@@ -25,8 +26,9 @@ BLOCKS = 12
 class Waiting:
     """Counts who waits."""
 
-    def __init__(self) -> None:
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
         self.compiled, self.tickets = False, True
+        self.of = dict.fromkeys(map(id, params))
         self.waited: list[Any] = []
 
     def wait(self, param: Any) -> None:
@@ -69,8 +71,9 @@ def test_a_compiled_module_waits_where_it_is_called(wrapped: bool) -> None:
         graphs.append(graph)
         return graph
 
-    model, waits = Blocks(wrapped, backend), Waiting()
-    guard_model(model, waits, lambda param: True)
+    model = Blocks(wrapped, backend)
+    waits = Waiting(model.parameters())
+    guard_look_ups(waits, model)  # type: ignore[arg-type]
     data = torch.randn(3, 4)
     model(data)
     model(data)
@@ -99,8 +102,9 @@ def test_a_compiled_module_waits_where_it_is_called(wrapped: bool) -> None:
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_compiled_model_is_let_go(wrapped: bool) -> None:
-    model, waits = Blocks(wrapped, "eager"), Waiting()
-    guard_model(model, waits, lambda param: True)
+    model = Blocks(wrapped, "eager")
+    waits = Waiting(model.parameters())
+    guard_look_ups(waits, model)  # type: ignore[arg-type]
     living = weakref.ref(model.blocks[0])
     del model
     gc.collect()
@@ -154,10 +158,11 @@ def test_what_is_compiled_before_an_overlapped_model_is_collected_is_compiled_on
 
 def test_a_second_optimizer_of_the_model_is_waited_for_too() -> None:
     torch._dynamo.reset()
-    model, first, second = Blocks(False, "eager"), Waiting(), Waiting()
-    into = {id(param) for block in model.blocks for param in block.into.parameters()}
-    guard_model(model, first, lambda param: id(param) in into)
-    guard_model(model, second, lambda param: id(param) not in into)
+    model = Blocks(False, "eager")
+    first = Waiting(param for block in model.blocks for param in block.into.parameters())
+    second = Waiting(param for block in model.blocks for param in block.out.parameters())
+    guard_look_ups(first, model)  # type: ignore[arg-type]
+    guard_look_ups(second, model)  # type: ignore[arg-type]
     data = torch.randn(3, 4)
     model(data)
     first.waited.clear(), second.waited.clear()

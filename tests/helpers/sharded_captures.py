@@ -48,6 +48,7 @@ def graphs() -> Iterator[None]:
         for module in (execution, moves, side_stream):
             patch.setattr(module, "is_capturing", lambda: simulation.graph is not None)
         patch.setattr(Ranks, "can_be_captured", True)
+        gather = Ranks.all_gather
         collectives = [(Ranks, name) for name in ("add_copies", "reduce_scatter", "all_gather")]
         for owner, name in (*collectives, (ReductionGroup, "add"), (ReductionGroup, "largest")):
             before = getattr(owner, name)
@@ -57,12 +58,13 @@ def graphs() -> Iterator[None]:
                     return before(*arguments, **options)
 
                 def run() -> None:
-                    work = before(*arguments, **options)
-                    if work is not None:
-                        work.wait()
+                    works = before(*arguments, **options)
+                    for work in works if isinstance(works, list) else [works]:
+                        if work is not None:
+                            work.wait()
 
                 simulation.graph.work.append(run)
-                return Done()
+                return [Done()] if before is gather else Done()
 
             patch.setattr(owner, name, recorded)
         yield

@@ -13,7 +13,8 @@ from state_files import saved_and_loaded
 
 import tilestep
 from tilestep.backends.eager import EagerPasses
-from tilestep.execution.zero.core import divisions_of
+from tilestep.execution.zero.buckets import Options
+from tilestep.execution.zero.core import items_of
 from tilestep.linalg.orthogonal import work
 from tilestep.linalg.views import find_matrices
 from tilestep.optimizer import build
@@ -377,4 +378,5 @@ def test_shard_deals_matrices_by_their_operations() -> None:
     for (shape, given), operations in expected.items():
         param = torch.nn.Parameter(torch.zeros(shape))
         optimizer = tilestep.Muon([{"params": [param], **dict(given)}], lr=0.1)
-        assert divisions_of(optimizer)[param].cost == int(operations)
+        options = Options(True, True, None, None, None, "contiguous", "auto", True)
+        assert items_of(optimizer, options)[param].cost == int(operations)

@@ -13,7 +13,7 @@ from twins import twins
 
 import tilestep
 from tilestep.errors import CaptureError, GradientError, OffloadError
-from tilestep.execution.overlap.reduced import ReducedGradients
+from tilestep.execution.overlap.updates import follow_reductions
 from tilestep.execution.zero.sharded import _prepared as prepared
 
 REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -259,7 +259,7 @@ def test_buckets_of_data_parallel_are_refused() -> None:
     net = Waves()
     wrapper = types.SimpleNamespace(find_unused_parameters=False, static_graph=False, module=net)
     with pytest.raises(ValueError, match=r'complex gradients .* during="forward"'):
-        ReducedGradients(None, None, None).follow(wrapper)
+        follow_reductions(None, wrapper)
 
 
 def test_matrices_of_complex_numbers_are_not_for_muon() -> None:

@@ -98,14 +98,15 @@ def test_collectives_are_those_of_an_iteration(one_rank: None, monkeypatch: pyte
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(6)))
     optimizer = tilestep.shard(tilestep.AdamW(model.parameters(), max_grad_norm=1.0), model, bucket_cap_mb=1 / 64)  # type: ignore[attr-defined]
     calls: list[str] = []
-    for name in ("reduce_scatter", "all_gather", "add_copies", "begin_to_add"):
-        before = getattr(Ranks, name)
+    collectives = [(Ranks, name) for name in ("reduce_scatter", "all_gather", "add_copies")]
+    for owner, name in (*collectives, (torch.distributed, "all_reduce")):
+        before = getattr(owner, name)
 
         def counted(*arguments: Any, name: str = name, before: Any = before, **options: Any) -> Any:
             calls.append(name)
             return before(*arguments, **options)
 
-        monkeypatch.setattr(Ranks, name, counted)
+        monkeypatch.setattr(owner, name, counted)
     for _ in range(2):
         calls.clear()
         model(torch.ones(2, 64)).sum().backward()

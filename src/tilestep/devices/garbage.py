@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import compress
-from typing import Any
+from typing import Any, TypeVar
+
+Found = TypeVar("Found")
 
 
 @contextmanager
@@ -19,6 +21,16 @@ def without_collections() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def reachable(find: Callable[[], Found]) -> Found:
+    """What a function finds, without what only an unreachable reference cycle holds."""
+    found = find()
+    if found:
+        del found
+        gc.collect()
+        found = find()
+    return found
 
 
 def living(kinds: type | tuple[type, ...]) -> list[Any]:

@@ -17,6 +17,7 @@ from ..errors import CaptureError, GradientError
 from ..native.table import SAME, rows_of
 from ..optimizer import Optimizer
 from ..optimizer.graphs import CHANGED, KEEP, note_lost, prepare_capture
+from ..optimizer.parameters import evaluating
 from ..optimizer.plan import StepPlan
 from ..placement.combinations import refuse
 from ..runtime import Stale
@@ -57,41 +58,37 @@ def capture(optimizer: Optimizer, work: Callable[[], Any] | None = None) -> Capt
     """
     refuse("capture", optimizer.attached, error=CaptureError)
     with optimizer.execution.for_graph(optimizer, alone=work is None):
-        return _captured(optimizer, work)
-
-
-def _captured(optimizer: Optimizer, work: Callable[[], Any] | None) -> CapturedStep:
-    plan = prepare_capture(optimizer, alone=work is None)
-    engine = plan.engines[0]
-    choices = HostBranches(engine.passes)
-    table = None
-    if work is None:
-        _require_unscaled(optimizer)
-        with choices.left_out():
-            seen = engine.check_capture(plan.gradients()[0])
-        table = engine.graph_tables.prepare(rows_of(seen.gradients))
-    before = [param.grad for param in engine.holders]
-    captured_before = optimizer.graphs.captured
-    graph = torch.cuda.CUDAGraph()
-    try:
-        # Other threads, of data loaders say, may go on allocating. A CUDA graph in the garbage would be destroyed in
-        # the capture, and end it.
-        mode = "thread_local"
-        with (
-            without_collections(),
-            choices.left_out(),
-            torch.cuda.device(engine.device),
-            torch.cuda.graph(graph, capture_error_mode=mode),
-        ):
-            output = (work or optimizer.step)()
-    finally:
-        engine.graph_tables.forget()
-        graphs = optimizer.graphs
-        optimizer.graphs = replace(graphs, checked=graphs.checked + graphs.captured - captured_before)
-    require(optimizer.graphs.captured > captured_before, "work() did not step the optimizer")
-    # Those that were made inside are memory of the graph.
-    kept = [gradient if param.grad is gradient else None for param, gradient in zip(engine.holders, before)]
-    return CapturedStep(optimizer, graph, output, table, kept, choices)
+        plan = prepare_capture(optimizer, alone=work is None)
+        engine = plan.engines[0]
+        choices = HostBranches(engine.passes)
+        table = None
+        if work is None:
+            _require_unscaled(optimizer)
+            with choices.left_out():
+                seen = engine.check_capture(plan.gradients()[0])
+            table = engine.graph_tables.prepare(rows_of(seen.gradients))
+        before = [param.grad for param in engine.holders]
+        captured_before = optimizer.graphs.captured
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads, of data loaders say, may go on allocating. A CUDA graph in the garbage would be destroyed
+            # in the capture, and end it.
+            mode = "thread_local"
+            with (
+                without_collections(),
+                choices.left_out(),
+                torch.cuda.device(engine.device),
+                torch.cuda.graph(graph, capture_error_mode=mode),
+            ):
+                output = (work or optimizer.step)()
+        finally:
+            engine.graph_tables.forget()
+            graphs = optimizer.graphs
+            optimizer.graphs = replace(graphs, checked=graphs.checked + graphs.captured - captured_before)
+        require(optimizer.graphs.captured > captured_before, "work() did not step the optimizer")
+        # Those that were made inside are memory of the graph.
+        kept = [gradient if param.grad is gradient else None for param, gradient in zip(engine.holders, before)]
+        return CapturedStep(optimizer, graph, output, table, kept, choices)
 
 
 class CapturedStep:
@@ -127,14 +124,26 @@ class CapturedStep:
         gradients: Sequence[torch.Tensor | None],
         choices: HostBranches,
     ) -> None:
-        assert optimizer.plan is not None
-        self.output = output
-        self._optimizer, self._plan = weakref.ref(optimizer), weakref.ref(optimizer.plan)
-        self._graph = graph
-        self._table = table
-        self._choices = choices
-        self._is_alone = table is not None
-        self._memory = _Memory(optimizer.plan, gradients)
+        plan = optimizer.plan
+        assert plan is not None
+        engine, groups, lost = plan.engines[0], plan.basis.groups, list[str]()
+        self.output, self._graph, self._table, self._choices = output, graph, table, choices
+        self._optimizer, self._plan = weakref.ref(optimizer), weakref.ref(plan)
+        # Moved tensors are noticed at a cost that does not grow with their number. Memory that is given back says so at
+        # once, through its weak reference. Tensors that have moved while something else still holds their old memory
+        # are found by looking at some of them at each replay.
+        self._lost, self._turn = lost, 0
+        labelled = [(param, entry.share.label) for param, entry in zip(engine.holders, engine.entries)]
+        self._references: list[Any] = [
+            weakref.ref(param.untyped_storage(), partial(note_lost, lost, label))
+            for param, label in labelled
+            if param.numel()
+        ]
+        notes = [partial(note_lost, lost, f"the gradient of {label}") for _, label in labelled]
+        self._gradients: list[Any] = [
+            None if gradient is None else weakref.ref(gradient, note) for gradient, note in zip(gradients, notes)
+        ]
+        self._listed = [(group, index) for group, own in enumerate(groups) for index in range(len(own["params"]))]
 
     def replay(self) -> Any:
         """Run the captured step on the current stream, with the current hyperparameters of the param groups.
@@ -157,16 +166,17 @@ class CapturedStep:
         """
         optimizer = self._known_optimizer()
         if optimizer.is_evaluating:
-            raise RuntimeError("the parameters hold the weights to evaluate: call train() before replay()")
-        if self._is_alone:
+            raise evaluating("replay()")
+        is_alone = self._table is not None
+        if is_alone:
             _require_unscaled(optimizer)
-        with optimizer.execution.for_graph(optimizer, alone=self._is_alone, replays=True):
+        with optimizer.execution.for_graph(optimizer, alone=is_alone, replays=True):
             plan = self._current()
             try:
                 plan.hypers[0].push(plan.hypers[0].changes())
             except Stale as stale:
                 raise _stale(str(stale)) from None
-            with marked(REPLAY) if self._is_alone else nullcontext():
+            with marked(REPLAY) if is_alone else nullcontext():
                 plan.begin_states(optimizer, all_of_them=True)
                 if not self._choices.suffices():
                     with torch.no_grad():
@@ -194,8 +204,7 @@ class CapturedStep:
         return False
 
     def _known_optimizer(self) -> Optimizer:
-        optimizer = self._optimizer()
-        if optimizer is None:
+        if (optimizer := self._optimizer()) is None:
             raise CaptureError("the captured step has lost its optimizer: keep a reference to it")
         return optimizer
 
@@ -203,10 +212,28 @@ class CapturedStep:
         optimizer, plan = self._known_optimizer(), self._plan()
         if plan is None or optimizer.plan is not plan or not plan.basis.same_groups(optimizer):
             raise _stale(CHANGED)
-        reason = self._memory.reason()
-        if reason:
+        if reason := self._moved(plan):
             raise _stale(reason)
         return plan
+
+    def _moved(self, plan: StepPlan) -> str:
+        """Which tensors that the graph reads have moved; empty if none has."""
+        if self._lost:
+            return f"the memory of {self._lost[0]} was given back; {KEEP}"
+        engine, basis, turn = plan.engines[0], plan.basis, self._turn
+        self._turn += 1
+        if engine.table.look_in_turn(turn) != SAME:
+            return "parameters have moved" if engine.table.states_are_same() else STATES_MOVED
+        for place in _in_turn(len(self._listed), turn):
+            group, index = self._listed[place]
+            own = basis.groups[group]["params"]
+            if index >= len(own) or own[index] is not basis.params[place]:
+                return "param groups have other parameters"
+        for place in _in_turn(len(self._gradients), turn):
+            recorded = self._gradients[place]
+            if recorded is not None and engine.holders[place].grad is not recorded():
+                return f"the gradient of {engine.entries[place].share.label} is another tensor; {KEEP}"
+        return ""
 
 
 def _stale(reason: str) -> CaptureError:
@@ -221,55 +248,7 @@ def _require_unscaled(optimizer: Optimizer) -> None:
         )
 
 
-class _Memory:
-    """Notices when tensors that a graph reads have moved, at a cost that does not grow with their number."""
-
-    # Memory that is given back says so at once, through its weak reference. Tensors that have moved while something
-    # else still holds their old memory are found by looking at some of them at each replay.
-
-    def __init__(self, plan: StepPlan, gradients: Sequence[torch.Tensor | None]) -> None:
-        engine = plan.engines[0]
-        self._lost: list[str] = []
-        self._plan = weakref.ref(plan)
-        labels = [entry.share.label for entry in engine.entries]
-        self._references: list[Any] = [
-            weakref.ref(param.untyped_storage(), partial(note_lost, self._lost, label))
-            for param, label in zip(engine.holders, labels)
-            if param.numel()
-        ]
-        notes = [partial(note_lost, self._lost, f"the gradient of {label}") for label in labels]
-        self._gradients: list[Any] = [
-            None if gradient is None else weakref.ref(gradient, note) for gradient, note in zip(gradients, notes)
-        ]
-        self._gradient_turns = _chunks(len(self._gradients), _AT_ONCE)
-        groups = plan.basis.groups
-        self._listed = [(group, index) for group, own in enumerate(groups) for index in range(len(own["params"]))]
-        self._listed_turns = _chunks(len(self._listed), _AT_ONCE)
-        self._turn = 0
-
-    def reason(self) -> str:
-        """Why the graph must not be replayed; empty while it may."""
-        if self._lost:
-            return f"the memory of {self._lost[0]} was given back; {KEEP}"
-        plan = self._plan()
-        assert plan is not None
-        engine = plan.engines[0]
-        turn = self._turn
-        self._turn += 1
-        if engine.table.look_in_turn(turn) != SAME:
-            return "parameters have moved" if engine.table.states_are_same() else STATES_MOVED
-        for place in self._listed_turns[turn % len(self._listed_turns)]:
-            group, index = self._listed[place]
-            own = plan.basis.groups[group]["params"]
-            if index >= len(own) or own[index] is not plan.basis.params[place]:
-                return "param groups have other parameters"
-        if self._gradients:
-            for index in self._gradient_turns[turn % len(self._gradient_turns)]:
-                recorded = self._gradients[index]
-                if recorded is not None and engine.holders[index].grad is not recorded():
-                    return f"the gradient of {engine.entries[index].share.label} is another tensor; {KEEP}"
-        return ""
-
-
-def _chunks(count: int, size: int) -> list[list[int]]:
-    return [list(range(start, min(start + size, count))) for start in range(0, count, size)] or [[]]
+def _in_turn(count: int, turn: int) -> range:
+    """The places that a replay looks at; the next replay looks at the next ones."""
+    start = turn % max(-(-count // _AT_ONCE), 1) * _AT_ONCE
+    return range(start, min(start + _AT_ONCE, count))

@@ -51,7 +51,7 @@ from .graphs import Graphs, push, require_checked, step_in_capture
 from .groups import about_group, check_group, current_value, fill_group, find_rule, without_defaults
 from .masters import Masters, MasterWeights, exact_values
 from .memory import StateMemory
-from .parameters import param_states, params_of, shares_of
+from .parameters import evaluating, param_states, params_of, shares_of
 from .parking import Parking
 from .plan import StepPlan
 from .states import (
@@ -690,7 +690,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         plan = self.plan
         if self.is_evaluating:
-            raise RuntimeError("the parameters hold the weights to evaluate: call train() before step()")
+            raise evaluating("step()")
         if not unmoved and is_capturing():
             step_in_capture(self, self.reports)
             return
@@ -939,7 +939,7 @@ class Optimizer(torch.optim.Optimizer):
             (tensor(0.), tensor([0., 0.]))
         """
         if self.is_evaluating:
-            raise RuntimeError("the parameters hold the weights to evaluate: call train() before reset_state()")
+            raise evaluating("reset_state()")
         self._settle_states()
         initialize(self, again=True)
 

@@ -156,6 +156,11 @@ def require_shapes(caller: str, params: Iterable[tuple[str, torch.Tensor]]) -> N
             raise ValueError(f"{label} has no shape yet, and {caller} needs it: run the model's first forward before")
 
 
+def evaluating(method: str) -> RuntimeError:
+    """The error of a method that needs the weights that train."""
+    return RuntimeError(f"the parameters hold the weights to evaluate: call train() before {method}")
+
+
 def require_listed_once(caller: str, optimizer: torch.optim.Optimizer) -> None:
     """Raise for a parameter that a group lists several times."""
     if repeat_updates(optimizer):

@@ -6,4 +6,4 @@ from .local import LocalGradients, checked_part, distribute, is_distributed, is_
 from .matrices import MatrixExchange, take_in_matrix
 from .peers import WAYS, PeerMemory, share_memory
 from .placement import LOCAL, Listed, Placement, Share
-from .reduction import ARRIVED, Awaited, Ranks, Received, ReductionGroup, message_length, next_number
+from .reduction import Ranks, Received, ReductionGroup, message_length, next_number

@@ -6,7 +6,6 @@ and `capture`, and by the constructor of a module wrapper that is created later.
 
 from __future__ import annotations
 
-import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -18,7 +17,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..compat import fsdp_module_type, is_flat_part
-from ..devices.garbage import living
+from ..devices.garbage import living, reachable
 
 DDP, FSDP1, FSDP2, DP = "DistributedDataParallel", "FullyShardedDataParallel", "fully_shard", "DataParallel"
 
@@ -155,18 +154,12 @@ _watching: list[Any] = []
 
 def wrappers_around(holds: Callable[[Any], bool]) -> list[nn.Module]:
     """All live wrappers that reduce gradients over ranks and contain such a parameter."""
-    wrappers = _wrappers(holds)
-    if wrappers:
-        # A wrapper in an unreachable reference cycle reduces nothing.
-        del wrappers
-        gc.collect()
-        wrappers = _wrappers(holds)
-    return wrappers
 
+    def found() -> list[nn.Module]:
+        made = living(tuple(kind for kind in (DistributedDataParallel, _fsdp1()) if kind is not None))
+        return [wrapper for wrapper in made if "_parameters" in vars(wrapper) and any(map(holds, wrapper.parameters()))]
 
-def _wrappers(holds: Callable[[Any], bool]) -> list[nn.Module]:
-    wrappers = living(tuple(kind for kind in (DistributedDataParallel, _fsdp1()) if kind is not None))
-    return [wrapper for wrapper in wrappers if "_parameters" in vars(wrapper) and any(map(holds, wrapper.parameters()))]
+    return reachable(found)
 
 
 def follow_wrappers(follower: Any, model: nn.Module | None = None) -> None:
@@ -190,8 +183,6 @@ def _look_at(parent: nn.Module, name: str, child: nn.Module | None) -> None:
             if any(map(follower.holds, params)) or any(module in own for module in modules)
         ]
 
-    if concerned():
-        # An unreachable optimizer must not refuse the wrapper.
-        gc.collect()
-        for follower in concerned():
-            follower.wrapped(parent, kind)
+    # An unreachable optimizer must not refuse the wrapper.
+    for follower in reachable(concerned):
+        follower.wrapped(parent, kind)

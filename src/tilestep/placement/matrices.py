@@ -78,10 +78,6 @@ class Layout(NamedTuple):
         shape = [span.stop for span in inside(tuple(slice(0, size) for size in self.shape))]
         return Layout(torch.Size(shape), list(map(inside, self.bounds)), self.copies)
 
-    def goes(self, rank: int, owner: int) -> bool:
-        """Whether a rank sends its part to an owner."""
-        return self.copies[rank] == self.copies[owner]
-
 
 class MatrixExchange:
     """Matrices that the same ranks have parts of. Each is worked on by its owner, or by every rank."""
@@ -222,14 +218,18 @@ class Bucket:
         least = max(len(_Message([section])) for section in listed) if everywhere else 0  # messages of one length
         here = [listed[rank]] if everywhere else [[(run, rank) for run in runs_of(other)] for other in ranks]
         self._here = _Message(here, least)
-        # Of ranks that have the same part one sends it.
-        self._leaving = _Message(
-            [[one for one in section if one[0].layout.goes(rank, other)] for other, section in enumerate(here)]
-        )
-        self._arriving = _Message(
-            [[one for one in section if one[0].layout.goes(other, rank)] for other, section in enumerate(listed)], least
-        )
+
+        def sent(sections: Sequence[Sequence[tuple[Run, int]]]) -> list[list[tuple[Run, int]]]:
+            # Of ranks that have the same part one sends it.
+            return [
+                [one for one in section if one[0].layout.copies[rank] == one[0].layout.copies[other]]
+                for other, section in enumerate(sections)
+            ]
+
+        self._leaving, self._arriving = _Message(sent(here)), _Message(sent(listed), least)
         self._returning = _Message(listed)
+        self.arriving = len(self._arriving)  # elements of what `gather` receives
+        self.returning = 0 if everywhere else len(self._returning)  # of what `scatter` sends
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Zeros for this rank's parts, which lie as they travel: neither way needs a copy."""
@@ -238,16 +238,6 @@ class Bucket:
     def parts(self, memory: torch.Tensor) -> dict[int, torch.Tensor]:
         """This rank's part of each DTensor in such memory."""
         return {place: part for run, _, parts in self._here.parts(memory) for place, part in zip(run.places, parts)}
-
-    @property
-    def arriving(self) -> int:
-        """Elements of what `gather` receives."""
-        return len(self._arriving)
-
-    @property
-    def returning(self) -> int:
-        """Elements of what `scatter` sends; nothing where every rank works on all matrices."""
-        return 0 if self._everywhere else len(self._returning)
 
     def gather(self, memory: torch.Tensor, received: torch.Tensor) -> Callable[[], object]:
         """Begin to send this rank's parts to owners; returns what waits for the parts of this rank's own DTensors."""

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import socket
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -89,45 +89,31 @@ def share_memory(
     All ranks decide together: if one of them cannot, none of them has it. They try the ways one after the other.
     """
     hosts = set(gather_in(ranks.shard, socket.gethostname()))
-    reasons = ranks.gather_objects(f"ranks that split the state are on {len(hosts)} hosts" if len(hosts) > 1 else "")
-    first = _first(reasons)
-    if first:
-        return None, first
-    for way in ways:
-        made, reason = _tried(way, numel, dtype, device, ranks)
-        if made is not None:
-            return made, ""
-        first = first or reason
+    apart = f"ranks that split the state are on {len(hosts)} hosts" if len(hosts) > 1 else ""
+    first = next(filter(None, ranks.gather_objects(apart)), "")
+    for way in () if first else ways:
+        # Each part of it on all ranks, before any begins with the next.
+        made, reason = _together(ranks, partial(way, numel, dtype, device))
+        if not reason:
+            offers = gather_in(ranks.shard, made.offer)
+            reason = _together(ranks, partial(made.find, ranks.rank, offers))[1]
+            reason = reason or _together(ranks, partial(made.meet_first, ranks.shard))[1]
+            reason = reason or _together(ranks, partial(_verify, made, ranks))[1]
+            if not reason:
+                return made, ""
+        made, first = None, first or reason  # what was made is free before the next way allocates
     return None, first
 
 
-def _tried(
-    way: type[PeerMemory], numel: int, dtype: torch.dtype, device: torch.device, ranks: Ranks
-) -> tuple[PeerMemory | None, str]:
-    """As `share_memory` in one way: each part of it on all ranks, before any begins with the next."""
-    made: list[PeerMemory] = []
-    if reason := _together(ranks, lambda: made.append(way(numel, dtype, device))):
-        return None, reason
-    (memory,), offers = made, gather_in(ranks.shard, made[0].offer)
-    reason = _together(ranks, partial(memory.find, ranks.rank, offers))
-    reason = reason or _together(ranks, partial(memory.meet_first, ranks.shard))
-    reason = reason or _together(ranks, partial(_verify, memory, ranks))
-    return (None, reason) if reason else (memory, "")
-
-
-def _together(ranks: Ranks, work: Any) -> str:
-    """Why the first rank on which it fails cannot do something; empty if all can."""
-    reason = ""
+def _together(ranks: Ranks, work: Callable[[], Any]) -> tuple[Any, str]:
+    """What it gives here, and why the first rank on which it fails cannot do it; empty if all can."""
+    result, reason = None, ""
     try:
-        work()
+        result = work()
     except Exception as error:
         # Whatever it is: the other ranks wait for this one's answer.
         reason = first_line(error)
-    return _first(ranks.gather_objects(reason))
-
-
-def _first(reasons: Sequence[str]) -> str:
-    return next(filter(None, reasons), "")
+    return result, next(filter(None, ranks.gather_objects(reason)), "")
 
 
 _SAMPLE = 64

@@ -68,11 +68,6 @@ class Received(NamedTuple):
         event.record()
         return cls(expected, pinned, event)
 
-    @property
-    def arrived(self) -> bool:
-        """Whether reading them does not wait for the device."""
-        return self.event is None or self.event.query()
-
     def as_expected(self) -> bool:
         """Whether the ranks agree; waits for the device."""
         if self.event is not None:
@@ -98,7 +93,7 @@ class ReductionGroup:
         meshes: Sequence[Any] = (),
         number: int | None = None,
     ) -> None:
-        if groups is not None and ranks is None:
+        if groups:
             ranks = dist.get_process_group_ranks(groups[0])
         self.ranks: Sequence[int] = ranks or ()  # of several process groups those of the first
         self.size = len(self.ranks)
@@ -199,58 +194,48 @@ class ReductionGroup:
 
     def _combine(self, values: torch.Tensor, operation: Any) -> None:
         if self._number is None:
-            for group, takes_host in self._groups:
-                _all_reduce(group, takes_host, values, operation)
+            self._all_reduce(values, operation)
             return
         frame = values.shape, values.device, operation
         if frame not in self._frames:
-            self._frames[frame] = self._frame(*frame)
-        head, tail, expected = self._frames[frame]
+            tag = float(zlib.crc32(repr((self._number, tuple(values.shape))).encode()))  # its sums are exact
+            head = values.new_tensor([tag, -tag], dtype=torch.float64)
+            count = len(head) + values.numel()
+            tail = head.new_zeros(message_length(count) - count)
+            times = self._count if operation == dist.ReduceOp.SUM else 1
+            self._frames[frame] = head, tail, [tag * times, -tag * times]
+        head, tail, expected = self._frames[frame]  # a tag, zeros, and the tag that all ranks have together
         message = torch.cat([head, values.reshape(-1), tail])
-        for group, takes_host in self._groups:
-            _all_reduce(group, takes_host, message, operation)
+        self._all_reduce(message, operation)
         self._compare(message[: len(head)], expected)
         values.copy_(message[len(head) : len(head) + values.numel()].view_as(values))
 
-    def _frame(
-        self, shape: torch.Size, device: torch.device, operation: Any
-    ) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
-        """The tag before numbers, the zeros after them, and the tag that all ranks have together."""
-        tag = float(zlib.crc32(repr((self._number, tuple(shape))).encode()))  # its sums are exact
-        head = torch.tensor([tag, -tag], dtype=torch.float64, device=device)
-        count = len(head) + math.prod(shape)
-        tail = torch.zeros(message_length(count) - count, dtype=torch.float64, device=device)
-        times = self._count if operation == dist.ReduceOp.SUM else 1
-        return head, tail, [tag * times, -tag * times]
+    def _all_reduce(self, values: torch.Tensor, operation: Any) -> None:
+        for group, takes_host in self._groups:
+            sent = values if takes_host else _on_gpu(values)
+            try:
+                dist.all_reduce(sent, operation, group)
+            except RuntimeError as error:
+                ranks = dist.get_process_group_ranks(group)
+                raise RuntimeError(
+                    f"ranks {ranks} decide steps together, and others of them did not take part: a rank has failed, or "
+                    "its optimizer has not the same max_grad_norm, skip_above or skip_nonfinite, or does not step "
+                    f"({error})"
+                ) from error
+            if sent is not values:
+                values.copy_(sent)
 
     def _compare(self, tag: torch.Tensor, expected: list[float]) -> None:
-        if is_capturing():
-            return
         before = self._received
-        if before is not None and not before.arrived:
+        if is_capturing() or (before is not None and before.event is not None and not before.event.query()):
             return
         self._received = Received.begin(expected, tag)
-        waits = before is None or self._received.event is None
-        if not (self._received if waits else before).as_expected():  # type: ignore[union-attr]
+        if not (self._received if before is None or self._received.event is None else before).as_expected():
             raise ValueError(
                 f"ranks {list(self.ranks)} disagree on the optimizer that steps, or on whether step() gets a loss: "
                 "their sums were mixed up. Construct the optimizers of the same ranks in the same order on all of "
                 "them, step them in the same order, and give a loss on all ranks or on none"
             )
-
-
-def _all_reduce(group: Any, takes_host: bool, values: torch.Tensor, operation: Any) -> None:
-    sent = values if takes_host else _on_gpu(values)
-    try:
-        dist.all_reduce(sent, operation, group)
-    except RuntimeError as error:
-        ranks = dist.get_process_group_ranks(group)
-        raise RuntimeError(
-            f"ranks {ranks} decide steps together, and others of them did not take part: a rank has failed, or its "
-            f"optimizer has not the same max_grad_norm, skip_above or skip_nonfinite, or does not step ({error})"
-        ) from error
-    if sent is not values:
-        values.copy_(sent)
 
 
 def _on_gpu(values: torch.Tensor) -> torch.Tensor:
@@ -295,21 +280,6 @@ def group_of(ranks: Sequence[int], meshes: Sequence[Any]) -> Any:
     return groups[tuple(ranks)]
 
 
-class Awaited(NamedTuple):
-    """Communication that has begun."""
-
-    works: Sequence[Any]
-
-    def wait(self) -> None:
-        """Let the host, or the current stream of a GPU, wait for it."""
-        for work in self.works:
-            if work is not None:
-                work.wait()
-
-
-ARRIVED = Awaited(())  # what runs in the order of the current stream: there is nothing to wait for
-
-
 class Ranks:
     """The process groups of a sharded optimizer, as one rank sees them, and the messages of its buckets."""
 
@@ -321,18 +291,14 @@ class Ranks:
         self.copies = 1 if replicate is None else dist.get_world_size(replicate)
         self.count = self.size * self.copies  # all ranks, those that hold copies too
         self.name = name  # of the sharded optimizer: the same on all ranks, and no other optimizer's
-        self._in_steps = in_steps
-        self.reductions = self.with_others(())  # over the ranks that split the state; copies have the same results
+        self.in_steps = in_steps
+        """The groups in which ranks compare what they step, the same for all optimizers of these ranks; None for these.
+        In groups of their own, optimizers in different orders would wait for each other."""
+        self.reductions = ReductionGroup([shard])  # over the ranks that split the state; copies have the same results
 
     def __deepcopy__(self, memo: Any) -> Ranks:
         # Process groups cannot be copied, and a copy of what has them has the same ranks.
         return self
-
-    @property
-    def in_steps(self) -> Ranks:
-        """The groups in which ranks compare what they step: the same for all optimizers of these ranks."""
-        # In groups of their own, optimizers in different orders would wait for each other.
-        return self._in_steps or self
 
     def apart(self) -> Ranks:
         """The same ranks over groups of their own, in which no other messages come between; all of them call it."""
@@ -343,15 +309,6 @@ class Ranks:
             for group in (self.shard, self.replicate)
         )
         return Ranks(shard, replicate, self.name, self)
-
-    def with_others(self, groups: Sequence[Any]) -> ReductionGroup:
-        """Reductions over the ranks that split the state, and then over groups with other parts of the model."""
-        return ReductionGroup([self.shard, *groups])
-
-    @property
-    def other_copies(self) -> ReductionGroup:
-        """Reductions over the ranks that hold the same part of the state."""
-        return ReductionGroup([] if self.replicate is None else [self.replicate], ranks=())
 
     @property
     def can_be_captured(self) -> bool:
@@ -374,27 +331,22 @@ class Ranks:
         """Replace numbers by their sums over the ranks with copies; by their means where it `can_average` them."""
         dist.all_reduce(values, _OPERATIONS[mean], self.replicate)
 
-    def begin_to_add(self, values: torch.Tensor) -> Awaited:
-        """Begin to replace numbers by their sums over the ranks that split the state; gives what to wait for."""
-        # On a GPU it runs in the current stream.
-        return Awaited((dist.all_reduce(values, dist.ReduceOp.SUM, self.shard, async_op=not values.is_cuda),))
+    # On a GPU collectives run in the current stream, and give no work: the library's own stream would only be waited
+    # for by ours.
 
-    def reduce_scatter(self, section: torch.Tensor, flat: torch.Tensor, *, mean: bool = False) -> Awaited:
-        """Begin to sum flat memory up over the ranks that split the state, each receiving its section."""
-        # On a GPU it runs in the current stream: the library's own would only be waited for by ours.
-        return Awaited((_reduce_scatter(section, flat, _OPERATIONS[mean], self.shard, async_op=not flat.is_cuda),))
+    def reduce_scatter(self, section: torch.Tensor, flat: torch.Tensor, *, mean: bool = False) -> Any:
+        """Begin to sum flat memory up over the ranks that split the state, each receiving its section; its work."""
+        return _reduce_scatter(section, flat, _OPERATIONS[mean], self.shard, async_op=not flat.is_cuda)
 
-    def all_gather(self, flats: Sequence[torch.Tensor], sections: Sequence[torch.Tensor]) -> Awaited:
-        """Begin to give all of these ranks every section; several tensors go in one message, where the backend can."""
+    def all_gather(self, flats: Sequence[torch.Tensor], sections: Sequence[torch.Tensor]) -> list[Any]:
+        """Begin to give all of these ranks every section, in one message where the backend can; the works."""
         began, work = gather_together(self.shard, flats, sections) if len(flats) > 1 else (False, None)
         if began:
-            return Awaited((work,))
-        return Awaited(
-            [
-                all_gather_flat(flat, section, group=self.shard, async_op=not flat.is_cuda)
-                for flat, section in zip(flats, sections)
-            ]
-        )
+            return [work]
+        return [
+            all_gather_flat(flat, section, group=self.shard, async_op=not flat.is_cuda)
+            for flat, section in zip(flats, sections)
+        ]
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Give every rank what the first one has."""

@@ -40,10 +40,6 @@ class Publication:
         self.needed: dict[Any, None] = {}  # buckets in the order in which look-ups have waited for them
         self.compiled = False  # whether compiled code outside of compiled modules uses parameters
 
-    def knows(self, param: Any) -> bool:
-        """Whether something is a parameter of a bucket."""
-        return id(param) in self.of
-
     def wait(self, param: Any, streams: Sequence[torch.cuda.Stream] = ()) -> None:
         """Let streams, by default the current one, or the host, wait for the bucket of a parameter."""
         # For every look-up in a forward.
@@ -103,16 +99,31 @@ class Publication:
             _unwatch_forwards()
 
 
-def guard_model(model: nn.Module, publication: Publication, concerns: Callable[[torch.Tensor], bool]) -> None:
-    """Let code that looks a parameter up in its module wait for it."""
-    # Hooks on a module's forward would not do: modules use each other's weights without calling each other (tied
-    # embeddings, the output projection of `nn.MultiheadAttention`). They are for modules that keep their parameters
-    # somewhere else too. Compiled code looks nothing up: a compiled module waits for all below it when it is called.
-    for module in model.modules():
-        if any(map(concerns, module.parameters(recurse=False))):
-            _guard(module, publication)
+def guard_look_ups(publication: Publication, model: nn.Module) -> None:
+    """Let look-ups of the parameters wait, in any module: in those that exist, and in those made later."""
+    # Again when it knows more parameters. Hooks on a module's forward would not do: modules use each other's weights
+    # without calling each other (tied embeddings, the output projection of `nn.MultiheadAttention`). They are for
+    # modules that keep their parameters somewhere else too. Compiled code looks nothing up: a compiled module waits for
+    # all below it when it is called.
+    _publications.add(publication)
+    for module in (*model.modules(), *living(nn.Module)):  # the garbage collector does not tell of what is frozen
+        for param in list(dict.values(kept_parameters(module))):
+            _look_at(module, "", param)
     for module in model.modules():
         CompiledRegion.put_around(module)
+    if not _watching:
+        # Once for all: torch is looking at its hooks whenever one of these might end.
+        _watching.append(register_module_parameter_registration_hook(_look_at))
+
+
+_publications: weakref.WeakSet[Publication] = weakref.WeakSet()  # those whose parameters any module may have
+_watching: list[Any] = []
+
+
+def _look_at(module: nn.Module, name: str, param: Any) -> None:
+    for publication in list(_publications):
+        if id(param) in publication.of:
+            _guard(module, publication)
 
 
 class CompiledRegion:
@@ -185,32 +196,6 @@ def _guard(module: nn.Module, publication: Publication) -> None:
     module.register_forward_pre_hook(before_forward)
 
 
-_sharers: weakref.WeakSet[Publication] = weakref.WeakSet()  # those whose parameters modules of other models may have
-_watching: list[Any] = []
-
-
-def guard_sharers(publication: Publication) -> None:
-    """Make look-ups of the parameters wait in any module: in those that exist, and in those made later."""
-    # Again when it knows more parameters.
-    _sharers.add(publication)
-    for module in living(nn.Module):
-        for param in list(dict.values(kept_parameters(module))):
-            _guard_sharer(publication, module, param)
-    if not _watching:
-        # Once for all: torch is looking at its hooks whenever one of these might end.
-        _watching.append(register_module_parameter_registration_hook(_look_at))
-
-
-def _look_at(module: nn.Module, name: str, param: Any) -> None:
-    for publication in list(_sharers):
-        _guard_sharer(publication, module, param)
-
-
-def _guard_sharer(publication: Publication, module: nn.Module, param: Any) -> None:
-    if publication.knows(param):
-        _guard(module, publication)
-
-
 _late: weakref.WeakSet[Publication] = (
     weakref.WeakSet()
 )  # those for which modules of any model wait when they are called, too
@@ -218,7 +203,7 @@ _forwards: list[Any] = []
 
 
 def guard_forwards(publication: Publication) -> None:
-    """After `guard_sharers`: have modules wait that get a parameter unseen, as `functional_call` gives it to them."""
+    """After `guard_look_ups`: have modules wait that get a parameter unseen, as `functional_call` gives it to them."""
     _late.add(publication)
     if not _forwards:
         # Compiled code is traced again when it comes or goes: it goes with the last of them, and not at a later

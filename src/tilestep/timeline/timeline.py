@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
 import operator
 import weakref
@@ -24,6 +23,7 @@ from ..compat import (
     opaque,
     watch_clips,
 )
+from ..devices.garbage import reachable
 from ..errors import GradientError
 from ..native.table import survey
 from ..placement.combinations import follow_wrappers, refuse
@@ -221,11 +221,6 @@ class Timeline:
         finally:
             self.syncing = before
 
-    @property
-    def is_native(self) -> bool:
-        """Whether gradients are counted in C++."""
-        return self._module is not None
-
     def leave_out(self, params: Set[int]) -> None:
         """Remove the hooks of some parameters, by `id`: other code calls `arrived` for them."""
         self.elsewhere |= params
@@ -406,8 +401,6 @@ def refuse_taken_by_another(params: Iterable[Any], own: Timeline | None = None) 
 
 def refuse_another_taker(own: Timeline) -> None:
     """Raise if another living optimizer takes these gradients in backward too, and one of both updates there."""
-    if own.is_alone:
-        return
 
     def takes_too(timeline: Timeline) -> bool:
         row = timeline.row()
@@ -423,14 +416,8 @@ def refuse_another_taker(own: Timeline) -> None:
 
 
 def _another(own: Timeline | None, is_meant: Callable[[Timeline], bool]) -> bool:
-    def there_is_one() -> bool:
-        return any(is_meant(timeline) for timeline in list(_timelines) if timeline is not own)
-
-    if not there_is_one():
-        return False
-    # One that nothing else holds any more has no say in later steps.
-    gc.collect()
-    return there_is_one()
+    # A timeline that nothing else holds any more has no say in later steps.
+    return reachable(lambda: any(is_meant(other) for other in list(_timelines) if other is not own))
 
 
 Given = ParamSpec("Given")

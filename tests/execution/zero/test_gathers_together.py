@@ -361,7 +361,7 @@ def test_what_there_is_no_work_of_is_not_gathered_again(monkeypatch: pytest.Monk
     monkeypatch.setattr(groups, "all_gather_flat", lambda *args, **options: pytest.fail("gathered again, one by one"))
     ranks = Ranks.__new__(Ranks)
     ranks.shard = group
-    ranks.all_gather(flats, flats).wait()
+    assert ranks.all_gather(flats, flats) == [None]
     assert group.calls == 2
 
 
@@ -370,8 +370,8 @@ def test_groups() -> None:
 
     class Flat:
         def __init__(self, numel: int, dtype: torch.dtype = torch.float32) -> None:
-            self.layout, self.dtype, self.sync_dtype = self, dtype, dtype
-            self.numel = numel
+            self.flat, self.dtype, self.sync_dtype = self, dtype, dtype
+            self.nbytes = numel * dtype.itemsize
 
     def sizes(buckets: list[Flat], worth: bool = True) -> list[int]:
         return [len(group) for group in moves.group_buckets(buckets, worth)]  # type: ignore[arg-type]
@@ -418,8 +418,6 @@ def test_a_group_that_is_updated_no_more_is_not_the_last_to_wait_for() -> None:
         sync = tilestep.shard(sgd(model.parameters()), model, bucket_cap_mb=TINY).execution.parameters
         channel: Any = LateChannel()
         sync._channel = sync.publication.lane = channel
-        for group in sync._groups:
-            group._channel = channel
         sync.gather()
         sync.publication.wait_all()
         assert channel.reached == channel.marks == len(sync._groups) == 3

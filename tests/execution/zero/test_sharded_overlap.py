@@ -53,10 +53,11 @@ def told(said: list[str]) -> Iterator[None]:
 
             def wait(self) -> None:
                 said.append(f"wait {self.number}")
-                gather(*self.arguments).wait()
+                for work in gather(*self.arguments):
+                    work.wait()
 
         patch.setattr(Ranks, "reduce_scatter", reducing)
-        patch.setattr(Ranks, "all_gather", lambda *arguments: Late(*arguments))
+        patch.setattr(Ranks, "all_gather", lambda *arguments: [Late(*arguments)])
         yield
 
 

@@ -172,14 +172,15 @@ class Late:
         self._gather = gather
 
     def wait(self) -> None:
-        self._gather().wait()
+        for work in self._gather():
+            work.wait()
 
 
 @contextmanager
 def gathers_that_come_late() -> Iterator[None]:
     """Whoever does not wait for parameters sees the old ones."""
     before = Ranks.all_gather
-    Ranks.all_gather = lambda *arguments: Late(lambda: before(*arguments))  # type: ignore[method-assign]
+    Ranks.all_gather = lambda *arguments: [Late(lambda: before(*arguments))]  # type: ignore[method-assign]
     try:
         yield
     finally:

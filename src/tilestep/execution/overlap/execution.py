@@ -20,16 +20,15 @@ from ...optimizer import Optimizer
 from ...optimizer.checkpoint import unchanged_on_error
 from ...optimizer.execution import Execution
 from ...optimizer.optimizer import Attached, AttachedType
-from ...optimizer.parameters import iter_params, require_listed_once, require_shapes
+from ...optimizer.parameters import evaluating, iter_params, require_listed_once, require_shapes
 from ...optimizer.plan import StepPlan
 from ...placement.combinations import FSDP2, kind_of, refusal, refuse, split_kind
 from ...placement.local import is_distributed
-from ...timeline.guards import Publication, guard_forwards, guard_model, guard_sharers
+from ...timeline.guards import Publication, guard_forwards, guard_look_ups
 from ...timeline.side_stream import SideStream, Ticket
 from ...timeline.timeline import refuse_taken_by_another
-from .groups import Group, Grouping
-from .reduced import CommHook
-from .updates import UNTOLD_SCALE, GroupUpdates
+from .groups import Grouping
+from .updates import UNTOLD_SCALE, CommHook, GroupUpdates
 
 
 class OverlapExecution(Execution):
@@ -43,7 +42,6 @@ class OverlapExecution(Execution):
     def __init__(
         self,
         optimizer: Optimizer,
-        model: nn.Module,
         grouping: Grouping,
         device: torch.device,
         during: str,
@@ -52,36 +50,20 @@ class OverlapExecution(Execution):
     ) -> None:
         # The optimizer has this: a circle would keep both until the garbage collector comes.
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
-        self.model, self.grouping, self.during = model, grouping, during
+        self.grouping, self.during = grouping, during
         self._had_gradients = False
         self._knows_ranks = during != "backward"
         self.lane = SideStream(device)
-        self.publication = _publication(model, grouping, self.lane)
-        self.updates = GroupUpdates(
-            optimizer,
-            model,
-            grouping,
-            self.publication,
-            updates=during == "backward",
-            scaler=scaler,
-            comm_hook=comm_hook,
-        )
+        self.publication = _publication(grouping, self.lane)
+        self.updates = GroupUpdates(optimizer, grouping, self.publication, during == "backward", scaler, comm_hook)
         # Updates that still run write to state whose memory its streams would give to others.
         weakref.finalize(self, self.lane.join_all).atexit = False
         # The model has this one too, and may have the optimizer.
         weakref.finalize(self, _end, weakref.ref(self.publication)).atexit = False
 
-    @property
-    def offers(self) -> dict[str, Any]:
-        """What the optimizer has besides."""
-        return {method.__name__: method for method in (self.no_sync, self.synchronize)}
-
     def settle(self) -> None:
         if self.publication.tickets:
             self.synchronize()
-
-    def settle_everywhere(self) -> None:
-        self.synchronize()
 
     @property
     def params(self) -> list[torch.Tensor]:
@@ -98,11 +80,11 @@ class OverlapExecution(Execution):
         self.publication.wait_all()
         with self.lane.left():
             if not self.grouping.knows(self._optimizer()):
-                self.grouping.divide(self._optimizer(), self.model)
+                self.grouping.divide(self._optimizer())
                 self.updates.watch()
                 self.publication.wait_on_host()
                 self.publication.of = self.grouping.of
-                guard_sharers(self.publication)
+                guard_look_ups(self.publication, self.grouping.model)
             yield
 
     @property
@@ -158,10 +140,12 @@ class OverlapExecution(Execution):
         self.publication.wait_all()
         self.lane.join()
 
+    settle_everywhere = synchronize
+
     def step(self, plain: Callable[[], None]) -> None:
         """Take a step, or end the one that backward has begun."""
         if self._optimizer().is_evaluating:
-            raise RuntimeError("the parameters hold the weights to evaluate: call train() before step()")
+            raise evaluating("step()")
         if is_capturing():
             self.prepare_capture(self._optimizer())
         if not self._knows_ranks and self.updates.applied:
@@ -180,24 +164,20 @@ class OverlapExecution(Execution):
         ):
             self.updates.finish()
         else:
-            self._step_at_once(plain)
-
-    def _step_at_once(self, plain: Callable[[], None]) -> None:
-        """Decide the step and take it: backward could not, since the decision needs all gradients."""
-        self.synchronize()
-        self.updates.forget()
-        params = self.params
-        self._had_gradients = any(param.grad is not None for param in params)
-        self.updates.look_for_missing(self.grouping.groups)
-        plain()
-        taken_gradients(params)
+            # Backward could not decide, since the decision needs all gradients.
+            self.synchronize()
+            self.updates.forget()
+            params = self.params
+            self._had_gradients = any(param.grad is not None for param in params)
+            self.updates.look_for_missing(self.grouping.groups)
+            plain()
+            taken_gradients(params)
 
     def _step_later(self) -> None:
         """Decide the step, and let its updates wait until they are needed."""
-        self.publication.wait_all()
-        self.lane.join()
-        optimizer = self._optimizer()
-        with self.lane.after():
+        self.synchronize()
+        optimizer, lane, publication = self._optimizer(), self.lane, self.publication
+        with lane.after():
             plan = optimizer.prepared()
             if plan.active_set_changed or not plan.engines:
                 if missing := [param for param in plan.basis.params if param.grad is None]:
@@ -209,42 +189,47 @@ class OverlapExecution(Execution):
             optimizer.control.update_control(optimizer, plan.deciders)
             reports = optimizer.reports
             measures = reports is not None and reports.begin(plan.engines) and reports.measures
-            self._count_versions(plan)
-            groups = self._order()
-            held = {group: taken_gradients(group.params) for group in groups}
-            self._had_gradients = any(held.values())
-            if not self._had_gradients:
+            # Tell autograd which parameters are going to be written.
+            for engine in plan.engines:
+                engine.table.count_writes()
+                if engine.wrote is not None:
+                    engine.wrote(engine.written)
+            plan.masters.note()
+            # Groups in the order in which the last forward needed them; at first from the last to the first.
+            order = {group: place for place, group in enumerate(publication.needed)}
+            groups = sorted(reversed(self.grouping.groups), key=lambda group: order.get(group, len(order)))
+            held = {group: gradients for group in groups if (gradients := taken_gradients(group.params))}
+            self._had_gradients = bool(held)
+            if not held:
                 self.updates.refuse_replaced()
-            works = [(group, self._work(plan, group, held[group])) for group in groups if held[group]]
-            tickets = {group: Ticket(work) for group, work in works}
+            later = partial(_update_later, plan, moves=lane.stream is None, measures=reports is not None)
+            tickets = {
+                group: Ticket(partial(later, plan.places.get(group.index, ()), gradients))
+                for group, gradients in held.items()
+            }
             # Who scales losses, changes hyperparameters or reads the norm next comes after the decision.
-            decided = self.lane.mark()
-            if self.lane.stream is not None:
-                self.lane.keep(*memory_of([gradient for listed in held.values() for gradient in listed]))
+            decided = lane.mark()
+            if lane.stream is not None:
+                lane.keep(*memory_of([gradient for listed in held.values() for gradient in listed]))
             # Ranks send one another what they have measured: at the step, not where one of them asks for it.
             with torch.no_grad():
-                self.publication.needed.clear()
-                self.publication.tickets.update(tickets)
-                for ticket in tickets.values() if self.lane.stream is not None or measures else ():
+                publication.needed.clear()
+                publication.tickets.update(tickets)
+                for ticket in tickets.values() if lane.stream is not None or measures else ():
                     ticket.finish()
-                    ticket.mark = self.lane.next_mark()
+                    ticket.mark = lane.next_mark()
             if reports is not None:
                 reports.finish()
-        current = self.lane.current()
+        current = lane.current()
         if current is not None and decided is not None:
             current.wait_event(decided)
-        if self.publication.compiled:
-            self.publication.wait_all()
+        if publication.compiled:
+            publication.wait_all()
             # Whatever compiled code does comes after that on this stream.
-            self.publication.tickets.clear()
+            publication.tickets.clear()
         for group in self.grouping.groups:
             if not group.is_guarded:
-                self.publication.wait(group.params[0])
-
-    def _order(self) -> list[Group]:
-        """Groups in the order in which the last forward needed them; at first from the last to the first."""
-        places = {group: place for place, group in enumerate(self.publication.needed)}
-        return sorted(reversed(self.grouping.groups), key=lambda group: places.get(group, len(places)))
+                publication.wait(group.params[0])
 
     def _warn_of_ranks(self) -> None:
         """When backward has updated for the first time: say so if nothing has summed the gradients over the ranks."""
@@ -258,18 +243,6 @@ class OverlapExecution(Execution):
                 'during="forward"; where every rank trains a model of its own, ignore this',
                 stacklevel=6,
             )
-
-    def _count_versions(self, plan: StepPlan) -> None:
-        """Tell autograd which parameters are going to be written."""
-        for engine in plan.engines:
-            engine.table.count_writes()
-            if engine.wrote is not None:
-                engine.wrote(engine.written)
-        plan.masters.note()
-
-    def _work(self, plan: StepPlan, group: Group, held: list[torch.Tensor]) -> Callable[[], None]:
-        places, is_measured = plan.places.get(group.index, ()), self._optimizer().reports is not None
-        return partial(_update_later, plan, places, held, moves=self.lane.stream is None, measures=is_measured)
 
     def before_zero_grad(self) -> None:
         """Drop what a backward has left behind that was broken off, or has not reached all of a group's parameters.
@@ -323,12 +296,11 @@ class OverlapExecution(Execution):
     push = prepare_capture
 
 
-def _publication(model: nn.Module, grouping: Grouping, lane: SideStream) -> Publication:
+def _publication(grouping: Grouping, lane: SideStream) -> Publication:
     """Let every look-up of a parameter, and every gather of FSDP2's, wait for the update of the parameter's group."""
     publication = Publication(lane)
     publication.of = grouping.of
-    guard_model(model, publication, lambda param: True)
-    guard_sharers(publication)
+    guard_look_ups(publication, grouping.model)
     guard_forwards(publication)
 
     def gather(module: nn.Module, streams: Sequence[torch.cuda.Stream]) -> None:
@@ -337,8 +309,8 @@ def _publication(model: nn.Module, grouping: Grouping, lane: SideStream) -> Publ
                 publication.wait(group.params[0], streams)
 
     # All of them: parameters of others may be added to the optimizer later.
-    for module in [module for module in model.modules() if kind_of(module) == FSDP2]:
-        if not before_gathering(module, partial(gather, module)):
+    for module in grouping.model.modules():
+        if kind_of(module) == FSDP2 and not before_gathering(module, partial(gather, module)):
             module.register_forward_pre_hook(lambda *_: publication.wait_all(), prepend=True)
     return publication
 
@@ -463,10 +435,11 @@ def overlap(
         optimizer.attach(("overlap",), offers={"no_sync": nullcontext, "synchronize": _no_wait})
         return cast(OverlappedOptimizer, optimizer)
     grouping = Grouping(optimizer, model, int(bucket_cap_mb * 2**20), joins=during == "forward")
-    execution = OverlapExecution(optimizer, model, grouping, device, during, scaler, comm_hook)
+    execution = OverlapExecution(optimizer, grouping, device, during, scaler, comm_hook)
+    offers = {"no_sync": execution.no_sync, "synchronize": execution.synchronize}
     try:
         with unchanged_on_error(optimizer):
-            optimizer.attach(("overlap",), execution=execution, offers=execution.offers)
+            optimizer.attach(("overlap",), execution=execution, offers=offers)
             optimizer.rebuild(ahead=True)
     except BaseException:
         execution.updates.timeline.hooks.remove()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import InitVar, dataclass
 from typing import Any
 
@@ -43,59 +43,61 @@ class Grouping:
     """All groups of an optimizer, which it follows: `divide` makes them, and joins neighbouring FSDP modules."""
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, bucket_bytes: int, *, joins: bool = False) -> None:
-        self._bucket_bytes, self._joins = bucket_bytes, joins
-        self.divide(optimizer, model)
+        self.model, self._bucket_bytes, self._joins = model, bucket_bytes, joins
+        self.divide(optimizer)
 
-    def divide(self, optimizer: Optimizer, model: nn.Module) -> None:
+    def divide(self, optimizer: Optimizer) -> None:
         """Divide the parameters that the optimizer has now."""
-        self.groups = _divided(optimizer, model, self._bucket_bytes, self._joins)
+        # Parameters of rules that reduce over all tensors cannot be updated one without the others and are one group.
+        # Those that FSDP2 shards go by the module that gathers them, or by several; a backward, which completes them
+        # one by one, does not join them. The rest go by buckets in the reverse order of registration.
+        model, own = self.model, dict[int, torch.Tensor]()
+        by_rule: dict[str, list[torch.Tensor]] = {}
+        for label, _, group, param in iter_params(optimizer):
+            own[id(param)], rule = param, optimizer.rule_of(group)
+            if not param.is_meta and spec_of(rule, group, param, label=label).program.global_reductions:
+                by_rule.setdefault(rule.name, []).append(param)
+        together = {id(param) for params in by_rule.values() for param in params}
+        named, gatherers = list(model.named_parameters()), _gatherers(model)
+        in_model = {id(param) for _, param in named}
+        # Each once, in the reverse order of registration, by the FSDP module that gathers it.
+        by_module: dict[nn.Module, list[tuple[str, torch.Tensor]]] = {}
+        loose: list[tuple[str, torch.Tensor]] = []
+        for name, param in reversed(named):
+            if id(param) in own and id(param) not in together:
+                module = gatherers.get(id(param))
+                (loose if module is None else by_module.setdefault(module, [])).append((name, param))
+        self.groups: list[Group] = []
+
+        def add(name: str, params: list[torch.Tensor], modules: Sequence[nn.Module] = (), spans: bool = False) -> None:
+            self.groups.append(Group(len(self.groups), name, params, tuple(modules), spans, in_model))
+
+        for bucket in _buckets(loose, self._bucket_bytes):
+            first, last = bucket[-1][0], bucket[0][0]
+            add(first if first == last else f"{first} to {last}", [param for _, param in bucket])
+        modules = reversed(_joined(model, by_module)) if self._joins else [[module] for module in by_module]
+        for joined in modules:
+            names = [name for name, candidate in model.named_modules() if candidate in joined]
+            title = f"module {names[0]}" if names[0] else "the root module"
+            if len(names) > 1:
+                title = f"modules {names[0] or 'the root'} to {names[-1]}"
+            add(title, [param for module in joined for _, param in by_module[module]], joined)
+        for name, params in by_rule.items():
+            add(f"all tensors of rule {name}", params, spans=True)
+        if outside := [param for key, param in own.items() if key not in in_model and key not in together]:
+            add("parameters outside of the model", outside)
         self.of = {id(param): group for group in self.groups for param in group.params}
         self.of_module: dict[nn.Module, list[Group]] = {}
         """The groups that an FSDP module gathers parameters of."""
-        for key, module in _gatherers(model).items():
-            group, groups = self.of.get(key), self.of_module.setdefault(module, [])
-            if group is not None and group not in groups:
-                groups.append(group)
+        for key, module in gatherers.items():
+            own_group, groups = self.of.get(key), self.of_module.setdefault(module, [])
+            if own_group is not None and own_group not in groups:
+                groups.append(own_group)
 
     def knows(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether these are the groups of the optimizer's parameters."""
         listed = list(map(id, params_of(optimizer)))
         return len(listed) == len(self.of) and all(key in self.of for key in listed)
-
-
-def _divided(optimizer: Optimizer, model: nn.Module, bucket_bytes: int, joins: bool) -> list[Group]:
-    """Divide an optimizer's parameters into groups."""
-    # Parameters of rules that reduce over all tensors cannot be updated one without the others and are one group. Those
-    # that FSDP2 shards go by the module that gathers them, or by several; a backward, which completes them one by one,
-    # does not join them. The rest go by buckets in the reverse order of registration.
-    own = {id(param): param for _, _, _, param in iter_params(optimizer)}
-    by_rule = _by_global_rule(optimizer)
-    together = {id(param) for params in by_rule.values() for param in params}
-    divided: list[tuple[str, list[torch.Tensor], tuple[nn.Module, ...]]] = []
-    by_module: dict[nn.Module | None, list[tuple[str, torch.Tensor]]] = {}
-    names = {id(param): name for name, param in model.named_parameters()}
-    gatherers = _gatherers(model)
-    # Each once, in the reverse order of registration, by the FSDP module that gathers it.
-    for name, param in reversed(list(model.named_parameters())):
-        if id(param) in own and id(param) not in together:
-            by_module.setdefault(gatherers.get(id(param)), []).append((name, param))
-    for module, members in by_module.items():
-        if module is None:
-            divided.extend((name, params, ()) for name, params in _buckets(members, bucket_bytes))
-        elif not joins:
-            divided.append((_name_of(model, [module]), [param for _, param in members], (module,)))
-    for joined in reversed(_joined(model, by_module)) if joins else ():
-        params = [param for module in joined for _, param in by_module[module]]
-        divided.append((_name_of(model, joined), params, tuple(joined)))
-    divided.extend((f"all tensors of rule {rule}", params, ()) for rule, params in by_rule.items())
-    outside = [param for key, param in own.items() if key not in names and key not in together]
-    if outside:
-        divided.append(("parameters outside of the model", outside, ()))
-    spanning = list(by_rule.values())
-    return [
-        Group(index, *division, any(division[1] is params for params in spanning), names.keys())
-        for index, division in enumerate(divided)
-    ]
 
 
 def _gatherers(model: nn.Module) -> dict[int, nn.Module]:
@@ -108,16 +110,6 @@ def _gatherers(model: nn.Module) -> dict[int, nn.Module]:
             # Names of holders are prefixes of each other: the longest is the innermost.
             gatherers[id(param)] = max(holders, key=lambda holder: len(holder[0]))[1]
     return gatherers
-
-
-def _by_global_rule(optimizer: Optimizer) -> dict[str, list[torch.Tensor]]:
-    """The parameters of rules that reduce over all tensors, by the rule's name."""
-    by_rule: dict[str, list[torch.Tensor]] = {}
-    for label, _, group, param in iter_params(optimizer):
-        rule = optimizer.rule_of(group)
-        if not param.is_meta and spec_of(rule, group, param, label=label).program.global_reductions:
-            by_rule.setdefault(rule.name, []).append(param)
-    return by_rule
 
 
 def _joined(model: nn.Module, members: Mapping[Any, Sequence[tuple[str, torch.Tensor]]]) -> list[list[nn.Module]]:
@@ -141,13 +133,6 @@ def _joined(model: nn.Module, members: Mapping[Any, Sequence[tuple[str, torch.Te
     return joined
 
 
-def _name_of(model: nn.Module, modules: Sequence[nn.Module]) -> str:
-    names = [name for name, candidate in model.named_modules() if candidate in modules]
-    if len(names) > 1:
-        return f"modules {names[0] or 'the root'} to {names[-1]}"
-    return f"module {names[0]}" if names[0] else "the root module"
-
-
 def _bytes_of(param: Any) -> float:
     """What a parameter takes on a rank; of one that is cut unevenly the mean, so that all ranks divide alike."""
     size = float(param.numel() * param.element_size())
@@ -156,21 +141,15 @@ def _bytes_of(param: Any) -> float:
     return size
 
 
-def _buckets(members: Sequence[tuple[str, torch.Tensor]], most: int) -> Iterator[tuple[str, list[torch.Tensor]]]:
+def _buckets(members: Sequence[tuple[str, torch.Tensor]], most: int) -> list[list[tuple[str, torch.Tensor]]]:
     """Cut a list of parameters where so many bytes are together."""
-    bucket: list[tuple[str, torch.Tensor]] = []
+    buckets: list[list[tuple[str, torch.Tensor]]] = []
     held = 0.0
     for name, param in members:
         size = _bytes_of(param)
-        if bucket and held + size > most:
-            yield _titled(bucket)
-            bucket, held = [], 0.0
-        bucket.append((name, param))
+        if not buckets or held + size > most:
+            buckets.append([])
+            held = 0.0
+        buckets[-1].append((name, param))
         held += size
-    if bucket:
-        yield _titled(bucket)
-
-
-def _titled(bucket: Sequence[tuple[str, torch.Tensor]]) -> tuple[str, list[torch.Tensor]]:
-    first, last = bucket[-1][0], bucket[0][0]
-    return first if first == last else f"{first} to {last}", [param for _, param in bucket]
+    return buckets

@@ -3,27 +3,79 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from ...compat import count_scaled_losses, local_parts, opaque, ready, step_is_ordinary
+from ...compat import backward_pass, count_scaled_losses, local_parts, opaque, ready, step_is_ordinary
 from ...devices import is_host
 from ...optimizer import Optimizer
-from ...optimizer.parameters import iter_params
-from ...placement.combinations import count_sharded, refuse_replaced
+from ...optimizer.parameters import evaluating, iter_params
+from ...placement.combinations import count_sharded, refuse_replaced, wrappers_around
 from ...placement.local import is_distributed
 from ...runtime import Stale
 from ...timeline.guards import Publication
 from ...timeline.side_stream import Held, Ticket
-from ...timeline.timeline import NONE, UPDATED, Row, Timeline, refuse_another_taker
+from ...timeline.timeline import NONE, TAKEN, UPDATED, Row, Timeline, arrived, gradientless, refuse_another_taker
 from .groups import Group, Grouping
-from .reduced import CommHook, ReducedGradients, wrappers_of
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+CommHook = tuple[Any, Callable[[Any, Any], Any]]
+"""State and function, as `DistributedDataParallel.register_comm_hook` takes them."""
+
+
+def follow_reductions(updates: GroupUpdates, wrapper: DistributedDataParallel) -> None:
+    """Take gradients from a wrapper when it has reduced them."""
+    if wrapper.find_unused_parameters or wrapper.static_graph:
+        option = "static_graph" if wrapper.static_graph else "find_unused_parameters"
+        raise ValueError(
+            f"DistributedDataParallel with {option}=True finds unused parameters at the end of backward, and sets "
+            'their gradients to zero before: use during="forward"'
+        )
+    if any(param.is_complex() for param in wrapper.module.parameters()):
+        raise ValueError(
+            "buckets of DistributedDataParallel hold complex gradients in another layout than their parameters: "
+            'use during="forward"'
+        )
+    state, reduce = updates.comm_hook or (wrapper.process_group, _mean)
+    # The module must not keep the updates, which keep the module.
+    living = weakref.ref(updates)
+
+    @opaque
+    def reduce_and_note(_: object, bucket: Any) -> Any:
+        future = reduce(state, bucket)
+        updates = living()
+        if updates is not None:
+            updates.note_reduced(bucket.parameters(), bucket.gradients(), future)
+        return future
+
+    # Their text is not the class that is looked for.
+    reduce_and_note.__annotations__.clear()
+    try:
+        wrapper.register_comm_hook(None, reduce_and_note)
+    except RuntimeError as error:
+        raise ValueError(
+            "DistributedDataParallel has a comm hook already, and takes only one: give it to overlap(), as "
+            "comm_hook=(state, hook), before it is registered"
+        ) from error
+    ignored = set(wrapper.parameters_to_ignore)
+    named = wrapper.module.named_parameters()
+    updates.timeline.leave_out({id(param) for name, param in named if param.requires_grad and name not in ignored})
+
+
+def _mean(group: Any, bucket: Any) -> torch.futures.Future[Any]:
+    """To the bit what DistributedDataParallel does without a hook."""
+    buffer = bucket.buffer().mul_(1 / dist.get_world_size(group))
+    work = dist.all_reduce(buffer, group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])  # type: ignore[union-attr]
 
 
 class GroupUpdates(Row):
@@ -42,31 +94,34 @@ class GroupUpdates(Row):
     def __init__(
         self,
         optimizer: Optimizer,
-        model: nn.Module,
         grouping: Grouping,
         publication: Publication,
-        *,
         updates: bool,
         scaler: torch.amp.GradScaler | None,
         comm_hook: CommHook | None,
     ) -> None:
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
-        self._model, self._grouping, self._scaler, self.publication = model, grouping, scaler, publication
+        self._grouping, self.publication, self._scaler, self.comm_hook = grouping, publication, scaler, comm_hook
         self.takes = self.updates = updates
         self.applied: list[Group] = []  # the groups that backward has updated since the last step
         self.found_scaler = False  # whether updates have waited only because of a scaler that nothing has told of
-        self._count_of_sharded = count_sharded(model)
+        self._count_of_sharded = count_sharded(grouping.model)
         self._missing: list[int] = []  # the parameters without gradient in the last step, by `id`
         self._held = Held(publication.lane)  # gradients that are used up
         self._scaled_losses = count_scaled_losses()
         """As it was after the last step: a loss that was scaled since may be that of the gradients to come."""
         self.timeline = Timeline(self, publication.lane)
-        self.reduced = ReducedGradients(self.timeline, publication.lane, comm_hook)
+        self.reduced: dict[int, torch.Tensor] = {}
+        """By `id` of a parameter its gradient in a bucket of a DistributedDataParallel, which is not in `grad` yet."""
+        self._reductions: deque[tuple[Any, Callable[[], None]]] = deque()
+        """Futures of running reductions, each with the function that takes its gradients."""
+        self._later: list[Any] = []  # wrappers that have come around the model since, to be followed before a backward
         self.watch()
-        self.timeline.announce(model)
-        for wrapper in wrappers_of(model, self.timeline):
+        self.timeline.announce(grouping.model)
+        inside = [module for module in grouping.model.modules() if isinstance(module, DistributedDataParallel)]
+        for wrapper in dict.fromkeys([*inside, *wrappers_around(self.timeline.holds)]):
             if updates:
-                self.reduced.follow(wrapper)
+                follow_reductions(self, cast(DistributedDataParallel, wrapper))
             else:
                 self._follow_views(wrapper)
 
@@ -79,11 +134,52 @@ class GroupUpdates(Row):
         self.timeline.count(group.params for group in self._grouping.groups)
 
     def wrapped(self, wrapper: nn.Module) -> None:
-        """Follow a DistributedDataParallel that wraps the model."""
-        if self.updates:
-            self.reduced.follow_soon(wrapper)
-        else:
+        """Follow a DistributedDataParallel that wraps the model, once it is complete: at a forward or a backward."""
+        if not self.updates:
             self._follow_views(wrapper)
+            return
+        living = weakref.ref(self)
+        self._later.append(weakref.ref(wrapper))
+
+        def before_forward(*_: Any) -> None:
+            updates = living()
+            if updates is not None:
+                updates.follow_later()
+
+        wrapper.register_forward_pre_hook(before_forward)
+
+    def follow_later(self) -> Set[int]:
+        """Follow new wrappers; `id`s of all parameters that wrappers reduce."""
+        wrappers, self._later = self._later, []
+        for wrapper in filter(None, (reference() for reference in wrappers)):
+            follow_reductions(self, wrapper)
+        return self.timeline.elsewhere
+
+    @gradientless
+    def note_reduced(self, params: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], future: Any) -> None:
+        """Note gradients that are complete when a collective has run."""
+        timeline, lane, reductions = self.timeline, self.publication.lane, self._reductions
+        if not timeline.syncing:
+            return
+        timeline.note_pass(backward_pass())
+        for param in params if timeline.when == "ready" else ():
+            if timeline.holds(param):
+                timeline.take(param, max(TAKEN, timeline.stage_of(param)))
+
+        def take() -> None:
+            with lane.after():
+                future.wait()
+            for param, gradient in zip(params, gradients):
+                self.reduced[id(param)] = gradient
+                if timeline.holds(param):
+                    arrived(lambda: timeline, param, is_noted=True)
+
+        reductions.append((future, take))
+        while reductions and (lane.stream is not None or reductions[0][0].done()):
+            reductions.popleft()[1]()
+
+    def _gradient(self, param: torch.Tensor) -> torch.Tensor | None:
+        return self.reduced.get(id(param), param.grad)
 
     def _follow_views(self, wrapper: nn.Module) -> None:
         """Have updates run that read a DistributedDataParallel's buckets before its backward writes to these again."""
@@ -102,10 +198,10 @@ class GroupUpdates(Row):
         """Decide whether backward updates; `id`s of parameters that new DistributedDataParallels reduce."""
         optimizer, timeline = self._optimizer(), self.timeline
         if optimizer.is_evaluating:
-            raise RuntimeError("the parameters hold the weights to evaluate: call train() before backward()")
+            raise evaluating("backward()")
         if not timeline.is_alone:
             refuse_another_taker(timeline)
-        moved: Set[int] = self.reduced.follow_later() if self.reduced.later else NONE
+        moved = self.follow_later() if self._later else NONE
         plan = optimizer.fitting_plan()
         control, scaler = optimizer.control, self._scaler
         scaled = control.gradients_scaled or (scaler is not None and scaler.is_enabled())
@@ -137,7 +233,7 @@ class GroupUpdates(Row):
         """Update a group whose gradients are complete, unless the step has to decide first."""
         if self.timeline.when == "step":
             return
-        group, gradient = self._grouping.groups[bucket], self.reduced.gradient
+        group, gradient = self._grouping.groups[bucket], self._gradient
         # Gradients that have come in a backward before may be gone, by `model.zero_grad()`: then the step updates.
         if group.spans_tensors and any(gradient(one) is None for one in group.params if one.requires_grad):
             return
@@ -150,7 +246,7 @@ class GroupUpdates(Row):
     def _late(self, param: torch.Tensor, group: Group) -> RuntimeError:
         """The error for a gradient that arrived after the update of its parameter."""
         label = next(label for label, _, _, candidate in iter_params(self._optimizer()) if candidate is param)
-        name = next((name for name, candidate in self._model.named_parameters() if candidate is param), None)
+        name = next((name for name, candidate in self._grouping.model.named_parameters() if candidate is param), None)
         return RuntimeError(
             f"a gradient of {label if name is None or label.endswith(')') else f'{label} ({name})'} came after "
             f"{group.name} was updated in backward: run all but the last backward before a step inside "
@@ -160,13 +256,16 @@ class GroupUpdates(Row):
 
     def _update(self, group: Group) -> None:
         """Update a group from its present gradients, and release these."""
-        lane, optimizer = self.publication.lane, self._optimizer()
-        if group.is_copied_to_host:
-            _await_copies(group)
+        lane, optimizer, awaited = self.publication.lane, self._optimizer(), self.timeline.buckets[group.index]
+        if group.is_copied_to_host and any(is_host(param.device) for param in group.params):
+            # Gradients may be on their way from a GPU to the host, as FSDP2's CPU offloading leaves them.
+            torch.cuda.current_stream().synchronize()
         current = None if lane.stream is None else lane.current()
-        streams = [] if current is None else self._take_writers(group) or [current]
+        streams = [] if current is None else list(awaited.writers.values()) or [current]
+        if current is not None:
+            awaited.writers.clear()
         with _NOTHING if current is None else lane.after(*streams):
-            plan, find = optimizer.plan, (self.reduced.gradient,) if self.reduced.of else ()
+            plan, find = optimizer.plan, (self._gradient,) if self.reduced else ()
             places = plan.places.get(group.index, ())
             try:
                 plan.refresh(places, *find)
@@ -179,10 +278,10 @@ class GroupUpdates(Row):
                 plan.update(places, counts_versions=True, marked=is_marked, measures=measures)
             mark = None if current is None else lane.next_mark()
         # On a GPU the update may still read the gradients.
-        used_up, taken, first = list[torch.Tensor](), self.timeline.taken, self.timeline.buckets[group.index].first
+        used_up, taken = list[torch.Tensor](), self.timeline.taken
         self.applied.append(group)
-        for place, param in enumerate(group.params, first):
-            if id(param) in self.reduced.of:
+        for place, param in enumerate(group.params, awaited.first):
+            if id(param) in self.reduced:
                 taken[place] = UPDATED
             elif param.grad is not None:
                 used_up.append(param.grad)
@@ -191,30 +290,18 @@ class GroupUpdates(Row):
         if mark is None:
             return
         self.publication.tickets[group] = Ticket(mark=mark)
-        if self._on_two_streams(group, streams):
+        meshes = (getattr(param, "device_mesh", None) for param in group.params)
+        if len(streams) > 1 or any(mesh is not None and mesh.ndim > 1 for mesh in meshes):
+            # Gradients may be memory of other streams than the one that completes them.
             lane.keep(*map(ready, local_parts(used_up)))
             used_up = []
-        # A stream that computes backward would stand still for this update; one that only communicates can wait for it.
-        at_once = bool(used_up) and _come_from_collectives(group)
+        # Waiting would stall a stream that computes backward; FSDP2's reduce-scatters have a stream that may wait.
+        at_once = bool(used_up and group.modules) and all(map(is_distributed, group.params))
         if not at_once:
             self._held.give_back()
         self._held.hold(used_up, mark, streams)
         if at_once:
             self._held.give_back()
-
-    def _take_writers(self, group: Group) -> list[torch.cuda.Stream]:
-        """The streams that have written a group's gradients, on a GPU."""
-        streams = self.timeline.buckets[group.index].writers
-        taken = list(streams.values())
-        streams.clear()
-        return taken
-
-    def _on_two_streams(self, group: Group, streams: Sequence[torch.cuda.Stream]) -> bool:
-        """Whether gradients may be memory of other streams than the one that completes them."""
-        if len(streams) > 1:
-            return True
-        meshes = (getattr(param, "device_mesh", None) for param in group.params)
-        return any(mesh is not None and mesh.ndim > 1 for mesh in meshes)
 
     def finish(self) -> None:
         """Update what is left, and let the current stream wait for all updates; the next round may begin."""
@@ -224,14 +311,14 @@ class GroupUpdates(Row):
                 f"backward was broken off when it had updated {_listed([group.name for group in self.applied])}: "
                 "call zero_grad() to drop the other gradients and go on"
             )
-        if self.reduced.awaited:
-            self.reduced.wait()
+        while self._reductions:
+            self._reductions.popleft()[1]()
         late: RuntimeError | None = None
         for group in self.applied:
             for param in group.params:
                 if param.grad is not None and self.timeline.stage_of(param) == UPDATED:
                     # What DistributedDataParallel has reduced it gives to the parameters at the end of backward.
-                    if id(param) not in self.reduced.of and late is None:
+                    if id(param) not in self.reduced and late is None:
                         late = self._late(param, group)
                     param.grad = None
         plan = optimizer.fitting_plan()
@@ -240,7 +327,7 @@ class GroupUpdates(Row):
             for group in self.applied
             if any(plan.hypers[place].changes() for place in plan.places.get(group.index, ()))
         ]
-        self.reduced.of.clear()
+        self.reduced.clear()
         left = [group for group in self._grouping.groups if group not in self.applied]
         if left:
             self.look_for_missing(left)
@@ -272,8 +359,8 @@ class GroupUpdates(Row):
             self.publication.tickets.clear()
         self._scaled_losses = count_scaled_losses()
         self.found_scaler, self.applied = False, []
-        self.reduced.of.clear()
-        self.reduced.awaited.clear()
+        self.reduced.clear()
+        self._reductions.clear()
         self.timeline.forget()
 
     def drop(self) -> None:
@@ -293,18 +380,7 @@ class GroupUpdates(Row):
     def refuse_replaced(self) -> None:
         """Raise if parameters are not the model's any more since FSDP2 has sharded it: they get no gradients."""
         params = [param for group in self._grouping.groups for param in group.params]
-        refuse_replaced(self._model, params, self._count_of_sharded)
-
-
-def _come_from_collectives(group: Group) -> bool:
-    """Whether gradients are memory of FSDP2's reduce-scatters, and not of a stream that computes backward."""
-    return bool(group.modules) and all(map(is_distributed, group.params))
-
-
-def _await_copies(group: Group) -> None:
-    """Wait for gradients that are still on their way from a GPU to the host, as FSDP2's CPU offloading leaves them."""
-    if any(is_host(param.device) for param in group.params):
-        torch.cuda.current_stream().synchronize()
+        refuse_replaced(self._grouping.model, params, self._count_of_sharded)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -27,6 +27,10 @@ PARTS = 16  # such a part of all are the first and last buckets: little that bac
 LARGEST_PARTS = 6  # no bucket between is a larger part: communication has to end soon after what it is beside
 
 
+Kind = tuple[torch.dtype, torch.dtype | None, torch.dtype | None]
+"""The dtype of a parameter, and those that its gradients and the parameter travel in, None for that dtype."""
+
+
 @dataclass(frozen=True)
 class Item:
     """A parameter that needs a place."""
@@ -38,6 +42,7 @@ class Item:
     cost: int = 0  # what the update of a whole one costs, in any unit
     trains: bool = True  # whether it has gradients; those that have none are in buckets of their own
     unit: int = ALIGNMENT  # neighbours that stay together: pieces begin at multiples of it, which is one of `ALIGNMENT`
+    by_rows: bool = False  # whether pieces are whole rows of blocks, and of their shape; others are flat
 
 
 @dataclass(frozen=True)
@@ -280,20 +285,6 @@ class Options:
             raise ValueError(f"Invalid grad_sync_dtype: {grad}; sums need a floating-point type")
 
 
-@dataclass(frozen=True)
-class Division:
-    """How a parameter is divided over the ranks."""
-
-    cost: int | None = None  # what its update costs the rank that has all of it; None where it is cut
-    unit: int = ALIGNMENT  # neighbours in memory that stay together where it is cut
-    by_rows: bool = False  # whether pieces are whole rows of blocks, and of their shape; others are flat
-
-    @property
-    def keeps_blocks(self) -> bool:
-        """Whether no block of a state is cut."""
-        return self.unit != ALIGNMENT
-
-
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """Dimensions from the slowest in memory to the fastest; of a tensor with gaps, those of a contiguous one."""
     strides = tensor.stride()
@@ -331,21 +322,37 @@ class Bucket:
         self.unshared = unshared  # why they do not
         self.params = list(params)
         self.ranks = ranks
-        self.dtype = memory.dtype
         self.grad_dtype, self.sync_dtype = (dtype or memory.dtype for dtype in sync_dtypes)
         self.flat = memory
         self.own = slice(ranks.rank * layout.section, (ranks.rank + 1) * layout.section)
         self._section = memory[self.own]
-        self.views: list[torch.Tensor] = []
+        self._views = self.views_of(memory)
         with torch.no_grad():
-            for slot, param in zip(layout.slots, self.params):
-                view = view_of(memory[slot.offset : slot.offset + slot.numel], param)
+            for view, param in zip(self._views, self.params):
                 view.copy_(param)
                 param.data = view
-                self.views.append(view)
         self.exact: torch.Tensor | None = None  # this rank's section as updated, where what travels has lost bits
-        if loses_bits(self.dtype, self.sync_dtype):
-            self.exact = memory[self.own].clone()
+        if loses_bits(memory.dtype, self.sync_dtype):
+            self.exact = self._section.clone()
+        self.updated = self._section if self.exact is None else self.exact
+        """This rank's section of the parameters, where the optimizer updates them."""
+
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """For each parameter its place in flat memory of the bucket, in the parameter's shape and memory format."""
+        slots = zip(self.layout.slots, self.params)
+        return [view_of(flat[slot.offset : slot.offset + slot.numel], param) for slot, param in slots]
+
+    def sent(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What travels to the other ranks, all of the bucket and this rank's section."""
+        if self.sync_dtype == self.flat.dtype:
+            return self.flat, self.updated
+        if not self.sync_dtype.is_floating_point:
+            # The same bytes, seen as whole numbers.
+            return self.flat.view(self.sync_dtype), self.updated.view(self.sync_dtype)
+        whole = torch.empty_like(self.flat, dtype=self.sync_dtype)
+        own = whole[self.own]
+        own.copy_(self.updated)
+        return whole, own
 
     def theirs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """For each other rank its section of this rank's memory, and the same in its own: what is fetched from it."""
@@ -365,22 +372,15 @@ class Bucket:
         if self.exact is None:
             return
         section = self._section
-        sent = self.exact.to(self.sync_dtype).to(self.dtype)
+        sent = self.exact.to(self.sync_dtype).to(section.dtype)
         # A NaN is what was sent of a NaN.
         same = (sent == section) | ((sent != sent) & (section != section))
         self.exact.copy_(torch.where(same, self.exact, section))
 
-    @property
-    def updated(self) -> torch.Tensor:
-        """This rank's section of the parameters, where the optimizer updates them."""
-        return self._section if self.exact is None else self.exact
-
     def cut(self, section: torch.Tensor, slot: Slot) -> torch.Tensor:
         """This rank's piece of a parameter, out of memory for this rank's section."""
         start, stop = self.layout.piece(slot, self.ranks.rank)
-        if start == stop:
-            return section[:0]
-        first = slot.offset + start - self.own.start
+        first = slot.offset + start - self.own.start if start < stop else 0
         return section[first : first + stop - start]
 
     @property
@@ -391,7 +391,7 @@ class Bucket:
     @torch.no_grad()
     def take_back(self) -> list[torch.Tensor]:
         """Let parameters whose memory was replaced be views of the bucket again, with their values; which these are."""
-        moved = [(one, view) for one, view in zip(self.params, self.views) if address_of(one) != address_of(view)]
+        moved = [(one, view) for one, view in zip(self.params, self._views) if address_of(one) != address_of(view)]
         for param, view in moved:
             if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
                 raise RuntimeError(
@@ -404,50 +404,26 @@ class Bucket:
         return [param for param, _ in moved]
 
 
-def make_buckets(
-    params: Sequence[torch.Tensor],
-    groups: Sequence[Mapping[str, Any]],
-    divisions: Sequence[Division],
-    ranks: Ranks,
-    options: Options,
-) -> list[Bucket]:
+def make_buckets(params: Sequence[torch.Tensor], items: Sequence[Item], ranks: Ranks, options: Options) -> list[Bucket]:
     """Bring parameters into buckets, in the order in which backward completes them."""
-    items = []
-    dtypes = list(map(options.sync_dtypes, groups))
-    for param, sync_dtypes, division in zip(params, dtypes, divisions):
-        itemsize = (sync_dtypes[0] or param.dtype).itemsize
-        whole, cost, trains = division.cost is not None, division.cost or 0, param.requires_grad
-        kind = (param.dtype, *sync_dtypes)
-        items.append(Item(param.numel(), itemsize, kind, whole, cost, trains, division.unit))
     cap = None if options.bucket_cap_mb is None else options.bucket_cap_mb * 2**20
     layouts = plan_buckets(items, ranks.size, cap)
-    advice = padding_advice(items, layouts, cap)
-    if advice:
+    if advice := padding_advice(items, layouts, cap):
         warnings.warn(f"shard(): {advice}", stacklevel=_CALLER)
-    members = [tuple(slot.index for slot in layout.slots) for layout in layouts]
-    device, kinds = params[0].device, [params[places[0]].dtype for places in members]
-    sizes, peers, unshared = [layout.numel for layout in layouts], dict[torch.dtype, PeerMemory](), dict[Any, str]()
-    for dtype in dict.fromkeys(kinds):
-        own = [place for place, kind in enumerate(kinds) if kind == dtype]
-        fetches = any(dtypes[members[place][0]][1] in (None, dtype) for place in own)
-        made, unshared[dtype] = _shared(sum(sizes[place] for place in own), dtype, device, fetches, ranks, options)
-        if made is not None:
-            peers[dtype] = made
+    device, kinds = params[0].device, [cast(Kind, items[layout.slots[0].index].kind) for layout in layouts]
+    sizes, dtypes = [layout.numel for layout in layouts], [kind[0] for kind in kinds]
+    shared: dict[torch.dtype, tuple[PeerMemory | None, str]] = {}
+    for dtype in dict.fromkeys(dtypes):
+        numel = sum(size for size, own in zip(sizes, dtypes) if own == dtype)
+        fetches = any(kind[0] == dtype and kind[2] in (None, dtype) for kind in kinds)
+        shared[dtype] = _shared(numel, dtype, device, fetches, ranks, options)
     if options.param_buffer == "bucket":
-        memories = [torch.zeros(size, dtype=dtype, device=device) for size, dtype in zip(sizes, kinds)]
+        memories = [torch.zeros(size, dtype=dtype, device=device) for size, dtype in zip(sizes, dtypes)]
     else:
-        memories = allocate(sizes, kinds, device, peers)
+        memories = allocate(sizes, dtypes, device, {dtype: peers for dtype, (peers, _) in shared.items()})
     return [
-        Bucket(
-            layout,
-            [params[place] for place in places],
-            ranks,
-            dtypes[places[0]],
-            memory,
-            peers.get(memory.dtype),
-            unshared[memory.dtype],
-        )
-        for layout, places, memory in zip(layouts, members, memories)
+        Bucket(layout, [params[slot.index] for slot in layout.slots], ranks, kind[1:], memory, *shared[kind[0]])
+        for layout, kind, memory in zip(layouts, kinds, memories)
     ]
 
 
@@ -460,10 +436,14 @@ def _shared(
         ValueError: on all of them, where it is asked for and one of them cannot.
     """
     kind = options.param_buffer
-    if kind in _BUFFERS or ranks.size == 1:
-        return None, f"param_buffer={kind!r}" if ranks.size > 1 else "one rank has all of it"
-    if kind == "auto" and not (fetches and has_streams(device) and numel):
-        return None, "it is converted on the way" if has_streams(device) and numel else f"it is on {device.type}"
+    if ranks.size == 1:
+        return None, "one rank has all of it"
+    if kind in _BUFFERS:
+        return None, f"param_buffer={kind!r}"
+    if kind == "auto" and not (has_streams(device) and numel):
+        return None, f"it is on {device.type}"
+    if kind == "auto" and not fetches:
+        return None, "it is converted on the way"
     made, reason = share_memory(numel, dtype, device, ranks, WAYS[:1] if kind == "auto" else WAYS)
     if reason and kind == "peers":
         raise ValueError(f"param_buffer='peers': {reason}; take 'auto', which sends messages where it must")
@@ -474,13 +454,12 @@ def allocate(
     sizes: Sequence[int],
     dtypes: Sequence[torch.dtype],
     device: torch.device,
-    peers: Mapping[torch.dtype, PeerMemory] | None = None,
+    shared: Mapping[torch.dtype, PeerMemory | None] | None = None,
 ) -> list[torch.Tensor]:
     """Zeroed flat memory of these sizes: one allocation for all of a dtype, which may be there."""
     parts: dict[torch.dtype, Any] = {}
     for dtype in dict.fromkeys(dtypes):
-        own = [size for size, kind in zip(sizes, dtypes) if kind == dtype]
-        shared = peers and peers.get(dtype)
-        whole = shared.memory if shared else torch.zeros(sum(own), dtype=dtype, device=device)
+        own, peers = [size for size, kind in zip(sizes, dtypes) if kind == dtype], (shared or {}).get(dtype)
+        whole = peers.memory if peers else torch.zeros(sum(own), dtype=dtype, device=device)
         parts[dtype] = iter(whole.split(own))
     return [next(parts[dtype]) for dtype in dtypes]

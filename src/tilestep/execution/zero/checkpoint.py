@@ -7,7 +7,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +59,15 @@ def _state_elsewhere(member: Member, label: str, group: Mapping[str, Any], rule:
     template = StateTemplate(like, group, graph, rule, storages(like, group, graph, rule, label=label))
     state = template.begin(member.name, like, group, {}, requests, StateMemory(), like.shape)
     fill_buffers(requests, StateMemory())
-    return {name: member.alone(value) for name, value in state.items() if _is_meta(value)}
+    return _alone(member, {name: value for name, value in state.items() if getattr(value, "is_meta", False)})
 
 
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta
+def _alone(member: Member, values: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's state with buffers of which this rank holds nothing in the place of meta tensors."""
+    return {
+        name: member.alone(value) if isinstance(value, torch.Tensor) and value.is_meta else value
+        for name, value in values.items()
+    }
 
 
 def full_state_dict(
@@ -76,8 +79,8 @@ def full_state_dict(
     numbers = [number for group in packed["param_groups"] for number in group["params"]]
     params = params_of(optimizer)
     # What one rank has alone is known there alone, numbers and whether there is any state.
-    wholes = {number: sharding.member_of[param] for number, param in zip(numbers, params)}
-    wholes = {number: member for number, member in wholes.items() if member.is_whole}
+    pairs = zip(numbers, map(sharding.member_of.__getitem__, params))
+    wholes = {number: member for number, member in pairs if member.is_whole}
     own = {number: packed["state"].get(number, {}) for number, member in wholes.items() if member.piece is not None}
     described: dict[Any, dict[str, Any]] = {}
     if wholes:
@@ -87,8 +90,7 @@ def full_state_dict(
     for number in numbers:
         values = packed["state"].get(number, {})
         if number in wholes:
-            member, values = wholes[number], described[number] | own.get(number, {})
-            values = {name: member.alone(value) if _is_meta(value) else value for name, value in values.items()}
+            values = _alone(wholes[number], described[number] | own.get(number, {}))
         collected: dict[str, Any] = {}
         for name, value in values.items():
             if isinstance(value, ShardedTensorPiece):
@@ -160,10 +162,10 @@ def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str], *, ke
     import torch.distributed.checkpoint as dcp
 
     root = Path(folder)
-    number = _from_first_rank(partial(_begin, root))
+    number = _from_first_rank(_begin, root)
     begun, whole = root / f"checkpoint-{number}{_BEGUN}", root / f"checkpoint-{number}"
     dcp.save(state, checkpoint_id=begun)
-    _from_first_rank(partial(_finish, begun, whole, keep))
+    _from_first_rank(_finish, begun, whole, keep)
     return whole
 
 
@@ -200,21 +202,21 @@ def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> Pa
     from .planner import LoadPlanner
 
     root = Path(folder)
-    newest = _from_first_rank(partial(_newest, root))
+    newest = _from_first_rank(_newest, root)
     if newest is None:
         raise FileNotFoundError(f"there is no finished checkpoint in {root}")
     dcp.load(state, checkpoint_id=root / newest, planner=LoadPlanner())
     return root / newest
 
 
-def _from_first_rank(find: Callable[[], Any]) -> Any:
+def _from_first_rank(find: Callable[..., Any], *given: Any) -> Any:
     """What a function gives on the first rank, on all of them; its error too."""
     if not dist.is_initialized():
-        return find()
+        return find(*given)
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            answer[0] = find()
+            answer[0] = find(*given)
         except Exception as error:  # the others wait for an answer, whatever it is
             answer[1] = error
     dist.broadcast_object_list(answer)
@@ -231,18 +233,16 @@ def _is_own(path: Path) -> bool:
         return False
 
 
-def _finished(root: Path) -> list[Path]:
+def _finished(root: Path) -> list[tuple[int, Path]]:
     """What is named as a finished checkpoint, whatever wrote it, in the order of their numbers."""
-    numbers = {path: _WHOLE.fullmatch(path.name) for path in root.iterdir()} if root.is_dir() else {}
-    return sorted((path for path in numbers if numbers[path]), key=lambda path: int(path.name.partition("-")[2]))
+    return sorted((int(name[1]), path) for path in root.glob("*") if (name := _WHOLE.fullmatch(path.name)))
 
 
 def _newest(root: Path) -> str | None:
     """The name of the checkpoint to be loaded."""
-    paths = _finished(root)
-    own = [path.name for path in paths if _is_own(path)]
-    written = own or [path.name for path in paths if (path / ".metadata").is_file()]
-    return written[-1] if written else None
+    paths = [path for _, path in _finished(root)]
+    written = list(filter(_is_own, paths)) or [path for path in paths if (path / ".metadata").is_file()]
+    return written[-1].name if written else None
 
 
 def _begin(root: Path) -> int:
@@ -251,8 +251,7 @@ def _begin(root: Path) -> int:
     for path in root.glob(f"checkpoint-*{_BEGUN}"):
         if _is_own(path):
             _remove(path)
-    paths = _finished(root)
-    number = int(paths[-1].name.partition("-")[2]) + 1 if paths else 1
+    number = max((number for number, _ in _finished(root)), default=0) + 1
     while (root / f"checkpoint-{number}{_BEGUN}").exists():
         number += 1
     begun = root / f"checkpoint-{number}{_BEGUN}"
@@ -267,7 +266,7 @@ def _finish(begun: Path, whole: Path, keep: int | None) -> None:
     os.rename(begun, whole)
     _to_disk(whole.parent)  # the name is on disk before anything else is removed
     if keep is not None:
-        for path in [path for path in _finished(whole.parent) if _is_own(path)][:-keep]:
+        for path in [path for _, path in _finished(whole.parent) if _is_own(path)][:-keep]:
             _remove(path)
 
 

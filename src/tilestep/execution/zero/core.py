@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,21 +21,22 @@ from ...placement import Listed, Placement, Ranks, ReductionGroup, Share
 from ...rules import Rule
 from ...runtime.shared_sums import SharedSums
 from ...storage import BLOCK, entries_before, entries_of, rows_of, shape_of_entries, states_in_blocks, values_of
-from .buckets import ALIGNMENT, Bucket, Division, Options, Slot, make_buckets, memory_order, view_of
+from .buckets import ALIGNMENT, Bucket, Item, Options, Slot, make_buckets, memory_order, view_of
 from .tensor_piece import ShardedTensorPiece
 
 
-def divisions_of(optimizer: Optimizer) -> dict[torch.Tensor, Division]:
+def items_of(optimizer: Optimizer, options: Options) -> dict[torch.Tensor, Item]:
     """For each parameter, whether one rank owns all of it, or where it may be cut."""
     # A parameter stays whole if its rule does more than elementwise operations and reductions over the whole tensor.
     # The cost of matrix work (Muon) is its operations; the cost of operations on rows and columns is the number of
     # elements.
-    divisions: dict[torch.Tensor, Division] = {}
+    items: dict[torch.Tensor, Item] = {}
     for label, _, group, param in iter_params(optimizer):
         spec = spec_of(optimizer.rule_of(group), group, param, label=label)
-        program, graph = spec.program, spec.program.graph
+        program, graph, kind = spec.program, spec.program.graph, (param.dtype, *options.sync_dtypes(group))
+        item = Item(param.numel(), (kind[1] or param.dtype).itemsize, kind, trains=param.requires_grad)
         if not (graph.slice_states or program.slices.views or program.matrices.scratch):
-            divisions[param] = _in_blocks(param) if spec.has_blocks else Division()
+            items[param] = _in_blocks(param, item) if spec.has_blocks else item
             continue
         if program.global_reductions:
             raise RuleError(
@@ -46,11 +47,11 @@ def divisions_of(optimizer: Optimizer) -> dict[torch.Tensor, Division]:
         if program.matrices.scratch and param.dim() > 1:
             seen = seen_by(optimizer.rule_of(group), group, param.shape, label=label)
             cost = sum(matrix_work(program.matrices, group, param.shape, one.matrices) for one in seen)
-        divisions[param] = Division(cost=int(cost))
-    return divisions
+        items[param] = replace(item, whole=True, cost=int(cost))
+    return items
 
 
-def _in_blocks(param: torch.Tensor) -> Division:
+def _in_blocks(param: torch.Tensor, item: Item) -> Item:
     """Where a parameter with states in blocks may be cut: between blocks, or between rows that end inside a block."""
     # Sections begin at aligned addresses: rows of odd length are cut at every sixteenth row. A parameter with fewer
     # than two such parts is not cut, nor a parameter whose slowest dimension in memory is not the first.
@@ -63,7 +64,7 @@ def _in_blocks(param: torch.Tensor) -> Division:
         unit = BLOCK
     unit = math.lcm(unit, ALIGNMENT)
     cut = param.numel() >= 2 * unit > 0 and (order[0] == 0 or not by_rows)
-    return Division(None, unit, by_rows) if cut else Division(cost=param.numel())
+    return replace(item, unit=unit, by_rows=by_rows) if cut else replace(item, whole=True, cost=param.numel())
 
 
 @dataclass
@@ -74,7 +75,8 @@ class Member:
     param: torch.Tensor
     bucket: Bucket
     slot: Slot
-    division: Division
+    by_rows: bool  # whether its pieces are whole rows of blocks
+    keeps_blocks: bool  # whether no block of a state is cut
     piece: torch.Tensor | None = None  # this rank's section; None if another rank owns the whole parameter
     whole: torch.Tensor | None = None  # of a cut parameter a meta tensor of its shape
     known_gradient: tuple[torch.Tensor, torch.Tensor] | None = None  # a reduced bucket, and the slice for `piece`
@@ -91,7 +93,7 @@ class Member:
         """A section as the rule sees it: flat, by rows of blocks, or in the parameter's shape."""
         if self.is_whole:
             return view_of(flat, self.param)
-        if not self.division.by_rows:
+        if not self.by_rows:
             return flat
         if memory_order(self.param) == tuple(range(self.param.dim())):
             columns = rows_of(self.param.shape)[1]
@@ -135,24 +137,7 @@ class Member:
         order = memory_order(self.param) if shape == tuple(self.param.shape) else tuple(range(len(shape)))
         return ShardedTensorPiece(local, shape, order, ranges, ranks)
 
-    def own_state(self, rule: Rule, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of a saved state."""
-        entries = entries_of(saved, rule.state_names)
-        if entries and not self.is_whole and not self.division.keeps_blocks:
-            # A section may begin inside a block: decode the blocks.
-            saved = dict(saved)
-            for name, storage in states_in_blocks(saved).items():
-                saved[name] = values_of(storage, saved, name, shape=self.param.shape)
-                for array in storage.arrays(name):
-                    del saved[array.name]
-            entries = {}
-        like_param = {name for name in rule.state_names if rule.states[name].shape != "scalar"}
-        cuts = {*MASTER_KEYS, TRAINING, *entries, *like_param}
-        return {
-            name: self._own(name, value, entries.get(name, 1), is_cut=name in cuts) for name, value in saved.items()
-        }
-
-    def _own(self, name: str, value: Any, elements: int, *, is_cut: bool) -> Any:
+    def own(self, name: str, value: Any, elements: int, *, is_cut: bool) -> Any:
         """This rank's part of a saved value."""
         assert self.piece is not None
         if not isinstance(value, torch.Tensor):
@@ -211,15 +196,14 @@ class Sharding(Placement):
         norm_groups: Sequence[Any] = (),
     ) -> None:
         self.model, self.ranks, self.options, self.norm_groups = model, ranks, options, list(norm_groups)
-        self.deciders = ranks.with_others(norm_groups)  # all ranks that decide a step together
+        self.deciders = ReductionGroup([ranks.shard, *norm_groups])  # all ranks that decide a step together
         self.buckets: list[Bucket] = []
         self.members: list[Member] = []
         self.member_of: dict[Any, Member] = {}
         self._listed: list[list[torch.Tensor]] = []  # the parameters of each param group
         self.rules: list[str | None] = []  # the "rule" of each param group
-        self._lay_out(optimizer, names)
+        self.lay_out(optimizer, names)
         self.device = self.buckets[0].flat.device
-        self._align(self.buckets)
         with torch.no_grad():
             # The model's other parameters and its buffers start with the first rank's values too.
             for tensor in (*model.parameters(), *model.buffers()):
@@ -233,7 +217,6 @@ class Sharding(Placement):
                     # As bytes: backends do not support every dtype.
                     ranks.broadcast(sent.view(-1).view(torch.uint8))
                     stored.copy_(sent)
-        self._cut(self.members)
 
     def share(self, listed: Listed, ordinal: int) -> Share | None:
         member = self.member_of.get(listed[3])
@@ -249,7 +232,7 @@ class Sharding(Placement):
         share.whole = member.whole
         if member.whole is not None:
             share.start = member.bucket.layout.piece(member.slot, self.ranks.rank)[0]
-            share.order = tuple(range(member.param.dim())) if member.division.by_rows else memory_order(member.param)
+            share.order = tuple(range(member.param.dim())) if member.by_rows else memory_order(member.param)
         return share
 
     def holder(self, param: torch.Tensor) -> torch.Tensor:
@@ -257,7 +240,19 @@ class Sharding(Placement):
         return param if member is None or member.piece is None else member.piece
 
     def own_state(self, share: Share, rule: Rule, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-        return self.member_of[share.param].own_state(rule, saved)
+        member, entries = self.member_of[share.param], entries_of(saved, rule.state_names)
+        if entries and not member.is_whole and not member.keeps_blocks:
+            # A section may begin inside a block: decode the blocks.
+            saved, entries = dict(saved), {}
+            for name, storage in states_in_blocks(saved).items():
+                saved[name] = values_of(storage, saved, name, shape=member.param.shape)
+                for array in storage.arrays(name):
+                    del saved[array.name]
+        like_param = {name for name in rule.state_names if rule.states[name].shape != "scalar"}
+        cuts = {*MASTER_KEYS, TRAINING, *entries, *like_param}
+        return {
+            name: member.own(name, value, entries.get(name, 1), is_cut=name in cuts) for name, value in saved.items()
+        }
 
     def sharers(self, params: Iterable[torch.Tensor]) -> ReductionGroup | None:
         return self.ranks.reductions
@@ -273,53 +268,35 @@ class Sharding(Placement):
         # In the same order on all ranks: a whole parameter may come first in a segment on one rank only.
         plan.shared_sums = [SharedSums(plan.sharers, sorted(engine.passes, key=first_cut)) for engine in plan.engines]
 
-    def _lay_out(self, optimizer: Optimizer, names: dict[Any, str]) -> None:
-        """Lay out new parameters in buckets."""
-        groups = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
+    def lay_out(self, optimizer: Optimizer, names: dict[Any, str]) -> list[Bucket]:
+        """Lay out new parameters in new buckets, with the first rank's values, and cut this rank's sections."""
         self._listed = [list(group["params"]) for group in optimizer.param_groups]
         self.rules = [group.get("rule") for group in optimizer.param_groups]
         params = [param for param in names if param not in self.member_of]
-        divisions = divisions_of(optimizer)
-        own = [optimizer.param_groups[groups[param]] for param in params]
-        buckets = make_buckets(params, own, [divisions[param] for param in params], self.ranks, self.options)
-        added = {
-            param: Member(names[param], param, bucket, slot, divisions[param])
-            for bucket in buckets
-            for slot, param in zip(bucket.layout.slots, bucket.params)
-        }
-        self.buckets += buckets
-        self.members += [added[param] for param in params]
-        self.member_of.update(added)
-
-    def add_group(self, optimizer: Optimizer, names: dict[Any, str]) -> list[Bucket]:
-        """Lay out the parameters of the last param group in new buckets."""
-        buckets, members = len(self.buckets), len(self.members)
-        self._lay_out(optimizer, names)
-        self._align(self.buckets[buckets:])
-        self._cut(self.members[members:])
-        return self.buckets[buckets:]
-
-    @torch.no_grad()
-    def _align(self, buckets: Sequence[Bucket]) -> None:
-        """Give all ranks the first rank's parameters."""
+        items = items_of(optimizer, self.options)
+        buckets = make_buckets(params, [items[param] for param in params], self.ranks, self.options)
         for bucket in buckets:
-            self.ranks.broadcast(bucket.flat)
-            if bucket.exact is not None:
-                bucket.exact.copy_(bucket.flat[bucket.own])
-
-    def _cut(self, members: Sequence[Member]) -> None:
-        """Make this rank's sections of parameters."""
-        for member in members:
-            start, stop = member.bucket.layout.piece(member.slot, self.ranks.rank)
-            if member.is_whole and start == stop and member.slot.numel:
-                continue
-            flat = member.bucket.cut(member.bucket.updated, member.slot)
-            # With its own version counter: writes of other code are noticed at the parameters.
-            member.piece = member.shaped(flat).data.requires_grad_(member.param.requires_grad)
-            if member.bucket.grad_dtype != member.piece.dtype:
-                member.piece.grad_dtype = member.bucket.grad_dtype
-            if not member.is_whole:
-                member.whole = torch.empty(member.param.shape, dtype=member.param.dtype, device="meta")
+            with torch.no_grad():
+                self.ranks.broadcast(bucket.flat)
+                if bucket.exact is not None:
+                    bucket.exact.copy_(bucket.flat[bucket.own])
+            for slot, param in zip(bucket.layout.slots, bucket.params):
+                item = items[param]
+                member = Member(names[param], param, bucket, slot, item.by_rows, item.unit != ALIGNMENT)
+                self.member_of[param] = member
+                start, stop = bucket.layout.piece(slot, self.ranks.rank)
+                if member.is_whole and start == stop and slot.numel:
+                    continue
+                # With its own version counter: writes of other code are noticed at the parameters.
+                flat = bucket.cut(bucket.updated, slot)
+                member.piece = member.shaped(flat).data.requires_grad_(param.requires_grad)
+                if bucket.grad_dtype != member.piece.dtype:
+                    member.piece.grad_dtype = bucket.grad_dtype
+                if not member.is_whole:
+                    member.whole = torch.empty(param.shape, dtype=param.dtype, device="meta")
+        self.buckets += buckets
+        self.members += [self.member_of[param] for param in params]
+        return buckets
 
     def require_groups(self, optimizer: Optimizer) -> None:
         """Raise if param groups have other parameters or rules than `shard` and `add_param_group` have laid out."""

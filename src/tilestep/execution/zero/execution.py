@@ -6,7 +6,6 @@ import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,7 @@ from ...errors import GradientError
 from ...optimizer import Optimizer
 from ...optimizer.execution import Execution
 from ...optimizer.graphs import prepare_capture, require_no_waits
-from ...optimizer.parameters import require_listed_once
+from ...optimizer.parameters import evaluating, require_listed_once
 from ...placement.combinations import refuse_replaced
 from ...runtime.capturing import PREPARE, require
 from ...timeline.side_stream import SideStream
@@ -26,15 +25,6 @@ from .checkpoint import sharded_states
 from .core import Sharding
 from .moves import ParameterSync, ReduceScatter
 from .ranks import StepMessage, attempt_together, validate_across_ranks
-
-
-@dataclass
-class _Gradients:
-    """Which sections have a gradient, and where it is; the numbers may change."""
-
-    sections: list[torch.Tensor | None]
-    has_gradient: tuple[bool, ...]
-    trains: bytes
 
 
 class ShardedExecution(Execution):
@@ -46,14 +36,15 @@ class ShardedExecution(Execution):
     def __init__(self, optimizer: Optimizer, sharding: Sharding) -> None:
         self._reference = weakref.ref(optimizer)
         self.sharding = sharding
-        buckets, ranks, options, model = sharding.buckets, sharding.ranks, sharding.options, sharding.model
-        self.channel = SideStream(buckets[0].flat.device, priority=-1)
-        message = StepMessage(self._reference, ranks, sharding.members[0].name)
-        self.gradients = ReduceScatter(buckets, options, self.channel, message, model)
-        self.parameters = ParameterSync(model, buckets, options, self.channel)
-        self._ready: _Gradients | None = None  # the gradients that were given to the sections
-        self._stepped: _Gradients | None = None  # the gradients of the last step, if no section was written to since
-        self._begun: _Gradients | None = None  # the gradients of the last `note_stepped`
+        self.channel = SideStream(sharding.device, priority=-1)
+        message = StepMessage(self._reference, sharding.ranks, sharding.members[0].name)
+        self.gradients = ReduceScatter(sharding, self.channel, message)
+        self.parameters = ParameterSync(sharding, self.channel)
+        # The gradients that were given to the sections: where they are, and for each parameter whether it has one and
+        # whether it trains.
+        self._sections: list[torch.Tensor | None] = []
+        self._has_gradient, self._trains = tuple[bool, ...](), b""
+        self._unmoved = False  # whether these were the gradients of the last step, and no section was written to since
         self._captures_alone = False  # whether a step is being captured without its backward
         self.consolidated: dict[str, Any] | None = None  # gathered for the next `state_dict`
         self._overflows_are_shared = False  # whether a scaler has combined its overflow flags since the last step
@@ -75,7 +66,7 @@ class ShardedExecution(Execution):
         optimizer = self._reference()
         assert optimizer is not None
         if optimizer.is_evaluating:
-            raise RuntimeError("the parameters hold the weights to evaluate: call train() before step()")
+            raise evaluating("step()")
         if hasattr(optimizer, "found_inf") and not self._overflows_are_shared:
             raise GradientError(
                 "a scaler has looked for overflows on this rank alone, and scales of ranks would drift apart: use "
@@ -92,7 +83,7 @@ class ShardedExecution(Execution):
             require(able, "its ranks communicate by a backend that graphs cannot hold; NCCL can")
             require(not self.parameters.publication.tickets, f"parameters are still on their way; {PREPARE}")
         self._make_ready(captures)
-        if self._ready is None or (self._ready is not self._stepped and 0 in self._ready.has_gradient):
+        if not self._unmoved and 0 in self._has_gradient:
             refuse_replaced(sharding.model, sharding.member_of)
         if captures:
             require(
@@ -101,31 +92,26 @@ class ShardedExecution(Execution):
             )
         # Nothing else holds the sections and their gradients: they are unchanged since the last step, unless this
         # execution has changed them. A capture looks at every tensor.
-        unmoved = not captures and self._ready is self._stepped
-        self._stepped = self.consolidated = None
+        unmoved = not captures and self._unmoved
+        self._unmoved, self.consolidated = False, None
         # A parameter that was frozen after its gradient was reduced is updated: torch updates all that have a gradient.
         updates = bytes(sums.was_summed or sums.bucket.trains for sums in gradients.sums)
         plain(unmoved=unmoved)
-        ready = self._stepped = self._ready
-        if ready is not None and ready is not self._begun:
-            self._begun = ready
-            sharding.note_stepped(gradients.timeline.params, ready.has_gradient, ready.trains)
+        self._unmoved = True
+        if not unmoved:
+            sharding.note_stepped(gradients.timeline.params, self._has_gradient, self._trains)
         if not captures or gradients.summed_in_graph:
             gradients.forget()
         self.parameters.gather(updates, captures)
 
     @gradientless
-    def sync_masters(self, optimizer: Any) -> None:
-        """Wait for all parameters, and take over writes of other code to them."""
-        self._follow_parameters(None)
-
-    def _follow_parameters(self, versions: int | None) -> None:
-        """As `sync_masters`, without gradients; `versions` is the sum of the parameters' versions, if known."""
+    def sync_masters(self, optimizer: Any, versions: int | None = None) -> None:
+        """Wait for all parameters, and take over writes of other code; `versions`: their sum, if it is known."""
         params = self.parameters
         params.publication.wait_all()
         written = [self.sharding.member_of[param].piece for param in params.written(versions)]
         if written:
-            self._stepped = None
+            self._unmoved = False
             torch.autograd.graph.increment_version([piece for piece in written if piece is not None])
 
     @gradientless
@@ -143,29 +129,25 @@ class ShardedExecution(Execution):
             gradients.follow_trains()
         params = self.parameters
         if params.publication.tickets or params.is_exact or versions != params.writes.total or params.fixed.look(1):
-            self._follow_parameters(versions)
-        before = self._ready
+            self.sync_masters(None, versions)
         sections = [sums.section for sums in gradients.sums]
-        if (
-            before is None
-            or (before.has_gradient, before.trains) != (has_gradient, trains)
-            or not all(map(operator.is_, before.sections, sections))
-        ):
+        known = (self._has_gradient, self._trains) == (has_gradient, trains)
+        if not known or not all(map(operator.is_, self._sections, sections)):
             missing = [param for param, has_one in zip(timeline.params, has_gradient) if not has_one]
             refuse_taken_by_another(missing, timeline)
-            section_of = {id(sums.bucket): section for sums, section in zip(gradients.sums, sections)}
+            section_of = {sums.bucket: sums.section for sums in gradients.sums}
             members = [self.sharding.member_of[param] for param in timeline.params]
             for member, has_one, is_trained in zip(members, has_gradient, trains):
                 left_behind = has_one or member.param.grad is not None
-                if left_behind and not is_trained and section_of[id(member.bucket)] is None:
+                if left_behind and not is_trained and section_of[member.bucket] is None:
                     raise GradientError(
                         f"{member.name} has a gradient and is frozen, as all parameters of its bucket: the gradient is "
                         "not summed over the ranks. Freeze parameters after the backward outside of no_sync() or after "
                         "step(), or set their .grad to None"
                     )
-            self._ready = _Gradients(sections, has_gradient, trains)
+            self._sections, self._has_gradient, self._trains, self._unmoved = sections, has_gradient, trains, False
             for member, has_one, is_trained in zip(members, has_gradient, trains):
-                member.take_gradient(section_of[id(member.bucket)] if has_one else None, bool(is_trained))
+                member.take_gradient(section_of[member.bucket] if has_one else None, bool(is_trained))
 
     def step_of(self, optimizer: Any, group: Mapping[str, Any]) -> Any:
         """As of a plain optimizer; the step count of other groups on a rank without shares of this group."""
@@ -181,8 +163,7 @@ class ShardedExecution(Execution):
         self.gradients.reset()
 
     def stepped(self, optimizer: Any) -> list[torch.Tensor]:
-        has_gradient = () if self._ready is None else self._ready.has_gradient
-        return [param for param, has_one in zip(self.gradients.timeline.params, has_gradient) if has_one]
+        return [param for param, has_one in zip(self.gradients.timeline.params, self._has_gradient) if has_one]
 
     def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """This rank's part of the state, for `torch.distributed.checkpoint`, as tensors of the parameters' shapes.
@@ -190,10 +171,8 @@ class ShardedExecution(Execution):
         No rank waits for another. Loading it on another number of ranks, or in an optimizer that is not sharded, is
         `torch.distributed.checkpoint`'s work; `full_state_dict` is for everything else.
         """
-        if self.consolidated is not None:
-            consolidated, self.consolidated = self.consolidated, None
-            return consolidated
-        return self.own_state_dict(plain)
+        consolidated, self.consolidated = self.consolidated, None
+        return consolidated or self.own_state_dict(plain)
 
     def own_state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         optimizer = self.optimizer
@@ -206,7 +185,7 @@ class ShardedExecution(Execution):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], Any]) -> None:
         """Take a checkpoint or nothing: what `state_dict` has given, or a full one of any optimizer of the rule."""
-        self._stepped = self.consolidated = None
+        self._unmoved, self.consolidated = False, None
         optimizer, held_averages = self.optimizer, self.optimizer.is_evaluating
         self.sharding.require_groups(optimizer)
         if held_averages:
@@ -221,7 +200,6 @@ class ShardedExecution(Execution):
             # A checkpoint with any state gives state to all parameters that train.
             has_state = member.param in begun or (begun and member.param.requires_grad)
             member.has_begun = True if has_state else None
-        self._begun = None
 
     def add_param_group(self, param_group: dict[str, Any], plain: Callable[[dict[str, Any]], None]) -> None:
         """Add parameters of the model as a group, in buckets of their own; all ranks call it, without gradients."""
@@ -230,8 +208,8 @@ class ShardedExecution(Execution):
         def add() -> None:
             sharding.require_groups(optimizer)
             if optimizer.is_evaluating:
-                raise RuntimeError("the parameters hold the weights to evaluate: call train() before add_param_group()")
-            if not self.gradients.is_idle:
+                raise evaluating("add_param_group()")
+            if self.gradients.timeline.is_open or any(self.gradients.timeline.taken):
                 raise RuntimeError("add param groups right after step() or zero_grad(): there are gradients now")
             plain(param_group)
             require_listed_once("shard()", optimizer)
@@ -239,23 +217,23 @@ class ShardedExecution(Execution):
         attempt_together(sharding.ranks, add, "add the param group", RuntimeError)
         names = validate_across_ranks(optimizer, sharding.model, sharding.ranks, sharding.options)
         self.sync_masters(optimizer)
-        buckets = sharding.add_group(optimizer, names)
+        buckets = sharding.lay_out(optimizer, names)
         self.gradients.take_in(buckets)
-        self.parameters.take_in(sharding.model, buckets)
-        self._ready = self._begun = None
+        self.parameters.take_in(buckets)
+        self._has_gradient = ()
 
     def hold_weights(self, plain: Callable[[], None]) -> None:
         """Write the weights that train, or the weights to evaluate, into the sections, and gather the parameters."""
         # Gathers read the sections until they have finished.
         self.sync_masters(self.optimizer)
-        self._stepped = None
+        self._unmoved = False
         plain()
         # All buckets: a parameter that is frozen now may have an average.
         self.parameters.gather()
 
     def had_gradients(self, optimizer: Any) -> bool:
         """Whether the last step had gradients, on any rank."""
-        return self._ready is not None and any(self._ready.has_gradient)
+        return any(self._has_gradient)
 
     @gradientless
     def unscale(self, optimizer: Any, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

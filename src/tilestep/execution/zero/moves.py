@@ -6,19 +6,20 @@ import itertools
 import operator
 from collections.abc import Sequence, Set
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from ...compat import copy_all, is_capturing, zero_all
 from ...native.table import SAME, Table, Writes
-from ...placement import ARRIVED, PeerMemory
+from ...placement import PeerMemory
 from ...runtime.capturing import require
-from ...timeline.guards import Publication, guard_model, guard_sharers
+from ...timeline.guards import Publication, guard_look_ups
 from ...timeline.side_stream import SideStream, Ticket
 from ...timeline.timeline import NONE, TAKEN, Row, Timeline, gradientless
-from .buckets import Bucket, Options, allocate, view_of
+from .buckets import Bucket, Options, allocate
+from .core import Sharding
 from .ranks import StepMessage
 
 
@@ -26,11 +27,10 @@ class GradientBucket:
     """The gradients of one bucket."""
 
     def __init__(self, bucket: Bucket, memory: torch.Tensor | None, options: Options) -> None:
-        self.bucket, self._ranks, self._average = bucket, bucket.ranks, options.average
-        self._memory = memory
-        self.keeps_memory = memory is not None  # whether its memory is always there
-        self.flat: torch.Tensor | None = None
-        self.views: list[torch.Tensor] = []
+        self.bucket, self._average = bucket, options.average
+        self.flat, self.views = memory, [] if memory is None else bucket.views_of(memory)
+        self.own_section = None if memory is None else memory[bucket.own]
+        """Where sums go in memory that is always there; None for memory that is only taken for a round."""
         # Of fixed size, and so are their values: what is allocated after a backward has the allocator tidy up what that
         # has freed. Of bytes a copy would be made.
         self.filled = bytearray(len(bucket.params))  # a one where this rank's gradient is in the bucket, else a zero
@@ -40,135 +40,93 @@ class GradientBucket:
         self.carried: torch.Tensor | None = None  # sums of earlier rounds since the last step, for the next
         self.work: Any = None
         like = torch.empty(0, dtype=bucket.grad_dtype, device=bucket.flat.device)
-        self.comes_averaged = options.average and self._ranks.can_average(like)
+        self.comes_averaged = options.average and bucket.ranks.can_average(like)
         """Whether what comes from the other ranks is divided by their number already."""
-        self.own_section = None if memory is None else memory[bucket.own]  # where sums go
         self.is_agreed = bucket.trains  # whether it trains on all ranks, as they have told each other
         self.excluded = False  # whether this rank has sent zeros, for a bucket that it has frozen
         self.keeps = False  # whether gradients of what was thawed wait until ranks have told each other so
-        self.accumulates_in_place = bucket.grad_dtype == bucket.dtype
+        self.accumulates_in_place = bucket.grad_dtype == bucket.flat.dtype
         """Whether parameters keep their gradient, as a view of the bucket, for backward to add to."""
-        if memory is not None:
-            self._attach(memory)
-
-    def _attach(self, memory: torch.Tensor) -> None:
-        self.flat = memory
-        self.views = [
-            view_of(memory[slot.offset : slot.offset + slot.numel], param)
-            for slot, param in zip(self.bucket.layout.slots, self.bucket.params)
-        ]
 
     def open(self) -> None:
         """Begin a round; gradients that are summed already are added to its sums."""
         if self.section is not None:
             # The section lies where new gradients are going to be written, unless the memory was given back.
-            self.carried = self.section.clone() if self._memory is not None else self.section
-            self.section = None
+            self.carried, self.section = self.section if self.own_section is None else self.section.clone(), None
         if self.is_agreed:
             self.filled[:] = self.none
 
     def collect(self, *, ends: bool = False) -> None:
-        """Bring gradients into the bucket; backward adds further ones to them there."""
+        """Bring gradients into the bucket; backward adds further ones to them there, unless the round `ends`."""
         # Call it in `torch.no_grad`, as `reduce`.
-        if 1 in self.filled or not self._collect_all(ends):
-            self._collect_some(ends)
-
-    def _collect_all(self, ends: bool) -> bool:
-        """Bring in the gradients of all parameters if all have one and none is in the bucket; whether that was so."""
-        params = self.bucket.params
+        params, filled, keeps = self.bucket.params, self.filled, self.accumulates_in_place and not ends
         gradients: list[Any] = [param.grad for param in params]
-        if not all(map(operator.is_not, gradients, itertools.repeat(None))):
-            return False
-        views = self.views or self._memory_views()
-        copy_all(views, gradients)
-        if self.accumulates_in_place and not ends:
+        if 1 not in filled and all(map(operator.is_not, gradients, itertools.repeat(None))):
+            views = self.views or self._memory_views()
+            copy_all(views, gradients)
             for param, view in zip(params, views):
-                param.grad = view
-        else:
-            for param in params:
-                param.grad = None
-        self.filled[:] = self._all
-        return True
-
-    def _collect_some(self, ends: bool) -> None:
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
+                param.grad = view if keeps else None
+            filled[:] = self._all
+            return
+        copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         views = self.views
-        for place, param in enumerate(self.bucket.params):
-            gradient = param.grad
+        for place, (param, gradient) in enumerate(zip(params, gradients)):
             if gradient is None:
-                if self.accumulates_in_place:
-                    # There was none, or it was taken away.
-                    self.filled[place] = 0
+                # There was none, or it was taken away.
+                filled[place] &= not self.accumulates_in_place
                 continue
-            if not views:
-                views = self._memory_views()
+            views = views or self._memory_views()
             view = views[place]
-            if gradient is view:
-                if ends:
-                    param.grad = None
-                continue
-            if self.filled[place] and not self.accumulates_in_place:
-                view.add_(gradient)
-            else:
-                # One that is not the view was put there after it, by backward or by the user: it holds all there is.
-                targets.append(view)
-                sources.append(gradient)
-            param.grad = view if self.accumulates_in_place and not ends else None
-            self.filled[place] = 1
-        copy_all(targets, sources)
+            if gradient is not view:
+                if filled[place] and not self.accumulates_in_place:
+                    view.add_(gradient)
+                else:
+                    # It was put there after the view, by backward or by the user: it holds all there is.
+                    copied.append((view, gradient))
+                filled[place] = 1
+            param.grad = view if keeps else None
+        copy_all([view for view, _ in copied], [gradient for _, gradient in copied])
 
     def _memory_views(self) -> list[torch.Tensor]:
         if self.flat is None:
-            bucket = self.bucket
-            self._attach(torch.empty(bucket.layout.numel, dtype=bucket.grad_dtype, device=bucket.flat.device))
+            self.flat = self.bucket.flat.new_empty(self.bucket.layout.numel, dtype=self.bucket.grad_dtype)
+            self.views = self.bucket.views_of(self.flat)
         return self.views
 
     def reduce(self, channel: SideStream, *, trains: bool) -> None:
         """Begin to sum it up over the ranks, with zeros for parameters without gradient; zeros if it is frozen here."""
         bucket, section = self.bucket, self.own_section if trains else None
-        flat: torch.Tensor | None
         if trains:
-            if 1 in self.filled or not self._collect_all(True):
-                self._collect_some(True)
+            self.collect(ends=True)
             if 0 in self.filled:
-                views = self._memory_views()
-                zero_all([view for view, is_there in zip(views, self.filled) if not is_there])
-            flat = self.flat
+                zero_all([view for view, is_there in zip(self._memory_views(), self.filled) if not is_there])
+            flat: Any = self.flat
         else:
-            flat = torch.zeros(bucket.layout.numel, dtype=bucket.grad_dtype, device=bucket.flat.device)
-        assert flat is not None
+            flat = bucket.flat.new_zeros(bucket.layout.numel, dtype=bucket.grad_dtype)
         self.was_summed, self.excluded = True, not trains
-        if section is None:
-            # The memory of the bucket is given back.
-            section = flat.new_empty(bucket.layout.section)
-        self.section = section
-        given_back = () if self.keeps_memory and trains else (flat, section)
-        with channel.after_compute(*given_back, self.carried):
-            self.work = self._ranks.reduce_scatter(section, flat, mean=self.comes_averaged)
+        # Without a section of its own the memory of the bucket is given back.
+        self.section = flat.new_empty(bucket.layout.section) if section is None else section
+        with channel.after_compute(*((flat, self.section) if section is None else ()), self.carried):
+            self.work = bucket.ranks.reduce_scatter(self.section, flat, mean=self.comes_averaged)
             if channel.in_order:
                 self.arrive()
-        if not self.keeps_memory and trains:
-            self.release()
+        if trains and self.own_section is None:
+            self.flat, self.views = None, []
 
     def arrive(self) -> None:
         """Wait for the sums over the ranks that split the state, and complete them."""
         # In one order on every rank: copies exchange sections here.
-        self.work.wait()
-        self.work, section = None, self.section
+        if self.work is not None:
+            self.work.wait()
+        self.work, section, ranks = None, self.section, self.bucket.ranks
         assert section is not None
-        if self._ranks.copies > 1:
-            self._ranks.add_copies(section, mean=self.comes_averaged)
-        if self._average and not self.comes_averaged and self._ranks.count > 1:
-            section.div_(self._ranks.count)
+        if ranks.copies > 1:
+            ranks.add_copies(section, mean=self.comes_averaged)
+        if self._average and not self.comes_averaged and ranks.count > 1:
+            section.div_(ranks.count)
         if self.carried is not None:
             section.add_(self.carried)
             self.carried = None
-
-    def release(self) -> None:
-        """Give back memory that is only taken for a round."""
-        if self._memory is None:
-            self.flat, self.views = None, []
 
 
 class ReduceScatter(Row):
@@ -185,46 +143,34 @@ class ReduceScatter(Row):
         "the step, or call clip_grad_norm_() of the optimizer"
     )
 
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        options: Options,
-        channel: SideStream,
-        message: StepMessage,
-        model: torch.nn.Module | None = None,
-    ) -> None:
-        self.message, self._options, self.channel = message, options, channel
-        self.eager = options.overlap_grad_sync
+    def __init__(self, sharding: Sharding, channel: SideStream, message: StepMessage) -> None:
+        self.message, self._sharding, self.channel = message, sharding, channel
+        self.eager = sharding.options.overlap_grad_sync
         self.timeline = Timeline(self, channel)
         self.sums: list[GradientBucket] = []
         self._next = 0  # the next bucket to reduce in this round
         self._rounds = 0  # since the last step
         self.summed_in_graph = False  # whether the last round is a part of a CUDA graph that is being captured
-        self.take_in(buckets)
-        self.timeline.announce(model)
+        self.take_in(sharding.buckets)
+        self.timeline.announce(sharding.model)
 
     def take_in(self, buckets: Sequence[Bucket]) -> None:
         """Sum up the gradients of further buckets too; there must be none of others now."""
-        kept = [bucket for bucket in buckets if bucket.trains and self._options.grad_buffer == "contiguous"]
+        options, device = self._sharding.options, self._sharding.device
+        kept = [bucket for bucket in buckets if bucket.trains and options.grad_buffer == "contiguous"]
         sizes, dtypes = [bucket.layout.numel for bucket in kept], [bucket.grad_dtype for bucket in kept]
-        memory = dict(zip(kept, allocate(sizes, dtypes, buckets[0].flat.device)))
+        memory = dict(zip(kept, allocate(sizes, dtypes, device)))
         self.channel.keep(*memory.values())
-        self.sums += [GradientBucket(bucket, memory.get(bucket), self._options) for bucket in buckets]
+        self.sums += [GradientBucket(bucket, memory.get(bucket), options) for bucket in buckets]
         for sums in self.sums:
             sums.is_agreed = sums.bucket.trains
         timeline = self.timeline
         timeline.count(sums.bucket.params for sums in self.sums)
         timeline.is_alone = False
-        self._ranks = buckets[0].ranks
         # Made once: the first allocation of a kilobyte after a backward has the allocator tidy up what that has freed.
         self._all_have, self._all_taken = (True,) * len(timeline.params), bytearray([TAKEN]) * len(timeline.params)
-        self.message.reset(timeline.params, buckets[0].flat.device)
+        self.message.reset(timeline.params, device)
         self.trains = self.message.trains  # as ranks have told each other
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether there are no gradients but those set by hand: after a step, or when they were dropped."""
-        return not self.timeline.is_open and not any(self.timeline.taken)
 
     def begin(self) -> Set[int]:
         """Have every bucket take gradients; sums of earlier rounds are added to theirs."""
@@ -280,7 +226,7 @@ class ReduceScatter(Row):
             for sums, awaited in zip(self.sums, timeline.buckets):
                 for place, is_there in enumerate(sums.filled, awaited.first):
                     timeline.taken[place] |= is_there
-        self.message.is_due = self._ranks.count > 1
+        self.message.is_due = self._sharding.ranks.count > 1
         timeline.end()
         self._rounds += 1
         self.summed_in_graph = is_capturing()
@@ -305,11 +251,11 @@ class ReduceScatter(Row):
         if begins or timeline.is_open:
             timeline.note_trains()
             self.end()
-        if message.is_due or self._ranks.count == 1:
+        if message.is_due or self._sharding.ranks.count == 1:
             message.trains = self._with_kept(trains) if any(sums.keeps for sums in self.sums) else trains
         if message.is_due:
             message.send(timeline.taken, self.channel, captures=captures)
-        if not captures and self._ranks.count > 1:
+        if not captures and self._sharding.ranks.count > 1:
             try:
                 message.check()
             except ValueError:
@@ -353,9 +299,9 @@ class ReduceScatter(Row):
             for place, (has_one, trained) in enumerate(zip(had, self._trained()))
             if not has_one and (trained or params[place].requires_grad)
         ]
-        if unsure and self._ranks.count > 1:
+        if unsure and self._sharding.ranks.count > 1:
             require(not is_capturing(), "a parameter has no gradient here, and only the device knows of other ranks")
-            counts = self.message.counts()
+            counts = self.message.sums[self.message.PARTS :].tolist()  # for each parameter, of ranks with a gradient
             for place in unsure:
                 had[place] = counts[place] > 0
         return tuple(had)
@@ -383,8 +329,8 @@ class ReduceScatter(Row):
             sums.section = sums.carried = None
             sums.was_summed = sums.excluded = sums.keeps = False
             sums.filled[:] = sums.none
-            if not sums.keeps_memory:
-                sums.release()
+            if sums.own_section is None:
+                sums.flat, sums.views = None, []
         self._rounds = self._next = 0
         self.summed_in_graph = False
         self.timeline.forget()
@@ -393,76 +339,41 @@ class ReduceScatter(Row):
 _NOTHING = nullcontext()
 
 
-class GatherGroup:
+class GatherGroup(Ticket):
     """Buckets that are gathered together, since calls for each would take the host longer than the network."""
 
-    def __init__(self, buckets: Sequence[Bucket], channel: SideStream) -> None:
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        super().__init__()
         self.buckets = list(buckets)
         self._chosen: list[Bucket] = []
-        self._as_they_are: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None
+        self.sent: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None
         """What travels, whole buckets and this rank's sections, if nothing is converted for the way."""
+        self.peers: PeerMemory | None = None  # what it lies in, if sections are fetched and not sent
         self.theirs: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Sections of other ranks, in this rank's memory and in theirs, if this rank fetches them."""
-        self._channel = channel
-        self._work: Any = None
-        self._travel: list[tuple[Bucket, torch.Tensor]] = []
-        self.ticket = Ticket()
 
     def choose(self, updated: Sequence[Bucket]) -> bool:
         """Note which buckets are gathered; whether there are any, which is the same on every rank."""
         self._chosen = [bucket for bucket in self.buckets if bucket in updated]
-        plain = bool(self._chosen) and all(bucket.sync_dtype == bucket.dtype for bucket in self._chosen)
-        self._as_they_are = self._all_sent() if plain else None
+        plain = bool(self._chosen) and all(bucket.sync_dtype == bucket.flat.dtype for bucket in self._chosen)
+        self.sent = self.send() if plain else None
         self.theirs = [pair for bucket in self._chosen for pair in bucket.theirs()] if plain else []
+        self.peers = self._chosen[0].peers if self.theirs else None
         return bool(self._chosen)
 
-    @property
-    def peers(self) -> PeerMemory | None:
-        """What it lies in, if it is fetched and not sent; a graph is sent what it holds."""
-        return self._chosen[0].peers if self.theirs and not is_capturing() else None
-
-    def begin(self) -> None:
-        """Begin to gather; fetched sections, and those that a stream gathers, are there for what follows in it."""
-        peers = self.peers if self.theirs else None
-        if peers is not None:
-            # One by one: copies of whole ranges between GPUs are the copy engines' work, and not that of a kernel.
-            for own, other in self.theirs:
-                own.copy_(other)
-            # No rank writes to a section that another rank has not read.
-            peers.meet()
-            self._work = ARRIVED
-        else:
-            wholes, sections = self._as_they_are or self._all_sent()
-            self._work = self.buckets[0].ranks.all_gather(wholes, sections)
-        self.ticket.work = self._arrive
-        if self._channel.in_order:
-            self.ticket.finish()
-            self.ticket.mark = self._channel.next_mark(self.ticket.mark)
-
-    def _all_sent(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        self._travel.clear()
-        wholes, sections = zip(*map(self._sent, self._chosen))
+    def send(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """What travels, all of each bucket and this rank's section."""
+        wholes, sections = zip(*map(Bucket.sent, self._chosen))
         return wholes, sections
 
-    def _sent(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
-        """What travels for a bucket, all of it and this rank's section."""
-        if bucket.sync_dtype == bucket.dtype:
-            return bucket.flat, bucket.updated
-        if not bucket.sync_dtype.is_floating_point:
-            # The same bytes, seen as whole numbers.
-            return bucket.flat.view(bucket.sync_dtype), bucket.updated.view(bucket.sync_dtype)
-        whole = torch.empty_like(bucket.flat, dtype=bucket.sync_dtype)
-        own = whole[bucket.own]
-        own.copy_(bucket.updated)
-        self._travel.append((bucket, whole))
-        return whole, own
-
-    def _arrive(self) -> None:
-        self._work.wait()
-        self._work = None
-        for bucket, travelled in self._travel:
-            bucket.flat.copy_(travelled)
-        self._travel.clear()
+    def arrive(self, wholes: Sequence[torch.Tensor], works: Sequence[Any]) -> None:
+        """Wait for what travels, and take over what was converted for the way."""
+        for work in works:
+            if work is not None:
+                work.wait()
+        for bucket, whole in zip(self._chosen, wholes):
+            if whole.dtype != bucket.flat.dtype and whole.is_floating_point():
+                bucket.flat.copy_(whole)
 
 
 PARTS = 6  # a group has at most this part of all bytes, but for the last group: many are gathered while a forward runs
@@ -472,111 +383,109 @@ def group_buckets(buckets: Sequence[Bucket], together: bool) -> list[list[Bucket
     """Buckets in the order of the forward that needs them, put together: as many bytes as all before, up to a part."""
     # So the first module waits for one bucket, as if there were no groups, and the number of calls grows with the
     # logarithm of the number of buckets. What is converted for the way goes alone: it takes memory for a bucket.
-    most = sum(bucket.layout.numel * bucket.dtype.itemsize for bucket in buckets) / PARTS
+    most = sum(bucket.flat.nbytes for bucket in buckets) / PARTS
     groups: list[list[Bucket]] = []
     before = size = 0
     for bucket in buckets:
         last = groups[-1][-1] if groups else None
-        is_same_kind = last is not None and (last.dtype, last.sync_dtype) == (bucket.dtype, bucket.sync_dtype)
-        fits = together and is_same_kind and size < min(before, most)
-        if fits and bucket.sync_dtype in (bucket.dtype, torch.uint8):
+        kind = bucket.flat.dtype, bucket.sync_dtype
+        fits = together and last is not None and kind == (last.flat.dtype, last.sync_dtype) and size < min(before, most)
+        if fits and kind[1] in (kind[0], torch.uint8):
             groups[-1].append(bucket)
         else:
             groups.append([bucket])
             before, size = before + size, 0
-        size += bucket.layout.numel * bucket.dtype.itemsize
+        size += bucket.flat.nbytes
     return groups
 
 
 class ParameterSync:
     """Gathers buckets after a step, and follows what other code writes to their parameters."""
 
-    def __init__(self, model: nn.Module, buckets: Sequence[Bucket], options: Options, channel: SideStream) -> None:
-        self._channel = channel
+    def __init__(self, sharding: Sharding, channel: SideStream) -> None:
+        self._sharding, self._channel = sharding, channel
         self.publication = Publication(channel)
-        self._overlaps = options.overlap_param_sync
-        self.params: list[torch.Tensor] = []
-        self._buckets: list[Bucket] = []
         self._groups: list[GatherGroup] = []
         self._which = b""  # for each bucket a one if it was updated the last time, else a zero
         self._written: list[torch.Tensor] | None = None  # the parameters that were updated; None for all
         self._updated_groups: list[GatherGroup] = []
-        self.take_in(model, buckets)
+        self.take_in(sharding.buckets)
 
-    def take_in(self, model: nn.Module, buckets: Sequence[Bucket]) -> None:
+    def take_in(self, buckets: Sequence[Bucket]) -> None:
         """Gather further buckets too."""
         # Not together on a CPU: gloo would copy them, and its calls cost little.
-        parts = group_buckets(buckets[::-1], together=all(bucket.flat.is_cuda for bucket in buckets))
-        groups = [GatherGroup(part, self._channel) for part in parts]
+        together = all(bucket.flat.is_cuda for bucket in buckets)
+        groups = list(map(GatherGroup, group_buckets(buckets[::-1], together=together)))
         own = {id(param): group for group in groups for bucket in group.buckets for param in bucket.params}
         for bucket in buckets:
             self._channel.keep(bucket.flat, bucket.exact)
-        self.params += [param for bucket in buckets for param in bucket.params]
-        self._buckets += buckets
         self._groups += groups
         self._which = b""
         self.publication.of = {**self.publication.of, **own}
-        self.fixed = Table(states=self.params)
-        self.is_exact = any(bucket.exact is not None for bucket in self._buckets)
-        self.writes = Writes(self.params)
-        if self._overlaps:
-            guard_model(model, self.publication, lambda param: id(param) in own)
-            guard_sharers(self.publication)
+        params = [param for bucket in self._sharding.buckets for param in bucket.params]
+        self.fixed, self.writes = Table(states=params), Writes(params)
+        self.is_exact = any(bucket.exact is not None for bucket in self._sharding.buckets)
+        if self._sharding.options.overlap_param_sync:
+            guard_look_ups(self.publication, self._sharding.model)
 
     def _note_updated(self, which: bytes) -> None:
         self._which = which
-        updated = [bucket for bucket, one in zip(self._buckets, which) if one]
+        updated = [bucket for bucket, one in zip(self._sharding.buckets, which) if one]
         self._written = None if all(which) else [param for bucket in updated for param in bucket.params]
         self._updated_groups = [group for group in self._groups if group.choose(updated)]
 
     def gather(self, which: bytes | None = None, captures: bool | None = None) -> None:
         """After a step: let every rank have the parameters that the others have updated."""
-        which = b"\1" * len(self._buckets) if which is None else which
+        which = b"\1" * len(self._sharding.buckets) if which is None else which
         if which != self._which:
             self._note_updated(which)
-        tickets = self.publication.tickets
-        with self._channel.after_compute() if self._channel.in_order else _NOTHING:
-            for peers in dict.fromkeys(group.peers for group in self._updated_groups if group.theirs):
-                if peers is not None:
-                    peers.meet()
+        captures = is_capturing() if captures is None else captures
+        channel, tickets = self._channel, self.publication.tickets
+        with channel.after_compute() if channel.in_order else _NOTHING:
+            # A graph is sent what it holds.
+            fetched = {group: group.peers for group in self._updated_groups if group.peers and not captures}
+            for peers in dict.fromkeys(fetched.values()):
+                peers.meet()
             for group in self._updated_groups:
-                group.begin()
-                tickets[group] = group.ticket
+                if group in fetched:
+                    # One by one: copies of whole ranges between GPUs are the copy engines' work, and not that of a
+                    # kernel. No rank writes to a section that another rank has not read.
+                    for own, other in group.theirs:
+                        own.copy_(other)
+                    fetched[group].meet()
+                    group.work = None
+                else:
+                    wholes, sections = group.sent or group.send()
+                    works = self._sharding.ranks.all_gather(wholes, sections)
+                    group.work = partial(group.arrive, wholes, works)
+                if channel.in_order:
+                    group.finish()
+                    group.mark = channel.next_mark(group.mark)
+                tickets[group] = group
         self.writes.count(self._written)
-        if is_capturing() if captures is None else captures:
+        if captures:
             self.publication.wait_in_graph()
-        elif self.publication.compiled or not self._overlaps:
+        elif self.publication.compiled or not self._sharding.options.overlap_param_sync:
             self.publication.wait_all()
 
     def note_update(self) -> None:
         """What was computed from the old values must not be differentiated, as after any step."""
-        self._note_updated(bytes(bucket.trains for bucket in self._buckets))
+        self._note_updated(bytes(bucket.trains for bucket in self._sharding.buckets))
         self.writes.count(self._written)
 
     def written(self, versions: int | None = None) -> list[torch.Tensor]:
         """The parameters that other code has written to since the last call; their values are taken over."""
         # Call it without gradients.
         moved: set[int] = set()
+        params = self.writes.params
         if self.fixed.look(1) != SAME:
-            moved = {id(param) for bucket in self._buckets for param in bucket.take_back()}
-            self.fixed = Table(states=self.params)
-        for bucket in self._buckets:
+            moved = {id(param) for bucket in self._sharding.buckets for param in bucket.take_back()}
+            self.fixed = Table(states=params)
+        for bucket in self._sharding.buckets:
             # No version counts what is written through `param.data`.
             bucket.follow_writes()
         if self.writes.are_none(versions) and not moved:
             return []
-        written = [self.params[place] for place in self.writes.take()]
+        written = [params[place] for place in self.writes.take()]
         self.writes.note()
-        return written + [param for param in self.params if id(param) in moved.difference(map(id, written))]
-
-    def describe_gathers(self) -> list[str]:
-        """The ways in which updated parameters are sent to the other ranks, a line each."""
-        lines: dict[str, None] = {}
-        for bucket in self._buckets:
-            dtype = str(bucket.dtype).removeprefix("torch.")
-            if bucket.peers is not None and bucket.sync_dtype == bucket.dtype:
-                lines[f"{dtype}: ranks fetch it from each other's memory by copy engines"] = None
-            else:
-                reason = bucket.unshared or "it is converted on the way"
-                lines[f"{dtype}: the process group's all-gathers send it ({reason})"] = None
-        return list(lines)
+        return written + [param for param in params if id(param) in moved.difference(map(id, written))]

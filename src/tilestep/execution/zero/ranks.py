@@ -114,13 +114,13 @@ def attempt_together(
 
 
 def validate_across_ranks(
-    optimizer: Optimizer, model: nn.Module, ranks: Ranks, options: Options, also: Callable[[], Iterable[str]] = tuple
+    optimizer: Optimizer, model: nn.Module, ranks: Ranks, options: Options, also: Iterable[str] = ()
 ) -> dict[Any, str]:
     """`validate_locally`, with its errors raised on every rank; and the first thing in which ranks differ."""
 
     def described() -> tuple[dict[Any, str], list[str]]:
         names = validate_locally(optimizer, model, options)
-        return names, [*_described(optimizer, model, names, ranks, options), *also()]
+        return names, [*_described(optimizer, model, names, ranks, options), *also]
 
     names, lines = attempt_together(ranks, described)
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
@@ -214,9 +214,6 @@ class StepMessage:
         self._optimizer, self._ranks = optimizer, ranks
         self._first = first  # the name of the optimizer's first parameter
         self._values: Any = None
-        self._digest = [0.0] * self.PARTS
-        self._written: list[float] = []
-        self._expected: list[float] = []
         self._received: deque[Received] = deque()
         self.trains = self._trained = b""  # which parameters train
         self._shape: Any = None  # what decides which messages a step sends
@@ -226,38 +223,31 @@ class StepMessage:
     def reset(self, params: Sequence[torch.Tensor], device: torch.device) -> None:
         """Tell other ranks of these parameters from now on."""
         size = message_length(self.PARTS + len(params))
-        self._sums = torch.zeros(size, dtype=torch.float32, device=device)
-        self._sent = self._sums.clone()
-        self._used, self._written = bytes(len(params)), []
+        self.sums = torch.zeros(size, dtype=torch.float32, device=device)
+        self._sent = self.sums.clone()
+        self._used, self._values = bytes(len(params)), None
+        self._expected: list[float] = []
         self.trains = survey(list(params)).trains
-
-    def counts(self) -> list[float]:
-        """For each parameter how many ranks had a gradient of it since the step before; waits for the device."""
-        return self._sums[self.PARTS :].tolist()  # type: ignore[no-any-return]
 
     def send(self, used: bytearray, channel: SideStream, *, captures: bool) -> None:
         """Tell the other ranks, once for each step."""
         # After the sums, which a rank without a backward joins at its step. Not in backward, where nothing runs in
         # order: another optimizer's may come first on another rank.
         self.is_due = False
-        with channel.after_compute(self._sums, self._sent):
+        with channel.after_compute(self.sums, self._sent):
             if used != self._used:
                 self._used = bytes(used)
                 source = torch.tensor(list(self._used), dtype=torch.float32, device="cpu")
-                if self._sums.is_cuda:
+                if self.sums.is_cuda:
                     source = source.pin_memory()
                 self._sent[self.PARTS : self.PARTS + len(source)].copy_(source, non_blocking=True)
             if not captures:
                 self._write()
-            self._sums.copy_(self._sent)
-            ranks = self._ranks.in_steps
-            # Ranks that step another optimizer may have begun sums that this rank never joins: compared before these
-            # are waited for.
-            ranks.begin_to_add(self._sums).wait()
-            if ranks.copies > 1:
-                ranks.add_copies(self._sums)
+            self.sums.copy_(self._sent)
+            for group in (self._ranks.in_steps or self._ranks).groups:
+                dist.all_reduce(self.sums, group=group)
             if not captures:
-                self._received.append(Received.begin(self._expected, self._sums[: self.PARTS]))
+                self._received.append(Received.begin(self._expected, self.sums[: self.PARTS]))
 
     def _write(self) -> None:
         """Put this rank's digest into numbers that are going to be summed; the last ones stay there."""
@@ -267,26 +257,23 @@ class StepMessage:
         values: list[Any] = []
         for group in optimizer.param_groups:
             name = group.get("rule")
-            keys = self._keys.get(name)
-            if keys is None:
-                keys = self._keys[name] = deciding_keys(optimizer.rule_of(group))
-            # One by one: a list in which one was replaced is the same list.
-            settings = map(group.get, keys)
-            values.append(
-                [one for value in settings for one in (value if isinstance(value, (tuple, list)) else (value,))]
-            )
-            if not _TENSORS.isdisjoint(map(type, values[-1])):
-                # One that has been written to is the same tensor.
-                self._values = None
+            if name not in self._keys:
+                self._keys[name] = deciding_keys(optimizer.rule_of(group))
+            for value in map(group.get, self._keys[name]):
+                # One by one: a list in which one was replaced is the same list.
+                values += value if isinstance(value, (tuple, list)) else (value,)
+        if not _TENSORS.isdisjoint(map(type, values)):
+            # One that has been written to is the same tensor.
+            self._values = None
         if values != self._values or self.trains != self._trained:
             self._values, self._trained = values, self.trains
             digest = zlib.crc32(repr([self._ranks.name, *described_numbers(optimizer), self.trains]).encode())
-            self._digest = [float(digest >> place & (1 << _BITS) - 1) for place in range(0, 32, _BITS)]
-        if self._digest != self._written:
-            self._written = self._digest
-            self._expected = [part * self._ranks.count for part in self._digest]
-            for place, value in enumerate(self._digest):
-                self._sent[place].fill_(value)
+            parts = [digest >> place & (1 << _BITS) - 1 for place in range(0, 32, _BITS)]
+            expected = [float(part * self._ranks.count) for part in parts]
+            if expected != self._expected:
+                self._expected = expected
+                for place, part in enumerate(parts):
+                    self._sent[place].fill_(part)
 
     def check(self) -> None:
         """Raise on all ranks if they differ; before a step."""
@@ -312,7 +299,8 @@ class StepMessage:
         params = [(label, param) for label, *_, param in iter_params(optimizer)]
         trains = [f"{label} {'trains' if param.requires_grad else 'frozen'}" for label, param in params]
         if known_now:
-            return f"{first_difference(self._ranks.in_steps.gather_objects(lines + trains))}; nothing was updated"
+            lines_of = (self._ranks.in_steps or self._ranks).gather_objects(lines + trains)
+            return f"{first_difference(lines_of)}; nothing was updated"
         lines += [line for line in trains if line.endswith(" frozen")]
         return (
             "ranks step with other hyperparameters or frozen parameters than each other, or other optimizers, for a "

@@ -20,6 +20,7 @@ from ...optimizer import Optimizer
 from ...optimizer.checkpoint import unchanged_on_error
 from ...optimizer.optimizer import Attached, AttachedType, resolve_optimizer
 from ...optimizer.parameters import iter_params, require_listed_once, require_shapes
+from ...placement import ReductionGroup
 from ...placement.combinations import refuse
 from ...placement.local import REAL_INSTEAD
 from .buckets import Options
@@ -34,12 +35,6 @@ class ShardedMethods:
 
     def __init__(self, execution: ShardedExecution) -> None:
         self._execution, self._sharding = execution, execution.sharding
-
-    @property
-    def offers(self) -> dict[str, Any]:
-        """These methods, by name."""
-        names = ["no_sync", "wait", "grad_norm_of", "clip_grad_norm_", "full_state_dict", "consolidate_state_dict"]
-        return {name: getattr(self, name) for name in (*names, "describe_gathers")}
 
     def no_sync(self) -> Any:
         """A context manager in which backward only accumulates on this rank; the next backward outside reduces the sum.
@@ -89,7 +84,13 @@ class ShardedMethods:
         Copy engines fetch them from the memory of the GPUs of one host where `param_buffer` says so and that can be;
         else the process group sends them, and the line says why.
         """
-        return self._execution.parameters.describe_gathers()
+        lines: dict[str, None] = {}
+        for bucket in self._sharding.buckets:
+            how = "ranks fetch it from each other's memory by copy engines"
+            if bucket.peers is None or bucket.sync_dtype != bucket.flat.dtype:
+                how = f"the process group's all-gathers send it ({bucket.unshared or 'it is converted on the way'})"
+            lines[f"{str(bucket.flat.dtype).removeprefix('torch.')}: {how}"] = None
+        return list(lines)
 
     def grad_norm_of(self, params: Iterable[torch.Tensor], process_group: Any = None) -> torch.Tensor:
         """The 2-norm of some parameters' gradients over all ranks, between backward and step.
@@ -120,8 +121,7 @@ class ShardedMethods:
             5.0
             >>> torch.distributed.destroy_process_group()
         """
-        listed = [params] if isinstance(params, torch.Tensor) else params
-        return self._norm_of(listed, [] if process_group is None else [process_group])
+        return self._norm_of(params, [] if process_group is None else [process_group])[0]
 
     @torch.no_grad()
     def clip_grad_norm_(
@@ -155,41 +155,34 @@ class ShardedMethods:
             (5.0, 1.0)
             >>> torch.distributed.destroy_process_group()
         """
+        groups = [] if process_group is None else [process_group]
         if params is None:
-            listed, groups = (
-                [member.param for member in self._sharding.members],
-                self._sharding.norm_groups,
-            )
-        else:
-            listed, groups = [params] if isinstance(params, torch.Tensor) else list(params), []
-        norm = self._norm_of(listed, groups if process_group is None else [*groups, process_group])
-        gradients = self._gradients_of(listed)
+            params, groups = [member.param for member in self._sharding.members], [*self._sharding.norm_groups, *groups]
+        norm, gradients = self._norm_of(params, groups)
         if gradients:
             torch._foreach_mul_(gradients, clip_coefficient(norm, max_norm))
         return norm
 
-    def _gradients_of(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's pieces of the summed gradients of some parameters, which are complete."""
-        pieces = [self._sharding.member_of[param].piece for param in params]
-        return [piece.grad for piece in pieces if piece is not None and piece.grad is not None]
-
     @torch.no_grad()
-    def _norm_of(self, params: Iterable[torch.Tensor], groups: Sequence[Any]) -> torch.Tensor:
-        """The 2-norm of the summed gradients of some parameters over all ranks, and over further process groups."""
-        listed = list(params)
+    def _norm_of(
+        self, params: Iterable[torch.Tensor], groups: Sequence[Any]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The 2-norm of summed gradients over all ranks and further process groups; this rank's pieces of them."""
+        listed = [params] if isinstance(params, torch.Tensor) else list(params)
         if not all(param in self._sharding.member_of for param in listed):
             raise ValueError("grad_norm_of() takes parameters of this optimizer, and was given another tensor")
         self._execution.complete_gradients(self._execution.optimizer)
-        gradients, device = self._gradients_of(listed), self._sharding.device
+        pieces, device = [self._sharding.member_of[param].piece for param in listed], self._sharding.device
+        gradients = [piece.grad for piece in pieces if piece is not None and piece.grad is not None]
         total = torch.zeros(1, dtype=torch.float64, device=device)
         if gradients:
             numels, dtypes = [one.numel() for one in gradients], [one.dtype for one in gradients]
             table = norm_table(device, numels, dtypes)
             addresses = torch.from_numpy(addresses_of(gradients)).to(device)
             table.launch(addresses, total)
-        self._sharding.ranks.with_others(groups).add(total)
+        ReductionGroup([self._sharding.ranks.shard, *groups]).add(total)
         wide = any(param.dtype is torch.float64 for param in listed)
-        return combine(total, 2.0).to(torch.float64 if wide else torch.float32)
+        return combine(total, 2.0).to(torch.float64 if wide else torch.float32), gradients
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Any]:
         """The state of the unsharded optimizer, gathered tensor by tensor into CPU memory.
@@ -346,15 +339,23 @@ def shard(
     """
     ranks = ranks_of(mesh)
     optimizer, model = attempt_together(ranks, partial(_prepared, optimizer, model, mesh))
-    syncs, dtypes = (overlap_grad_sync, overlap_param_sync), (grad_sync_dtype, param_sync_dtype)
-    options = Options(*syncs, bucket_cap_mb, *dtypes, grad_buffer, param_buffer, average)
+    options = Options(
+        overlap_grad_sync,
+        overlap_param_sync,
+        bucket_cap_mb,
+        grad_sync_dtype,
+        param_sync_dtype,
+        grad_buffer,
+        param_buffer,
+        average,
+    )
 
     def also() -> Iterator[str]:
         steps = steps_behind(optimizer)
         yield f"norm_groups of {[dist.get_world_size(group) for group in norm_groups]} ranks"
         yield f"state after steps {steps}" if any(steps) else "no state of earlier steps"
 
-    names = validate_across_ranks(optimizer, model, ranks, options, also)
+    names = validate_across_ranks(optimizer, model, ranks, options, also())
     route_unscaling(lambda optimizer: isinstance(optimizer, ShardedOptimizer), _route)
     state = optimizer.state_dict() if any(steps_behind(optimizer)) else None
     if state is None:
@@ -366,9 +367,12 @@ def shard(
         optimizer.state.clear()
         optimizer.held = {}
         # What each rank has counted alone; what they go on with is in the state.
-        optimizer.control.numbers, optimizer.control.copies = None, sharding.ranks.other_copies
+        copies = [] if sharding.ranks.replicate is None else [sharding.ranks.replicate]
+        optimizer.control.numbers, optimizer.control.copies = None, ReductionGroup(copies)
         optimizer.placement = sharding
-        optimizer.attach(("shard",), execution=execution, offers=ShardedMethods(execution).offers)
+        methods = ShardedMethods(execution)
+        offers = {name: getattr(methods, name) for name in vars(ShardedMethods) if not name.startswith("_")}
+        optimizer.attach(("shard",), execution=execution, offers=offers)
         if state is not None:
             # Before, each rank has remembered norms and losses of its own.
             optimizer.load_state_dict(state)
