@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from ..errors import BuildError, GradientError
-from ..graph import REDUCTIONS, Value, ancestors, size_from_end
+from ..graph import REDUCTIONS, Value, folded, size_from_end
 from ..kernels.spec import CLIP, INVERSE_SCALE, NORM, SKIP, UNSCALE, KernelSpec
 from ..linalg import MATRIX_OPERATIONS
 from ..runtime.passes import Passes
@@ -66,7 +66,7 @@ class EagerPasses(Passes):
         loads.update({name: number.to(torch.float64, copy=True) for name, number in numbers.items()})
         # An empty tensor only has new scalar states.
         outputs = {name: graph.outputs[name] for name in (graph.outputs if gradient.numel() else graph.scalar_states)}
-        results = self._evaluated(outputs.values(), loads, position)
+        results = folded(outputs.values(), partial(self._apply, loads, position))
         for name, output in outputs.items():
             value = results[id(output)]
             if name in graph.scalar_states:
@@ -100,14 +100,7 @@ class EagerPasses(Passes):
         stream = int(self.segment.group_rows.streams[position, 0])
         return random_tensor(stream, int(self.segment.numbers.step[position]), self._spec.draws[name], index)
 
-    def _evaluated(self, roots: Iterable[Value], loads: Mapping[str, torch.Tensor], position: int) -> dict[int, Any]:
-        results: dict[int, Any] = {}
-        for value in ancestors(roots):
-            args = [results[id(arg)] for arg in value.args]
-            results[id(value)] = self._apply(value, args, loads, position)
-        return results
-
-    def _apply(self, value: Value, args: list[Any], loads: Mapping[str, torch.Tensor], position: int) -> Any:
+    def _apply(self, loads: Mapping[str, torch.Tensor], position: int, value: Value, args: list[Any]) -> Any:
         name = value.operation
         if name == "constant":
             return torch.tensor(value.attribute, dtype=torch.bool if value.is_bool else torch.float64, device="cpu")

@@ -15,6 +15,7 @@ from .ir import (
     Value,
     ancestors,
     evaluate,
+    folded,
     outcome,
 )
 from .lowering import is_matrix_work, size_from_end, sizes_of

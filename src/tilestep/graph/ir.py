@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -192,7 +192,7 @@ class Value:
         )
 
     def __repr__(self) -> str:
-        inside = ", ".join([*(arg.name or arg.operation for arg in self.args), *([repr(self.attribute)] * 1)])
+        inside = ", ".join([*(arg.name or arg.operation for arg in self.args), repr(self.attribute)])
         return f"<{self.name or '_'} = {self.operation}({inside}) {self.level.name.lower()}>"
 
 
@@ -218,7 +218,6 @@ class Graph:
     state_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     dims: int = 1  # dimensions of the traced parameter
     reads_shape: bool = False  # whether the rule read the shape: the graph is valid for this number of dimensions only
-    branches_on_sizes: bool = False  # whether a guard reads the parameter's sizes
     dtype: torch.dtype = torch.float32  # the type of the rule's values in the trace
     reads_dtype: bool = False  # whether the rule read the dtype: the graph is valid for this dtype only
     specs: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -227,6 +226,11 @@ class Graph:
     def values(self) -> list[Value]:
         """Every value that the outputs need, in dependency order."""
         return ancestors(self.outputs.values())
+
+    @cached_property
+    def branches_on_sizes(self) -> bool:
+        """Whether a guard reads the parameter's sizes."""
+        return any(guard.condition.level is Level.TENSOR for guard in self.guards)
 
     @cached_property
     def slice_ends(self) -> set[int]:
@@ -248,41 +252,38 @@ def ancestors(roots: Iterable[Value], is_leaf: Callable[[Value], bool] = lambda 
     """The roots and all values that they depend on, in dependency order; stops at `leaves`."""
     order: list[Value] = []
     seen: set[int] = set()
-
-    def followed(value: Value) -> tuple[Value, Iterator[Value]]:
-        return value, iter(() if is_leaf(value) else value.args)
-
-    for root in roots:
-        stack: list[tuple[Value, Iterator[Value]]] = []
-        if id(root) not in seen:
-            seen.add(id(root))
-            stack.append(followed(root))
-        while stack:
-            value, remaining = stack[-1]
-            following = next((arg for arg in remaining if id(arg) not in seen), None)
-            if following is None:
-                order.append(value)
-                stack.pop()
-            else:
-                seen.add(id(following))
-                stack.append(followed(following))
+    stack = [(root, False) for root in reversed([*roots])]
+    while stack:
+        value, is_done = stack.pop()
+        if is_done:
+            order.append(value)
+        elif id(value) not in seen:
+            seen.add(id(value))
+            stack.append((value, True))
+            stack += [] if is_leaf(value) else [(arg, False) for arg in reversed(value.args)]
     return order
+
+
+def folded(roots: Iterable[Value], apply: Callable[[Value, list[Any]], Any]) -> dict[int, Any]:
+    """The result of `apply` on each value and its operands' results, by identity, for the roots and what they need."""
+    results: dict[int, Any] = {}
+    for value in ancestors(roots):
+        results[id(value)] = apply(value, [results[id(arg)] for arg in value.args])
+    return results
 
 
 def evaluate(value: Value, numbers: Mapping[str, float]) -> float | bool:
     """The value as a Python number, given the hyperparameters and sizes it depends on."""
-    results: dict[int, Any] = {}
-    for node in ancestors([value]):
-        if node.operation == "constant":
-            results[id(node)] = node.attribute
-        elif node.operation == "hyper":
-            results[id(node)] = numbers[node.attribute]
-        else:
-            function = OPERATIONS[node.operation].evaluate
-            if function is None:
-                raise KeyError(f"{node.operation} is not a number before the step")
-            results[id(node)] = function(*(results[id(arg)] for arg in node.args))
-    return results[id(value)]
+
+    def apply(node: Value, args: list[Any]) -> Any:
+        if node.operation in ("constant", "hyper"):
+            return node.attribute if node.operation == "constant" else numbers[node.attribute]
+        function = OPERATIONS[node.operation].evaluate
+        if function is None:
+            raise KeyError(f"{node.operation} is not a number before the step")
+        return function(*args)
+
+    return folded([value], apply)[id(value)]
 
 
 IF_NOT_ZERO = {"ne": True, "gt": True, "eq": False, "le": False}
@@ -374,25 +375,23 @@ class Builder:
         return self._values.setdefault(key, value)
 
 
+_NEUTRAL = {"mul": 1.0, "div": 1.0, "pow": 1.0, "sub": 0.0}
+
+
 def _identity(operation: str, args: tuple[Value, ...]) -> Value | None:
     def is_number(value: Value, number: float) -> bool:
         return value.operation == "constant" and repr(value.attribute) == repr(number)
 
-    if operation == "mul":
-        if is_number(args[1], 1.0):
-            return args[0]
-        if is_number(args[0], 1.0):
-            return args[1]
-    if operation in ("div", "pow") and is_number(args[1], 1.0):
+    if operation in _NEUTRAL and is_number(args[1], _NEUTRAL[operation]):
         return args[0]
-    if operation == "sub" and is_number(args[1], 0.0):
-        return args[0]
+    if operation == "mul" and is_number(args[0], 1.0):
+        return args[1]
     if operation == "neg" and args[0].operation == "neg":
         return args[0].args[0]
-    if operation == "where" and args[0].operation == "constant":
-        return args[1] if args[0].attribute else args[2]
-    if operation == "where" and args[1] is args[2]:
-        return args[1]
+    if operation == "where":
+        if args[0].operation == "constant":
+            return args[1] if args[0].attribute else args[2]
+        return args[1] if args[1] is args[2] else None
     if operation == "number" and not args[0].is_bool:
         return args[0]
     if operation in ("and", "or"):

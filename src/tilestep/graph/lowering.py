@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -14,6 +15,7 @@ from ..errors import MatrixError
 from ..linalg import MATRIX_OPERATIONS
 from ..linalg.operations import PARAMETER, Space
 from .ir import OPERATIONS, SCALAR_LEVELS, Builder, Level, Operation, Over, Value
+from .terms import Term, where
 
 ALTERNATIVE = (
     "write it with elementwise torch operations (arithmetic, sqrt, exp, where, clamp, sign, ...) or reductions"
@@ -117,68 +119,79 @@ def _numeric(operation: str, taken: Callable[[Builder, Any], Value] = _number) -
 
 
 _logical = partial(_numeric, taken=_truth)
-_add, _sub, _mul, _div, _pow = (_numeric(name) for name in ("add", "sub", "mul", "div", "pow"))
-_maximum, _minimum = _numeric("maximum"), _numeric("minimum")
 
 
-def _scaled(build: Builder, value: Any, factor: Any) -> Value:
-    is_one = not isinstance(factor, Value) and factor == 1
-    return _number(build, value) if is_one else _mul(build, value, factor)
+def formula(function: Callable[..., Term]) -> Lowering:
+    """The lowering of a formula of numbers; arguments by keyword stay as they are."""
+
+    def lower(build: Builder, *args: Any, **options: Any) -> Value:
+        return function(*(Term(build, _number(build, arg)) for arg in args), **options).value
+
+    return lower
 
 
 def _lower_add(build: Builder, left: Any, right: Any, alpha: Any = 1) -> Value:
     if all(isinstance(item, bool) or (isinstance(item, Value) and item.is_bool) for item in (left, right)):
         return build.apply("or", _truth(build, left), _truth(build, right))
-    return _add(build, left, _scaled(build, right, alpha))
+    return _sum(build, left, right, alpha=alpha)
+
+
+def _scaled(term: Term, factor: Any) -> Term:
+    return term if not isinstance(factor, Value) and factor == 1 else term * _term(term, factor)
+
+
+def _term(like: Term, item: Any) -> Term:
+    return Term(like.build, _number(like.build, item))
+
+
+_sum = formula(lambda left, right, alpha=1: left + _scaled(right, alpha))
 
 
 def _lower_div(build: Builder, left: Any, right: Any, rounding_mode: str | None = None) -> Value:
     if rounding_mode == "floor":
-        return _floor_div(build, _number(build, left), _number(build, right))
+        return _floor_div(build, left, right)
     quotient = _div(build, left, right)
     return quotient if rounding_mode is None else build.apply(rounding_mode, quotient)
 
 
-def _floor_div(build: Builder, left: Value, right: Value) -> Value:
+_div = _numeric("div")
+
+
+@formula
+def _floor_div(left: Term, right: Term) -> Term:
     """Python's `//`: the floor of the exact quotient, since the rounded quotient may be the next integer."""
-    zero, one = build.constant(0.0), build.constant(1.0)
-    rest = build.apply("fmod", left, right)
-    quotient = _div(build, _sub(build, left, rest), right)
-    signs_differ = build.apply("ne", *(build.apply("number", build.apply("lt", side, zero)) for side in (right, rest)))
-    below = build.apply("and", build.apply("ne", rest, zero), signs_differ)
-    quotient = build.apply("where", below, _sub(build, quotient, one), quotient)
-    floored = build.apply("floor", quotient)
-    too_low = build.apply("gt", _sub(build, quotient, floored), build.constant(0.5))
-    floored = build.apply("where", too_low, _add(build, floored, one), floored)
-    plain = _div(build, left, right)
-    floored = build.apply("where", build.apply("eq", quotient, zero), build.apply("copysign", zero, plain), floored)
-    return build.apply("where", build.apply("eq", right, zero), plain, floored)
+    rest = left.function("fmod", right)
+    quotient = (left - rest) / right
+    signs = [(side < 0.0).function("number") for side in (right, rest)]
+    quotient = where(rest.function("ne", 0.0) & signs[0].function("ne", signs[1]), quotient - 1.0, quotient)
+    floored = quotient.function("floor")
+    floored = where(quotient - floored > 0.5, floored + 1.0, floored)
+    plain = left / right
+    floored = where(quotient.same(0.0), _term(plain, 0.0).function("copysign", plain), floored)
+    return where(right.same(0.0), plain, floored)
 
 
 def _lower_pow(build: Builder, base: Any, exponent: Any) -> Value:
     power = exponent.attribute if isinstance(exponent, Value) and exponent.operation == "constant" else exponent
-    if not isinstance(power, Value):
-        value = _number(build, base)
-        if power == 2:
-            return build.apply("mul", value, value)
-        if power == 3:
-            return build.apply("mul", build.apply("mul", value, value), value)
-        if power == 0.5:
-            return build.apply("sqrt", value)
-        if power == -1:
-            return _div(build, 1.0, value)
-        if power == -0.5:
-            return _div(build, 1.0, build.apply("sqrt", value))
-    return _pow(build, base, exponent)
+    if not isinstance(power, Value) and power in _POWERS:
+        return formula(_POWERS[power])(build, base)
+    return _numeric("pow")(build, base, exponent)
+
+
+_POWERS: dict[float, Callable[[Term], Term]] = {
+    2: lambda base: base * base,
+    3: lambda base: base * base * base,
+    0.5: methodcaller("function", "sqrt"),
+    -1: lambda base: 1.0 / base,
+    -0.5: lambda base: 1.0 / base.function("sqrt"),
+}
 
 
 def _lower_clamp(build: Builder, value: Any, low: Any = None, high: Any = None, **named: Any) -> Value:
-    low, high = named.get("min", low), named.get("max", high)
     result = _number(build, value)
-    if low is not None:
-        result = _maximum(build, result, low)
-    if high is not None:
-        result = _minimum(build, result, high)
+    for operation, bound in ("maximum", named.get("min", low)), ("minimum", named.get("max", high)):
+        if bound is not None:
+            result = _numeric(operation)(build, result, bound)
     return result
 
 
@@ -186,71 +199,72 @@ def _lower_where(build: Builder, condition: Any, if_true: Any, if_false: Any) ->
     return build.apply("where", _truth(build, condition), _number(build, if_true), _number(build, if_false))
 
 
-def _one_plus_exp(build: Builder, value: Any) -> Value:
-    return _add(build, 1.0, build.apply("exp", build.apply("neg", _number(build, value))))
+def _one_plus_exp(value: Term) -> Term:
+    return 1.0 + value.function("neg").function("exp")
 
 
-def _hard_sigmoid(build: Builder, value: Any) -> Value:
-    return _div(build, _lower_clamp(build, _add(build, value, 3.0), 0.0, 6.0), 6.0)
+def _clamped(value: Term, low: Any = None, high: Any = None) -> Term:
+    return Term(value.build, _lower_clamp(value.build, value.value, low, high))
 
 
-def _logit(build: Builder, value: Any, eps: Any = None) -> Value:
-    inside = _number(build, value) if eps is None else _lower_clamp(build, value, eps, 1.0 - eps)
-    return build.apply("log", _div(build, inside, _sub(build, 1.0, inside)))
+def _hard_sigmoid(value: Term) -> Term:
+    return _clamped(value + 3.0, 0.0, 6.0) / 6.0
 
 
-def _rounded(build: Builder, value: Any, decimals: int = 0) -> Value:
-    if not decimals:
-        return build.apply("round", _number(build, value))
+def _lower_logit(build: Builder, value: Any, eps: Any = None) -> Value:
+    inside = value if eps is None else _lower_clamp(build, value, eps, 1.0 - eps)
+    return formula(lambda inside: (inside / (1.0 - inside)).function("log"))(build, inside)
+
+
+@formula
+def _rounded(value: Term, decimals: int = 0) -> Term:
     power = float(10 ** abs(decimals))
-    up, down = (_mul, _div) if decimals > 0 else (_div, _mul)
-    return down(build, build.apply("round", up(build, value, power)), power)
+    if decimals > 0:
+        return (value * power).function("round") / power
+    return (value / power).function("round") * power if decimals else value.function("round")
 
 
-def _hypot(build: Builder, left: Any, right: Any) -> Value:
+@formula
+def _hypot(left: Term, right: Term) -> Term:
     """Scaled by the larger operand, so that no square overflows."""
-    left, right = (build.apply("abs", _number(build, side)) for side in (left, right))
-    large, small = _maximum(build, left, right), _minimum(build, left, right)
-    ratio = _div(build, small, large)
-    length = _mul(build, large, build.apply("sqrt", _add(build, 1.0, _mul(build, ratio, ratio))))
-    endless = build.apply("or", build.apply("isinf", left), build.apply("isinf", right))
-    length = build.apply("where", build.apply("eq", large, build.constant(0.0)), large, length)
-    return build.apply("where", endless, build.constant(math.inf), length)
+    left, right = left.function("abs"), right.function("abs")
+    large, small = left.function("maximum", right), left.function("minimum", right)
+    ratio = small / large
+    length = where(large.same(0.0), large, large * (1.0 + ratio * ratio).function("sqrt"))
+    return where(left.function("isinf") | right.function("isinf"), math.inf, length)
 
 
 def _logaddexp(function: str, correction: float) -> Lowering:
-    def lower(build: Builder, left: Any, right: Any) -> Value:
-        larger = _maximum(build, left, right)
-        gap = build.apply("neg", build.apply("abs", _sub(build, left, right)))
-        more = _mul(build, build.apply("log1p", build.apply(function, gap)), correction)
-        return build.apply("where", build.apply("isinf", larger), larger, _add(build, larger, more))
+    @formula
+    def lower(left: Term, right: Term) -> Term:
+        larger = left.function("maximum", right)
+        gap = (left - right).function("abs").function("neg")
+        return where(larger.function("isinf"), larger, larger + gap.function(function).function("log1p") * correction)
 
     return lower
 
 
-def _unless_nan(extremum: Lowering) -> Lowering:
+def _unless_nan(extremum: str) -> Lowering:
     """The extremum that ignores NaN."""
 
-    def lower(build: Builder, left: Any, right: Any) -> Value:
-        left, right = _number(build, left), _number(build, right)
-        both = build.apply("where", build.apply("isnan", right), left, extremum(build, left, right))
-        return build.apply("where", build.apply("isnan", left), right, both)
+    @formula
+    def lower(left: Term, right: Term) -> Term:
+        both = where(right.function("isnan"), left, left.function(extremum, right))
+        return where(left.function("isnan"), right, both)
 
     return lower
 
 
-def _angle(build: Builder, value: Any) -> Value:
-    number, zero = _number(build, value), build.constant(0.0)
-    angle = build.apply("where", build.apply("lt", number, zero), build.constant(math.pi), zero)
-    return build.apply("where", build.apply("isnan", number), number, angle)
+@formula
+def _angle(number: Term) -> Term:
+    return where(number.function("isnan"), number, where(number < 0.0, _term(number, math.pi), 0.0))
 
 
-def _polynomial(build: Builder, value: Value, coefficients: Sequence[float]) -> Value:
+def _polynomial(value: Term, coefficients: Sequence[float]) -> Term:
     """Horner's scheme, from the highest power."""
-    total = build.constant(coefficients[0])
-    for coefficient in coefficients[1:]:
-        total = _add(build, _mul(build, total, value), coefficient)
-    return total
+    return functools.reduce(
+        lambda total, coefficient: total * value + coefficient, coefficients[1:], _term(value, coefficients[0])
+    )
 
 
 _ERFINV = (
@@ -260,61 +274,55 @@ _ERFINV = (
 """Rational functions of the middle and of the tails, as in torch's aten/src/ATen/native/Math.h."""
 
 
-def _erfinv(build: Builder, value: Any) -> Value:
+@formula
+def _erfinv(number: Term) -> Term:
     """A rational function and two Newton steps."""
-    number = _number(build, value)
-    magnitude = build.apply("abs", number)
-    far = build.apply("sqrt", build.apply("neg", build.apply("log", _div(build, _sub(build, 1.0, magnitude), 2.0))))
-    quotients = [
-        _div(build, *(_polynomial(build, argument, side) for side in sides))
-        for argument, sides in zip((_mul(build, number, number), far), _ERFINV)
-    ]
-    tail = build.apply("copysign", quotients[1], number)
-    near = build.apply("le", magnitude, build.constant(0.7))
-    root = build.apply("where", near, _mul(build, number, quotients[0]), tail)
+    magnitude = number.function("abs")
+    far = ((1.0 - magnitude) / 2.0).function("log").function("neg").function("sqrt")
+    middle, tail = (
+        _polynomial(argument, above) / _polynomial(argument, below)
+        for argument, (above, below) in zip((number * number, far), _ERFINV)
+    )
+    tail = tail.function("copysign", number)
+    root = where(magnitude.function("le", 0.7), number * middle, tail)
     for _ in range(2):
-        slope = _mul(build, 2 / math.sqrt(math.pi), build.apply("exp", build.apply("neg", _mul(build, root, root))))
-        root = _sub(build, root, _div(build, _sub(build, build.apply("erf", root), number), slope))
-    pole = build.apply("eq", magnitude, build.constant(1.0))
-    return build.apply("where", pole, build.apply("copysign", build.constant(math.inf), number), root)
+        slope = 2 / math.sqrt(math.pi) * (root * root).function("neg").function("exp")
+        root = root - (root.function("erf") - number) / slope
+    return where(magnitude.same(1.0), _term(number, math.inf).function("copysign", number), root)
 
 
 _DIGAMMA = (1 / 12, -691 / 32760, 1 / 132, -1 / 240, 1 / 252, -1 / 120, 1 / 12)
 """Bernoulli numbers over twice their index, from the seventh."""
 
 
-def _digamma(build: Builder, value: Any) -> Value:
+@formula
+def _digamma(number: Term) -> Term:
     """Reflected to positive arguments, shifted beyond 10, then the asymptotic series."""
-    number, zero = _number(build, value), build.constant(0.0)
-    is_left = build.apply("lt", number, zero)
-    right = build.apply("where", is_left, _sub(build, 1.0, number), number)
-    moved: Value = build.constant(0.0)
+    is_left = number < 0.0
+    right = where(is_left, 1.0 - number, number)
+    moved = _term(number, 0.0)
     for distance in range(10):
-        moved = _add(build, moved, _div(build, 1.0, _add(build, right, float(distance))))
-    beyond = _add(build, right, 10.0)
-    inverse = _div(build, 1.0, beyond)
-    squared = _mul(build, inverse, inverse)
-    series = _mul(build, squared, _polynomial(build, squared, _DIGAMMA))
-    total = _sub(build, build.apply("log", beyond), _mul(build, 0.5, inverse))
-    total = _sub(build, _sub(build, total, series), moved)
-    angle = _mul(build, math.pi, _sub(build, number, build.apply("round", number)))
-    reflected = _sub(build, total, _div(build, math.pi, build.apply("tan", angle)))
-    is_whole = build.apply("eq", number, build.apply("floor", number))
-    reflected = build.apply("where", is_whole, build.constant(math.nan), reflected)
-    result = build.apply("where", is_left, reflected, total)
-    pole = build.apply("copysign", build.constant(math.inf), build.apply("neg", number))
-    return build.apply("where", build.apply("eq", number, zero), pole, result)
+        moved = moved + 1.0 / (right + float(distance))
+    beyond = right + 10.0
+    inverse = 1.0 / beyond
+    squared = inverse * inverse
+    series = squared * _polynomial(squared, _DIGAMMA)
+    total = beyond.function("log") - 0.5 * inverse - series - moved
+    angle = math.pi * (number - number.function("round"))
+    reflected = total - math.pi / angle.function("tan")
+    reflected = where(number.same(number.function("floor")), math.nan, reflected)
+    pole = _term(number, math.inf).function("copysign", number.function("neg"))
+    return where(number.same(0.0), pole, where(is_left, reflected, total))
 
 
-def _nan_to_num(build: Builder, value: Any, nan: Any = 0.0, posinf: Any = None, neginf: Any = None) -> Value:
-    largest, build.reads_dtype = torch.finfo(build.dtype).max, True
-    number = _number(build, value)
-    bounded = _lower_clamp(build, number, -largest if neginf is None else None, largest if posinf is None else None)
+@formula
+def _nan_to_num(number: Term, nan: Any = 0.0, posinf: Any = None, neginf: Any = None) -> Term:
+    largest, number.build.reads_dtype = torch.finfo(number.build.dtype).max, True
+    bounded = _clamped(number, -largest if neginf is None else None, largest if posinf is None else None)
     for limit, sign in ((posinf, "gt"), (neginf, "lt")):
         if limit is not None:
-            infinite = build.apply("and", build.apply("isinf", number), build.apply(sign, number, build.constant(0.0)))
-            bounded = build.apply("where", infinite, build.constant(limit), bounded)
-    return build.apply("where", build.apply("isnan", number), build.constant(nan or 0.0), bounded)
+            bounded = where(number.function("isinf") & number.function(sign, 0.0), _term(number, limit), bounded)
+    return where(number.function("isnan"), _term(number, nan or 0.0), bounded)
 
 
 def _same(build: Builder, value: Any, *_: Any, **__: Any) -> Value:
@@ -417,47 +425,39 @@ LOWERINGS: dict[str, Lowering] = {
     "bitwise_not": _logical("not"),
     "sgn": _numeric("sign"),
     "add": _lower_add,
-    "sub": lambda build, left, right, alpha=1: _sub(build, left, _scaled(build, right, alpha)),
-    "rsub": lambda build, left, right, alpha=1: _sub(build, right, _scaled(build, left, alpha)),
+    "sub": formula(lambda left, right, alpha=1: left - _scaled(right, alpha)),
+    "rsub": formula(lambda left, right, alpha=1: right - _scaled(left, alpha)),
     "div": _lower_div,
     "pow": _lower_pow,
-    "square": lambda build, value: _mul(build, value, value),
-    "reciprocal": lambda build, value: _div(build, 1.0, value),
+    "square": formula(_POWERS[2]),
+    "reciprocal": formula(_POWERS[-1]),
     "round": _rounded,
-    "sigmoid": lambda build, value: _div(build, 1.0, _one_plus_exp(build, value)),
-    "silu": lambda build, value: _div(build, value, _one_plus_exp(build, value)),
-    "hardsigmoid": _hard_sigmoid,
-    "hardswish": lambda build, value: _mul(build, value, _hard_sigmoid(build, value)),
-    "logit": _logit,
+    "sigmoid": formula(lambda value: 1.0 / _one_plus_exp(value)),
+    "silu": formula(lambda value: value / _one_plus_exp(value)),
+    "hardsigmoid": formula(_hard_sigmoid),
+    "hardswish": formula(lambda value: value * _hard_sigmoid(value)),
+    "logit": _lower_logit,
     "hypot": _hypot,
     "logaddexp": _logaddexp("exp", 1.0),
     "logaddexp2": _logaddexp("exp2", 1 / math.log(2)),
-    "fmax": _unless_nan(_maximum),
-    "fmin": _unless_nan(_minimum),
-    "signbit": lambda build, value: build.apply(
-        "lt", build.apply("copysign", build.constant(1.0), _number(build, value)), build.constant(0.0)
-    ),
+    "fmax": _unless_nan("maximum"),
+    "fmin": _unless_nan("minimum"),
+    "signbit": formula(lambda value: _term(value, 1.0).function("copysign", value) < 0.0),
     "angle": _angle,
-    "ldexp": lambda build, value, power: _mul(build, value, build.apply("exp2", _number(build, power))),
+    "ldexp": formula(lambda value, power: value * power.function("exp2")),
     "erfinv": _erfinv,
     "digamma": _digamma,
-    "special_ndtr": lambda build, value: _mul(build, 0.5, build.apply("erfc", _mul(build, value, -math.sqrt(0.5)))),
-    "relu": lambda build, value: _maximum(build, value, 0.0),
-    "lerp": lambda build, start, end, weight: _add(build, start, _mul(build, weight, _sub(build, end, start))),
-    "addcmul": lambda build, base, left, right, value=1: _add(
-        build, base, _mul(build, _scaled(build, left, value), right)
-    ),
-    "addcdiv": lambda build, base, left, right, value=1: _add(
-        build, base, _scaled(build, _div(build, left, right), value)
-    ),
+    "special_ndtr": formula(lambda value: 0.5 * (value * -math.sqrt(0.5)).function("erfc")),
+    "relu": formula(methodcaller("function", "maximum", 0.0)),
+    "lerp": formula(lambda start, end, weight: start + weight * (end - start)),
+    "addcmul": formula(lambda base, left, right, value=1: base + _scaled(left, value) * right),
+    "addcdiv": formula(lambda base, left, right, value=1: base + _scaled(left / right, value)),
     "clamp": _lower_clamp,
-    "clamp_min": _maximum,
-    "clamp_max": _minimum,
+    "clamp_min": _numeric("maximum"),
+    "clamp_max": _numeric("minimum"),
     "where": _lower_where,
     "masked_fill": lambda build, value, mask, fill: _lower_where(build, mask, fill, value),
-    "isfinite": lambda build, value: build.apply(
-        "not", build.apply("or", *(build.apply(name, _number(build, value)) for name in ("isnan", "isinf")))
-    ),
+    "isfinite": formula(lambda value: (value.function("isnan") | value.function("isinf")).function("not")),
     "nan_to_num": _nan_to_num,
     **{name: _same for name in ("clone", "detach", "alias", "lift_fresh", "lift_fresh_copy", "contiguous")},
     "_to_copy": _same,
@@ -645,7 +645,7 @@ def _apply(build: Builder, name: str, operands: Sequence[Any], numbers: Sequence
 
 def _plus_product(build: Builder, base: Any, left: Any, right: Any, *, beta: Any = 1, alpha: Any = 1) -> Value:
     product = _apply(build, "matmul", [left, right])
-    return _lower_add(build, _mul(build, base, beta), _mul(build, product, alpha))
+    return _lower_add(build, *(_numeric("mul")(build, *pair) for pair in ((base, beta), (product, alpha))))
 
 
 def _transposed(build: Builder, matrix: Any, *dims: Any) -> Value:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 from ..errors import MatrixError
-from .ir import GLOBAL_REDUCTIONS, REDUCTIONS, Builder, Graph, Level, Over, Value
+from .ir import GLOBAL_REDUCTIONS, REDUCTIONS, Builder, Graph, Level, Over, Value, folded
 from .lowering import is_matrix_work
 
 
@@ -26,24 +29,23 @@ def stacked(graph: Graph) -> Graph:
         what = "reduces over all tensors" if spans else f"keeps {min((*graph.matrix_states, *graph.scalar_states))!r}"
         raise MatrixError(f"{graph.title} {what}, which several matrices in one tensor do not have each")
     build = Builder(graph.dims + 1, graph.dtype)
-    made: dict[int, Value] = {}
-    for value in graph.values():
-        made[id(value)] = _rebuilt(build, value, [made[id(arg)] for arg in value.args], graph.dims)
-    outputs = {name: made[id(value)] for name, value in graph.outputs.items()}
-    stack = Graph(graph.title, outputs, graph.guards, graph.states)
-    stack.slice_states = {name: _behind(over) for name, over in graph.slice_states.items()}
-    stack.state_dtypes, stack.dims, stack.dtype = graph.state_dtypes, build.dims, graph.dtype
-    stack.reads_shape, stack.reads_dtype = True, graph.reads_dtype
-    stack.branches_on_sizes = graph.branches_on_sizes
-    graph.stack = stack
-    return stack
+    made = folded(graph.outputs.values(), partial(_rebuilt, build, graph.dims))
+    graph.stack = replace(
+        graph,
+        outputs={name: made[id(value)] for name, value in graph.outputs.items()},
+        slice_states={name: _behind(over) for name, over in graph.slice_states.items()},
+        dims=build.dims,
+        reads_shape=True,
+        specs={},
+    )
+    return graph.stack
 
 
 def _behind(over: Over) -> Over:
     return over[0] + 1, over[1] + 1
 
 
-def _rebuilt(build: Builder, value: Value, args: list[Value], dims: int) -> Value:
+def _rebuilt(build: Builder, dims: int, value: Value, args: list[Value]) -> Value:
     over = None if value.over is None else _behind(value.over)
     if value.operation == "constant":
         return build.constant(value.attribute) if not value.dtype else build.integer(value.attribute)

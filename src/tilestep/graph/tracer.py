@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import contextvars
 import functools
 import inspect
 import linecache
@@ -24,9 +25,9 @@ from ..compat import TensorDispatch, decomposition, fake_tensors, is_mutable, op
 from ..devices.garbage import without_collections
 from ..errors import MatrixError, RuleError, TilestepError
 from ..linalg import MATRIX_OPERATIONS
-from ..linalg.scalar_values import as_python, scalar_factory
-from ..rules import Rule
-from ..rules.protocol import at_step, changes, traced_by
+from ..linalg.scalar_values import as_python, traced_by
+from ..rules import Rule, State
+from ..rules.protocol import at_step, changes
 from ..rules.scalars import ScalarCalls, global_reduce, precision_of
 from . import lowering
 from .ir import IF_NOT_ZERO, Builder, Graph, Guard, Level, Over, Value, ancestors, outcome
@@ -81,8 +82,10 @@ def rule_place() -> Place:
         return Place("<unknown>", "", "<unknown>")
     file = frame.f_code.co_filename
     linecache.lazycache(file, frame.f_globals)  # for modules without a file
-    first, name = _assigned(frame.f_code, frame.f_lineno)
-    return Place(f"{file}:{frame.f_lineno}", name, f"{file}:{first}")
+    at = frame.f_lineno
+    assigned = ((first, name) for first, last, name in _assignments(frame.f_code) if first <= at <= last)
+    first, name = next(assigned, (at, ""))
+    return Place(f"{file}:{at}", name, f"{file}:{first}")
 
 
 def places_of(error: BaseException) -> list[str]:
@@ -103,28 +106,18 @@ def _is_internal(frame: types.FrameType) -> bool:
     )
 
 
-def _assigned(code: types.CodeType, line: int) -> tuple[int, str]:
-    """First line and target variable of the statement at a line; the variable is empty if it assigns to none."""
-    for first, last, name in _assignments(code):
-        if first <= line <= last:
-            return first, name
-    return line, ""
-
-
 @functools.lru_cache(maxsize=256)
 def _assignments(code: types.CodeType) -> tuple[tuple[int, int, str], ...]:
+    """First line, last line and target variable of the statements that have one."""
     try:
         # inspect.getsource searches all modules for the code's module, which takes tens of milliseconds.
         lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
         tree = ast.parse(textwrap.dedent("".join(inspect.getblock(lines))))
     except (OSError, SyntaxError, TypeError, tokenize.TokenError):  # the file may have been edited
         return ()
-    offset = code.co_firstlineno - 1
-    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and _target(node)]
-    return tuple(
-        (statement.lineno + offset, (statement.end_lineno or statement.lineno) + offset, _target(statement))
-        for statement in statements
-    )
+    ast.increment_lineno(tree, code.co_firstlineno - 1)
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    return tuple((node.lineno, node.end_lineno or node.lineno, name) for node in statements if (name := _target(node)))
 
 
 def _target(node: ast.AST) -> str:
@@ -612,7 +605,7 @@ def trace(
     recorder = Recorder(rule, hyperparameters, (1,) * dims if sizes is None else sizes, dtype)
     shape = _sizes(dims)
     with torch.device("cpu"), fake_tensors():
-        results = _run(recorder, rule, hyperparameters, shape)
+        results = contextvars.copy_context().run(_run, recorder, rule, hyperparameters, shape)
         if recorder.refused:  # the rule caught the error, and continued differently than it would untraced
             raise recorder.refused
         outputs = _outputs(recorder, rule, results, shape)
@@ -626,34 +619,31 @@ def trace(
         )
     if recorder.idle:
         raise recorder.idle[0]
-    graph = Graph(rule.name, outputs, list(recorder.guards.values()))
-    graph.dims, graph.dtype, graph.reads_dtype = dims, dtype, recorder.build.reads_dtype
-    graph.branches_on_sizes = any(guard.condition.level is Level.TENSOR for guard in graph.guards)
-    touched = set(graph.loads()) | set(outputs)
-    graph.states = tuple(name for name in rule.state_names if name in touched)
-    kinds = {name: rule.states[name].shape for name in graph.states}
-    graph.scalar_states = tuple(name for name, kind in kinds.items() if kind == "scalar")
-    graph.slice_states = _slice_states(rule, graph)
-    graph.matrix_states = {name: lowering.SQUARES[kind] for name, kind in kinds.items() if kind in lowering.SQUARES}
-    dtypes = {name: rule.states[name].dtype for name in graph.states}
-    graph.state_dtypes = {name: dtype for name, dtype in dtypes.items() if dtype is not None}
-    graph.reads_shape = (
-        recorder.build.reads_shape or bool(graph.slice_states) or any(map(lowering.is_matrix_work, graph.values()))
-    )
+    build, guards = recorder.build, list(recorder.guards.values())
+    graph = Graph(rule.name, outputs, guards, dims=dims, dtype=dtype, reads_dtype=build.reads_dtype)
+    states = {name: state for name, state in rule.states.items() if name in {*graph.loads(), *outputs}}
+    graph.states = tuple(states)
+    graph.scalar_states = tuple(name for name, state in states.items() if state.shape == "scalar")
+    graph.slice_states = _slice_states(rule, states, dims)
+    squares = {name: lowering.SQUARES.get(state.shape) for name, state in states.items()}
+    graph.matrix_states = {name: square for name, square in squares.items() if square is not None}
+    graph.state_dtypes = {name: state.dtype for name, state in states.items() if state.dtype is not None}
+    is_of_matrices = any(map(lowering.is_matrix_work, graph.values()))
+    graph.reads_shape = build.reads_shape or is_of_matrices or bool(graph.slice_states)
     return graph
 
 
 def _run(recorder: Recorder, rule: Rule, hyperparameters: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """Call the rule on fake tensors with recording on, and return its results."""
+    """Call the rule on fake tensors with recording on, in a context of its own, and return its results."""
     buffers = recorder.buffers = _placeholders(recorder, rule, shape)
     values = {key: _hyper_input(recorder, key, value) for key, value in hyperparameters.items()}
     step = _hyper_input(recorder, "step", 1.0)
     if rule.uses_step:
         values["step"] = step
-    token = scalar_factory.set(recorder.constant)
-    reduce_token, precision_token = global_reduce.set(recorder.global_reduce), precision_of.set(recorder.precision)
-    tracer_token = traced_by.set(recorder)
     try:
+        traced_by.set(recorder)
+        global_reduce.set(recorder.global_reduce)
+        precision_of.set(recorder.precision)
         several = [value if isinstance(value, (tuple, list)) else (value,) for value in values.values()]
         functions = (rule.function, *(entry for entries in several for entry in entries if callable(entry)))
         with refusing_chance(functions, f"in rule {rule.name}"), Reads(recorder), recorder:
@@ -673,11 +663,6 @@ def _run(recorder: Recorder, rule: Rule, hyperparameters: Mapping[str, Any], sha
             raise  # an error of the rule
         where = [rule.where, *places_of(error)][-1]
         raise RuleError(f"{where}: in {recorder.title}: {_refusal(str(error))}") from error
-    finally:
-        scalar_factory.reset(token)
-        global_reduce.reset(reduce_token)
-        precision_of.reset(precision_token)
-        traced_by.reset(tracer_token)
 
 
 def _refusal(message: str) -> str:
@@ -694,19 +679,16 @@ def _refusal(message: str) -> str:
 _CALLED = re.compile(r"(\w+)\(\)")  # the start of torch's and Python's messages about arguments
 
 
-def _slice_states(rule: Rule, graph: Graph) -> dict[str, Over]:
+def _slice_states(rule: Rule, states: Mapping[str, State], dims: int) -> dict[str, Over]:
     """The row and column states, each with its reduced dimension."""
-    overs: dict[str, Over] = {}
-    for name in graph.states:
-        _, over, _ = _lies(rule.states[name].shape, (1,) * graph.dims)
-        if over is None:
-            continue
+    kinds = {name: state.shape for name, state in states.items()}
+    overs = {name: over for name, kind in kinds.items() if (over := _lies(kind, (1,) * dims)[1]) is not None}
+    for name, over in overs.items():
         if over[0] < 0:
             raise RuleError(
-                f"{rule.where}: {rule.name} uses {name}, one number per {rule.states[name].shape}, for a parameter of "
-                f"{graph.dims} dimension{'s' * (graph.dims != 1)}; keep it for matrices by `if param.dim() > 1`"
+                f"{rule.where}: {rule.name} uses {name}, one number per {kinds[name]}, for a parameter of "
+                f"{dims} dimension{'s' * (dims != 1)}; keep it for matrices by `if param.dim() > 1`"
             )
-        overs[name] = over
     return overs
 
 
@@ -736,12 +718,11 @@ def _placeholders(recorder: Recorder, rule: Rule, shape: tuple[int, ...]) -> lis
     grad = build.apply("mul", build.load("grad"), build.hyper("gradient_scale"))
     grad.name = "grad"
     buffers = [param, fake(grad)]
-    for name in rule.state_names:
-        kind = rule.states[name].shape
-        level, over, own_shape = _lies(kind, shape)
+    for name, state in rule.states.items():
+        level, over, own_shape = _lies(state.shape, shape)
         value = build.load(name, level, over)
-        value.space = lowering.SQUARES.get(kind)
-        buffers.append(fake(value, torch.float64 if kind == "scalar" else build.dtype, own_shape))
+        value.space = lowering.SQUARES.get(state.shape)
+        buffers.append(fake(value, torch.float64 if state.shape == "scalar" else build.dtype, own_shape))
     return buffers
 
 
@@ -757,12 +738,14 @@ def _hyper_input(recorder: Recorder, key: str, value: Any) -> Any:
     return recorder.scalar(recorder.build.hyper(key))
 
 
+def _labels(rule: Rule) -> tuple[str, ...]:
+    return rule.buffer_names[0], *rule.states
+
+
 def _outputs(recorder: Recorder, rule: Rule, results: tuple[Any, ...], shape: tuple[int, ...]) -> dict[str, Value]:
     outputs: dict[str, Value] = {}
-    names = ("param", *rule.state_names)
-    shapes = [shape, *(_lies(rule.states[name].shape, shape)[2] for name in rule.state_names)]
-    for name, result, wanted in zip(names, results, shapes):
-        label = rule.buffer_names[0] if name == "param" else name
+    shapes = [shape, *(_lies(state.shape, shape)[2] for state in rule.states.values())]
+    for name, label, result, wanted in zip(("param", *rule.states), _labels(rule), results, shapes):
         if not isinstance(result, torch.Tensor):
             raise RuleError(f"{rule.where}: {rule.name} returns {type(result).__name__} for {label}, not a tensor")
         if tuple(result.shape) != wanted and result.dim() > 0:
@@ -790,8 +773,7 @@ def _check_kept(recorder: Recorder, rule: Rule, results: Sequence[Any], outputs:
     code = getattr(rule.function, "__code__", None)
     own = {f"{code.co_filename}:{line}" for *_, line in code.co_lines()} if code else set()
     buffers = (recorder.buffers[0], *recorder.buffers[2:])
-    for name, result, buffer in zip(("param", *rule.state_names), results, buffers):
-        label = rule.buffer_names[0] if name == "param" else name
+    for name, label, result, buffer in zip(("param", *rule.states), _labels(rule), results, buffers):
         if result is not buffer or name in outputs:
             continue
         # A clone of a buffer, or a cast to its dtype, is the buffer's value.

@@ -15,16 +15,18 @@ def _into(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     return result if out is None else out.copy_(result)
 
 
-def _eigenbasis(operands: Sequence[torch.Tensor], _: Sequence[float], out: torch.Tensor | None) -> torch.Tensor:
-    square = _finite(operands[0])
-    shift = _SHIFT * torch.eye(square.size(-1), dtype=square.dtype, device=square.device)
-    return _into(torch.linalg.eigh(square + shift).eigenvectors.flip(-1), out)
+def _finite(squares: torch.Tensor, shift: float = 0.0) -> torch.Tensor:
+    """The matrices plus `shift` times the identity; the identity in place of those that have overflowed.
 
-
-def _finite(squares: torch.Tensor) -> torch.Tensor:
-    """The matrices, with the identity in place of those that have overflowed: LAPACK raises or returns NaN for them."""
+    LAPACK raises or returns NaN for infinite matrices.
+    """
     identity = torch.eye(squares.size(-1), dtype=squares.dtype, device=squares.device)
-    return torch.where(squares.isfinite().all(dim=-1).all(dim=-1)[..., None, None], squares, identity)
+    finite = torch.where(squares.isfinite().all(dim=-1).all(dim=-1)[..., None, None], squares, identity)
+    return finite + shift * identity if shift else finite
+
+
+def _eigenbasis(operands: Sequence[torch.Tensor], _: Sequence[float], out: torch.Tensor | None) -> torch.Tensor:
+    return _into(torch.linalg.eigh(_finite(operands[0], _SHIFT)).eigenvectors.flip(-1), out)
 
 
 def _descending(operands: Sequence[torch.Tensor], _: Sequence[float], out: torch.Tensor | None) -> torch.Tensor:

@@ -89,15 +89,13 @@ _CUBIC = (
 _DEEPSEEK = (*[COEFFICIENTS] * 8, *[(2.0, -1.5, 0.5)] * 2)
 
 _TABLES = {
-    "jordan": _Table((COEFFICIENTS,), STEPS, "last"),
-    "simple": _Table((COEFFICIENTS,), STEPS, "last"),
+    **dict.fromkeys(("jordan", "simple"), _Table((COEFFICIENTS,), STEPS, "last")),
     "quintic": _Table(_QUINTIC, 5, "first"),
     "polar_express": _Table(_POLAR_EXPRESS, 5, "last", scales=True),
     "polar_express_dion": _Table(_DION, 5),
     "cans": _Table(_CANS, 5, "last", scales=True),
     "aol": _Table(_AOL, 4, "first"),
-    "deepseek-v4": _Table(_DEEPSEEK, 10, "last"),
-    "deepseekv4": _Table(_DEEPSEEK, 10, "last"),
+    **dict.fromkeys(("deepseek-v4", "deepseekv4"), _Table(_DEEPSEEK, 10, "last")),
     "cubic5": _Table(_CUBIC, 5),
 }
 
@@ -122,13 +120,12 @@ def refusal(coefficients: Any) -> str:
 
 
 def _is_row(row: Any) -> bool:
-    return isinstance(row, (tuple, list)) and len(row) == 3 and not any(map(_is_no_number, row))
+    def is_number(entry: Any) -> bool:
+        if isinstance(entry, (int, float)) and not isinstance(entry, bool):
+            return math.isfinite(entry)
+        return isinstance(entry, torch.Tensor) or callable(entry)  # in a trace numbers are tensors
 
-
-def _is_no_number(entry: Any) -> bool:
-    # In a trace numbers are tensors.
-    number = isinstance(entry, (int, float)) and not isinstance(entry, bool)
-    return not math.isfinite(entry) if number else not (isinstance(entry, torch.Tensor) or callable(entry))
+    return isinstance(row, (tuple, list)) and len(row) == 3 and all(map(is_number, row))
 
 
 def rows_of(coefficients: Any, steps: Any = None, safety: float = SAFETY) -> list[Row]:

@@ -6,22 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-
-
-class MatrixSegment(Protocol):
-    """A segment of the engine, as far as matrices are concerned: its tensors, and what is known of a step."""
-
-    spec: Any
-    entries: list[Any]
-    group_rows: Any
-    device: torch.device
-    grads: torch.Tensor
-    gradients: Sequence[torch.Tensor | None]
-    control: Any
-    numbers: Any
 
 
 @dataclass
@@ -51,13 +38,6 @@ limit: int = 1 << 30  # the bound for new optimizers
 
 _kept: ContextVar[int | None] = ContextVar("_kept", default=None)
 """The bound of the optimizer whose kernels are being prepared; None for `limit`."""
-
-
-class Operation(Protocol):
-    """A value of a graph, as far as its memory is concerned."""
-
-    @property
-    def operation(self) -> str: ...
 
 
 def limit_workspace(size: int) -> int:
@@ -97,12 +77,11 @@ def keeping_to(bound: int | None) -> Iterator[None]:
         _kept.reset(token)
 
 
-def matrices_at_once(work: Sequence[Operation], shape: tuple[int, int], compute: torch.dtype, count: int) -> int:
-    """How many matrices are processed at once."""
+def matrices_at_once(work: Sequence[str], shape: tuple[int, int], compute: torch.dtype, count: int) -> int:
+    """How many matrices are processed at once by operations of these names."""
     rows, columns = shape
     needs = [1]
-    for value in work:
-        operation = MATRIX_OPERATIONS.get(value.operation)
+    for operation in map(MATRIX_OPERATIONS.get, work):
         extra = operation.workspace(rows, columns) if operation else 0
         needs.append((rows * columns + extra) * ((operation and operation.dtype) or compute).itemsize)
     kept = _kept.get()
@@ -130,7 +109,6 @@ class MatrixOperation:
     space: Callable[..., Space]  # from the operands' shapes to the result's
     run: Run
     dtype: torch.dtype | None = None  # what it takes and returns; None for the type that the rule computes in
-    is_view: bool = False  # whether the result is the operand's own memory, seen otherwise
     workspace: Callable[[int, int], int] = field(default=lambda rows, columns: 0)
     work: Callable[[int, int, Sequence[float]], float] = field(
         default=lambda rows, columns, numbers: 2.0 * rows * columns * min(rows, columns)
@@ -162,7 +140,6 @@ transpose = register(
         1,
         lambda space: (space[1], space[0]),
         lambda operands, _, out: operands[0].mT if out is None else out.copy_(operands[0].mT),
-        is_view=True,
     )
 )
 """`matrix.mT`."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 import torch
 
-scalar_factory: ContextVar[Callable[[float], Any] | None] = ContextVar("scalar_factory", default=None)
-"""How a number becomes a 0-dim value inside a rule; the tracer replaces it while it traces."""
+traced_by: ContextVar[Any] = ContextVar("traced_by", default=None)
+"""The `Recorder` of a rule, while it traces: numbers become 0-dim values by its `constant`."""
 
 
 def as_python(value: Any) -> Any:
@@ -41,5 +40,5 @@ def as_scalar(value: Any, device: torch.device | None = None) -> Any:
         return tuple(as_scalar(entry, device) for entry in value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return value
-    factory = scalar_factory.get()
-    return factory(value) if factory else torch.tensor(float(value), dtype=torch.float64, device=device)
+    tracer = traced_by.get()
+    return tracer.constant(value) if tracer else torch.tensor(float(value), dtype=torch.float64, device=device)

@@ -34,16 +34,11 @@ _COPY_ENGINE = (9, 0)  # the first compute capability with one: Hopper's
 SMALLEST = 1024  # below, half the tiles are no gain: benchmarks/symmetric_products.py
 
 
-def can_multiply(batch: torch.Tensor) -> bool:
-    """Whether `symmetric_product` takes products of this batch and of squares on its short side."""
-    fits = all(side > 0 and side % 16 == 0 for side in batch.shape[-2:])
-    return batch.is_cuda and batch.is_contiguous() and fits and _triton() is not None and batch.data_ptr() % 16 == 0
-
-
 def pays(batch: torch.Tensor) -> bool:
     """Whether `symmetric_product` takes products of this batch, and is faster at them than torch's full ones."""
     large = batch.is_cuda and batch.dtype.itemsize == 2 and min(batch.shape[-2:]) >= SMALLEST
-    return large and _copies_blocks(batch.device) and can_multiply(batch)
+    fits = large and batch.is_contiguous() and all(side % 16 == 0 for side in batch.shape[-2:])
+    return fits and _copies_blocks(batch.device) and _triton() is not None and batch.data_ptr() % 16 == 0
 
 
 @lru_cache(maxsize=64)

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from .protocol import at_least, between, rule
+from .protocol import TORCH_OPTIONS, between, nonnegative, rule
 from .scalars import decayed
 
 
 @rule(
     name="Adadelta",
-    ranges={
-        "lr": at_least(0),
-        "rho": between(0, 1, open_high=False),
-        "eps": at_least(0),
-        "weight_decay": at_least(0),
-    },
-    options={"foreach": None, "capturable": False, "differentiable": False},
+    ranges=nonnegative("lr", "eps", "weight_decay", rho=between(0, 1, open_high=False)),
+    options=TORCH_OPTIONS,
     keyword_only=("maximize",),
     positional=("foreach",),
 )

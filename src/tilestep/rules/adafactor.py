@@ -7,19 +7,13 @@ from typing import Any
 
 import torch
 
-from .protocol import Interval, State, at_least, rule
+from .protocol import Interval, State, at_least, nonnegative, rule
 from .scalars import machine_epsilon
 
 
 @rule(
     name="Adafactor",
-    ranges={
-        "lr": at_least(0),
-        "beta2_decay": Interval(high=0),
-        "eps": at_least(0),
-        "d": at_least(1),
-        "weight_decay": at_least(0),
-    },
+    ranges=nonnegative("lr", "eps", "weight_decay", beta2_decay=Interval(high=0), d=at_least(1)),
     options={"foreach": None},
     keyword_only=("maximize",),
     states={"row_var": State(shape="row"), "col_var": State(shape="column")},

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from .protocol import State, at_least, rule
+from .protocol import State, nonnegative, rule
 from .scalars import decayed
 
 
 @rule(
     name="Adagrad",
-    ranges={
-        "lr": at_least(0),
-        "lr_decay": at_least(0),
-        "weight_decay": at_least(0),
-        "initial_accumulator_value": at_least(0),
-        "eps": at_least(0),
-    },
+    ranges=nonnegative("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"),
     options={"foreach": None, "differentiable": False, "fused": None},
     keyword_only=("maximize",),
     positional=("foreach",),

@@ -6,16 +6,15 @@ from typing import Any
 
 import torch
 
-from .protocol import at_least, between, rule
+from .protocol import ADAM_RANGES, TORCH_OPTIONS, rule
 from .scalars import decayed
 
-_RANGES = {"lr": at_least(0), "betas": between(0, 1), "eps": at_least(0), "weight_decay": at_least(0)}
-_OPTIONS = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
+_OPTIONS = {**TORCH_OPTIONS, "fused": None}
 
 
 @rule(
     name="Adam",
-    ranges=_RANGES,
+    ranges=ADAM_RANGES,
     options=_OPTIONS,
     keyword_only=("maximize", "decoupled_weight_decay"),
     numbered=2,
@@ -70,7 +69,7 @@ def adam(
 
 @rule(
     name="AdamW",
-    ranges=_RANGES,
+    ranges=ADAM_RANGES,
     options={**_OPTIONS, "decoupled_weight_decay": True},
     keyword_only=("maximize",),
     numbered=2,

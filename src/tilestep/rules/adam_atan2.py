@@ -14,18 +14,12 @@ from typing import Any
 
 import torch
 
-from .protocol import at_least, between, rule
+from .protocol import between, nonnegative, rule
 
 
 @rule(
     name="AdamAtan2",
-    ranges={
-        "lr": at_least(0),
-        "betas": between(0, 1),
-        "weight_decay": at_least(0),
-        "a": at_least(0),
-        "b": at_least(0),
-    },
+    ranges=nonnegative("lr", "weight_decay", "a", "b", betas=between(0, 1)),
 )
 def adam_atan2(
     param: Any,

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from .protocol import at_least, between, rule
+from .protocol import ADAM_RANGES, TORCH_OPTIONS, rule
 from .scalars import decayed
 
 
 @rule(
     name="Adamax",
-    ranges={"lr": at_least(0), "betas": between(0, 1), "eps": at_least(0), "weight_decay": at_least(0)},
-    options={"foreach": None, "differentiable": False, "capturable": False},
+    ranges=ADAM_RANGES,
+    options=TORCH_OPTIONS,
     keyword_only=("maximize",),
     positional=("foreach",),
 )

@@ -16,22 +16,16 @@ from typing import Any
 
 import torch
 
-from ..linalg.coefficients import COEFFICIENTS, refusal
+from ..linalg.coefficients import COEFFICIENTS
 from ..linalg.orthogonal import orthogonalize
-from .protocol import MATRIX_OPTIONS, State, at_least, between, rule
+from .muon import NEWTON_SCHULZ, averaged
+from .protocol import MATRIX_OPTIONS, State, between, nonnegative, rule
 
 
 @rule(
     name="AdaMuon",
     states={"v_buffer": State(signed=False)},
-    ranges={
-        "lr": at_least(0),
-        "weight_decay": at_least(0),
-        "momentum": between(0, 1),
-        "eps": at_least(0),
-        "ns_coefficients": refusal,
-        "ns_steps": between(0, 100, or_none=True),
-    },
+    ranges=nonnegative("weight_decay", momentum=between(0, 1), **NEWTON_SCHULZ),
     options=MATRIX_OPTIONS,
     fallback="AdamW",
 )
@@ -62,8 +56,7 @@ def adamuon(
     Source: Si et al., "AdaMuon: Adaptive Muon Optimizer" (2025), algorithm 1 of its third version; names and defaults
     of the authors' Chongjie-Si/AdaMuon, gpt2/models/optimizers, whose second moment is in bfloat16.
     """
-    momentum_buffer = momentum_buffer + (1 - momentum) * (grad - momentum_buffer)
-    update = grad + momentum * (momentum_buffer - grad) if nesterov else momentum_buffer
+    momentum_buffer, update = averaged(grad, momentum_buffer, momentum, nesterov)
     orthogonal = orthogonalize(torch.sign(update), steps=ns_steps, coefficients=ns_coefficients)
     v_buffer = momentum * v_buffer + (1 - momentum) * orthogonal * orthogonal
     normalized = orthogonal / (v_buffer.sqrt() + eps)

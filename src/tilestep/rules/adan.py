@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from .protocol import at_least, between, rule
+from .protocol import ADAM_RANGES, rule
 
 
 @rule(
     name="Adan",
-    ranges={"lr": at_least(0), "betas": between(0, 1), "eps": at_least(0), "weight_decay": at_least(0)},
+    ranges=ADAM_RANGES,
     options={"foreach": None, "fused": None},
     keyword_only=("no_prox",),
 )

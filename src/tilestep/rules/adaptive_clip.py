@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .compose import compose
+from .limits import valid
 from .protocol import Rule, State, at_least, between
 from .scalars import sum_over_tensors
 
@@ -47,14 +48,13 @@ class AdaGC:
     warmup: int = 100
 
     def __post_init__(self) -> None:
-        if not 1 <= self.rel < math.inf:
-            raise ValueError(f"Invalid rel: {self.rel}; it must be a number of at least 1")
-        if not self.limit > 0:
-            raise ValueError(f"Invalid limit: {self.limit}; it must be a norm above 0")
-        if not 0 <= self.decay < 1:
-            raise ValueError(f"Invalid decay: {self.decay}; it must be at least 0 and below 1")
-        if not self.warmup >= 2:
-            raise ValueError(f"Invalid warmup: {self.warmup}; the mean begins with the norm of step 1")
+        valid(
+            self,
+            rel=(1 <= self.rel < math.inf, "it must be a number of at least 1"),
+            limit=(self.limit > 0, "it must be a norm above 0"),
+            decay=(0 <= self.decay < 1, "it must be at least 0 and below 1"),
+            warmup=(self.warmup >= 2, "the mean begins with the norm of step 1"),
+        )
 
     @property
     def numbers(self) -> dict[str, float]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .protocol import at_least, between, rule
+from .protocol import ADAM_RANGES, at_least, nonnegative, rule
 
 
 def warm_up_alpha(step: Any, alpha: Any, warmup: Any) -> Any:
@@ -54,15 +54,7 @@ def warm_up_beta3(step: Any, beta1: Any, beta3: Any, warmup: Any) -> Any:
 
 @rule(
     name="AdEMAMix",
-    ranges={
-        "lr": at_least(0),
-        "betas": between(0, 1),
-        "alpha": at_least(0),
-        "eps": at_least(0),
-        "weight_decay": at_least(0),
-        "beta3_warmup": at_least(1),
-        "alpha_warmup": at_least(1),
-    },
+    ranges=nonnegative("alpha", beta3_warmup=at_least(1), alpha_warmup=at_least(1), **ADAM_RANGES),
     numbered=3,
 )
 def ademamix(

@@ -6,20 +6,14 @@ from typing import Any
 
 import torch
 
-from .protocol import at_least, between, rule
+from .protocol import ADAM_RANGES, TORCH_OPTIONS, at_least, rule
 from .scalars import decayed
 
 
 @rule(
     name="ADOPT",
-    ranges={
-        "lr": at_least(0),
-        "betas": between(0, 1),
-        "eps": at_least(0),
-        "weight_decay": at_least(0),
-        "clip_exponent": at_least(0, or_none=True),
-    },
-    options={"foreach": None, "capturable": False, "differentiable": False, "fused": None},
+    ranges={**ADAM_RANGES, "clip_exponent": at_least(0, or_none=True)},
+    options={**TORCH_OPTIONS, "fused": None},
     keyword_only=("clip_exponent", "maximize"),
 )
 def adopt(

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from .protocol import State, at_least, rule
+from .protocol import TORCH_OPTIONS, State, nonnegative, rule
 from .scalars import decayed
 
 
 @rule(
     name="ASGD",
-    ranges={"lr": at_least(0), "weight_decay": at_least(0)},
-    options={"foreach": None, "differentiable": False, "capturable": False},
+    ranges=nonnegative("lr", "weight_decay"),
+    options=TORCH_OPTIONS,
     keyword_only=("maximize",),
     positional=("foreach", "maximize", "differentiable", "capturable"),
     # float32 beside float64 parameters too, as torch keeps them: the rounded rate is the one that is used.

@@ -218,11 +218,6 @@ def coupled_weight_decay(rule: Rule, value: float = 1e-2) -> Rule:
     return compose(composed, rule, coupled_weight_decay, value, hyperparameters={"coupled_decay": (value, at_least(0))})
 
 
-def averaged_weights(param: Any, ema: Any) -> Any:
-    """The weights to evaluate of a rule made by `ema`."""
-    return ema
-
-
 def ema(rule: Rule, decay: float = 0.999) -> Rule:
     """Average the weights in the update pass, in a state `ema` that starts as the parameter; evaluate at the average.
 
@@ -259,13 +254,8 @@ def ema(rule: Rule, decay: float = 0.999) -> Rule:
         decay,
         states={"ema": State("param")},
         hyperparameters={"ema_decay": (decay, between(0, 1, open_high=False))},
-        evaluation=averaged_weights,
+        evaluation=lambda param, ema: ema,
     )
-
-
-def slow_weights(param: Any, slow: Any) -> Any:
-    """The weights to evaluate of a rule made by `lookahead`."""
-    return slow
 
 
 def lookahead(rule: Rule, k: int = 5, alpha: float = 0.5) -> Rule:
@@ -312,7 +302,7 @@ def lookahead(rule: Rule, k: int = 5, alpha: float = 0.5) -> Rule:
         states={"slow": State("param")},
         hyperparameters={"lookahead_k": (k, at_least(1)), "lookahead_alpha": (alpha, between(0, 1, open_high=False))},
         uses_step=True,
-        evaluation=slow_weights,
+        evaluation=lambda param, slow: slow,
     )
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from .protocol import at_least, between, rule
+from .protocol import ADAM_RANGES, rule
 from .scalars import decayed
 
 
 @rule(
     name="LAMB",
-    ranges={"lr": at_least(0), "betas": between(0, 1), "eps": at_least(0), "weight_decay": at_least(0)},
+    ranges=ADAM_RANGES,
     keyword_only=("adam_w_mode", "grad_averaging", "use_nvlamb"),
     numbered=2,
 )

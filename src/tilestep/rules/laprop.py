@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .protocol import State, at_least, between, rule
+from .protocol import ADAM_RANGES, State, rule
 
 _UNCENTERED = 10  # steps before the mean is subtracted, as in the authors' code
 
@@ -26,7 +26,7 @@ _UNCENTERED = 10  # steps before the mean is subtracted, as in the authors' code
         "exp_avg_lr_1": State(0.0, shape="scalar", dtype=torch.float64),
         "exp_avg_lr_2": State(0.0, shape="scalar", dtype=torch.float64),
     },
-    ranges={"lr": at_least(0), "betas": between(0, 1), "eps": at_least(0), "weight_decay": at_least(0)},
+    ranges=ADAM_RANGES,
 )
 def laprop(
     param: Any,

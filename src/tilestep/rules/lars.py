@@ -6,18 +6,12 @@ from typing import Any
 
 import torch
 
-from .protocol import at_least, rule
+from .protocol import nonnegative, rule
 
 
 @rule(
     name="LARS",
-    ranges={
-        "lr": at_least(0),
-        "momentum": at_least(0),
-        "weight_decay": at_least(0),
-        "trust_coefficient": at_least(0),
-        "eps": at_least(0),
-    },
+    ranges=nonnegative("lr", "momentum", "weight_decay", "trust_coefficient", "eps"),
     keyword_only=("exclude_bias_and_norm",),
 )
 def lars(

@@ -13,6 +13,14 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+
+def valid(limit: Any, /, **numbers: tuple[bool, str]) -> None:
+    """Raise `ValueError` for a number that is not valid: whether it is, and what it must be, by name."""
+    for name, (holds, wanted) in numbers.items():
+        if not holds:
+            raise ValueError(f"Invalid {name}: {getattr(limit, name)!r}; {wanted}")
+
+
 Memory = Any
 """The memory of a limit in one step: a namespace with a float or a `Window` for each entry of `Limit.memory`."""
 
@@ -189,12 +197,12 @@ class TimesMean(Limit):
     memory: ClassVar[Mapping[str, float]] = {"mean": 0.0, "count": 0.0}
 
     def __post_init__(self) -> None:
-        if not 1 < self.factor < math.inf:
-            raise ValueError(f"Invalid factor: {self.factor}; a multiple of the mean norm is a number above 1")
-        if not 0 <= self.decay < 1:
-            raise ValueError(f"Invalid decay: {self.decay}; it must be at least 0 and below 1")
-        if not self.warmup >= 1:
-            raise ValueError(f"Invalid warmup: {self.warmup}; at least 1 norm must be known before it is compared with")
+        valid(
+            self,
+            factor=(1 < self.factor < math.inf, "a multiple of the mean norm is a number above 1"),
+            decay=(0 <= self.decay < 1, "it must be at least 0 and below 1"),
+            warmup=(self.warmup >= 1, "at least 1 norm must be known before it is compared with"),
+        )
 
     def decide(self, norm: float, loss: float | None, memory: Memory, *, skipped: bool) -> tuple[bool, float]:
         """Skip a norm above the limit; every finite norm of a step that is not skipped already moves the mean."""
@@ -239,12 +247,12 @@ class Sigma(Limit):
     both_sides: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.factor < math.inf:
-            raise ValueError(f"Invalid factor: {self.factor}; it must be a number above 0")
-        if not self.window >= 2:
-            raise ValueError(f"Invalid window: {self.window}; a deviation needs at least 2 steps")
-        if self.warmup is not None and not self.warmup >= 3:
-            raise ValueError(f"Invalid warmup: {self.warmup}; at least 2 steps must lie before one that is skipped")
+        valid(
+            self,
+            factor=(0 < self.factor < math.inf, "it must be a number above 0"),
+            window=(self.window >= 2, "a deviation needs at least 2 steps"),
+            warmup=(self.warmup is None or self.warmup >= 3, "at least 2 steps must lie before one that is skipped"),
+        )
 
     @property
     def memory(self) -> Mapping[str, Window]:  # type: ignore[override]
@@ -310,18 +318,15 @@ class ZClip(Limit):
     memory: ClassVar[Mapping[str, float]] = {"mean": 0.0, "variance": 0.0, "count": 0.0}
 
     def __post_init__(self) -> None:
-        if not 0 < self.z < math.inf:
-            raise ValueError(f"Invalid z: {self.z}; it must be a number above 0")
-        if not 0 <= self.decay < 1:
-            raise ValueError(f"Invalid decay: {self.decay}; it must be at least 0 and below 1")
-        if not self.warmup >= 2:
-            raise ValueError(f"Invalid warmup: {self.warmup}; a variance needs at least 2 norms")
-        if self.max_norm is not None and not 0 < self.max_norm < math.inf:
-            raise ValueError(f"Invalid max_norm: {self.max_norm}; it must be a norm above 0, or None")
-        if self.option not in _OPTIONS:
-            raise ValueError(f"Invalid option: {self.option!r}; it must be one of {', '.join(map(repr, _OPTIONS))}")
-        if not 0 < self.factor < math.inf:
-            raise ValueError(f"Invalid factor: {self.factor}; it must be a number above 0")
+        valid(
+            self,
+            z=(0 < self.z < math.inf, "it must be a number above 0"),
+            decay=(0 <= self.decay < 1, "it must be at least 0 and below 1"),
+            warmup=(self.warmup >= 2, "a variance needs at least 2 norms"),
+            max_norm=(self.max_norm is None or 0 < self.max_norm < math.inf, "it must be a norm above 0, or None"),
+            option=(self.option in _OPTIONS, f"it must be one of {', '.join(map(repr, _OPTIONS))}"),
+            factor=(0 < self.factor < math.inf, "it must be a number above 0"),
+        )
 
     def decide(self, norm: float, loss: float | None, memory: Memory, *, skipped: bool) -> tuple[bool, float]:
         """Clip an outlier; every finite norm of a step that is not skipped moves mean and variance."""

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from .protocol import at_least, between, rule
+from .protocol import between, nonnegative, rule
 
 
 @rule(
     name="Lion",
-    ranges={"lr": at_least(0), "betas": between(0, 1), "weight_decay": at_least(0)},
+    ranges=nonnegative("lr", "weight_decay", betas=between(0, 1)),
     keyword_only=("maximize",),
     numbered=1,
 )

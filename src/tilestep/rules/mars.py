@@ -17,22 +17,19 @@ from typing import Any
 import torch
 
 from ..linalg.orthogonal import orthogonalize
-from .protocol import at_least, between, one_of, rule
+from .protocol import ADAM_RANGES, between, nonnegative, one_of, rule
 
 
 @rule(
     name="MARS",
-    ranges={
-        "lr": at_least(0),
-        "betas": between(0, 1),
-        "eps": at_least(0),
-        "weight_decay": at_least(0),
-        "gamma": at_least(0),
-        "mars_type": one_of("mars-adamw", "mars-lion", "mars-shampoo"),
-        "lr_1d_factor": at_least(0),
-        "betas_1d": between(0, 1),
-        "weight_decay_1d": at_least(0),
-    },
+    ranges=nonnegative(
+        "gamma",
+        "lr_1d_factor",
+        "weight_decay_1d",
+        mars_type=one_of("mars-adamw", "mars-lion", "mars-shampoo"),
+        betas_1d=between(0, 1),
+        **ADAM_RANGES,
+    ),
 )
 def mars(
     param: Any,

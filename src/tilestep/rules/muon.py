@@ -8,7 +8,7 @@ from typing import Any
 
 from ..linalg.coefficients import COEFFICIENTS, refusal, rows_of
 from ..linalg.orthogonal import orthogonalize
-from .protocol import MATRIX_OPTIONS, at_least, between, one_of, rule
+from .protocol import MATRIX_OPTIONS, between, nonnegative, one_of, rule
 from .scalars import scalar_globals
 
 
@@ -20,6 +20,16 @@ def _as_torch_has_it(group: Mapping[str, Any]) -> Mapping[str, Any]:
 
 SCALINGS = one_of(None, "original", "match_rms_adamw", "spectral", "spectral_unclamped")
 """What `adjust_lr_fn` may be."""
+
+
+NEWTON_SCHULZ = nonnegative("lr", "eps", ns_coefficients=refusal, ns_steps=between(0, 100, or_none=True))
+
+
+def averaged(grad: Any, momentum_buffer: Any, momentum: Any, nesterov: bool) -> tuple[Any, Any]:
+    """The average of gradients, and what is orthogonalized: with `nesterov` it looks a step ahead."""
+    momentum_buffer = momentum_buffer + (1 - momentum) * (grad - momentum_buffer)
+    update = grad + momentum * (momentum_buffer - grad) if nesterov else momentum_buffer
+    return momentum_buffer, update
 
 
 @scalar_globals
@@ -35,16 +45,7 @@ def ratio_of(adjust_lr_fn: str | None, param: Any) -> Any:
 
 @rule(
     name="Muon",
-    ranges={
-        "lr": at_least(0),
-        "weight_decay": at_least(0),
-        "momentum": at_least(0),
-        "eps": at_least(0),
-        "ns_coefficients": refusal,
-        "ns_steps": between(0, 100, or_none=True),
-        "adjust_lr_fn": SCALINGS,
-        "lr_scale": at_least(0),
-    },
+    ranges=nonnegative("weight_decay", "momentum", "lr_scale", adjust_lr_fn=SCALINGS, **NEWTON_SCHULZ),
     options=MATRIX_OPTIONS,
     keyword_only=("lr_scale",),
     fallback="AdamW",
@@ -87,8 +88,7 @@ def muon(
     Scalable for LLM Training" (2025) for match_rms_adamw; Bernstein, "Deriving Muon" (2025) for spectral_unclamped;
     NVIDIA's Emerging-Optimizers for spectral; torch.optim.Muon.
     """
-    momentum_buffer = momentum_buffer + (1 - momentum) * (grad - momentum_buffer)
-    update = grad + momentum * (momentum_buffer - grad) if nesterov else momentum_buffer
+    momentum_buffer, update = averaged(grad, momentum_buffer, momentum, nesterov)
     orthogonal = orthogonalize(update, steps=ns_steps, coefficients=ns_coefficients, eps=eps)
     ratio = ratio_of(adjust_lr_fn, param)
     param = param * (1 - lr * weight_decay) - lr * lr_scale * ratio * orthogonal

@@ -15,20 +15,14 @@ from typing import Any
 
 import torch
 
-from ..linalg.coefficients import refusal
 from ..linalg.orthogonal import orthogonalize
-from .protocol import MATRIX_OPTIONS, at_least, between, rule
+from .muon import NEWTON_SCHULZ, averaged
+from .protocol import MATRIX_OPTIONS, between, rule
 
 
 @rule(
     name="MuonH",
-    ranges={
-        "lr": at_least(0),
-        "momentum": between(0, 1),
-        "eps": at_least(0),
-        "ns_coefficients": refusal,
-        "ns_steps": between(0, 100, or_none=True),
-    },
+    ranges={**NEWTON_SCHULZ, "momentum": between(0, 1)},
     options=MATRIX_OPTIONS,
     fallback="AdamW",
 )
@@ -58,8 +52,7 @@ def muonh(
     the result MuonH of KellerJordan/modded-nanogpt, track 3, whose defaults these are; its `mu` is `momentum`.
     Emerging-Optimizers' MuonHyperball has a fixed norm for all parameters.
     """
-    momentum_buffer = momentum_buffer + (1 - momentum) * (grad - momentum_buffer)
-    update = grad + momentum * (momentum_buffer - grad) if nesterov else momentum_buffer
+    momentum_buffer, update = averaged(grad, momentum_buffer, momentum, nesterov)
     orthogonal = orthogonalize(update, steps=ns_steps, coefficients=ns_coefficients)
     radius = param.norm()
     moved = param - lr * radius / torch.clamp(orthogonal.norm(), min=eps) * orthogonal

@@ -6,20 +6,14 @@ from typing import Any
 
 import torch
 
-from .protocol import State, at_least, between, rule
+from .protocol import ADAM_RANGES, TORCH_OPTIONS, State, nonnegative, rule
 from .scalars import decayed
 
 
 @rule(
     name="NAdam",
-    ranges={
-        "lr": at_least(0),
-        "betas": between(0, 1),
-        "eps": at_least(0),
-        "weight_decay": at_least(0),
-        "momentum_decay": at_least(0),
-    },
-    options={"foreach": None, "capturable": False, "differentiable": False},
+    ranges=nonnegative("momentum_decay", **ADAM_RANGES),
+    options=TORCH_OPTIONS,
     keyword_only=("maximize",),
     states={"mu_product": State(init=1.0, shape="scalar", dtype=torch.float32)},  # as torch keeps it
 )

@@ -14,26 +14,23 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..linalg.coefficients import COEFFICIENTS, refusal
+from ..linalg.coefficients import COEFFICIENTS
 from ..linalg.orthogonal import orthogonalize
-from .muon import SCALINGS, ratio_of
-from .protocol import MATRIX_OPTIONS, State, at_least, between, rule
+from .muon import NEWTON_SCHULZ, SCALINGS, averaged, ratio_of
+from .protocol import MATRIX_OPTIONS, State, between, nonnegative, rule
 
 
 @rule(
     name="NorMuon",
     states={"second_momentum_buffer": State(shape="row")},
-    ranges={
-        "lr": at_least(0),
-        "weight_decay": at_least(0),
-        "momentum": between(0, 1),
-        "beta2": between(0, 1),
-        "eps": at_least(0),
-        "ns_coefficients": refusal,
-        "ns_steps": between(0, 100, or_none=True),
-        "adjust_lr_fn": SCALINGS,
-        "lr_scale": at_least(0),
-    },
+    ranges=nonnegative(
+        "weight_decay",
+        "lr_scale",
+        momentum=between(0, 1),
+        beta2=between(0, 1),
+        adjust_lr_fn=SCALINGS,
+        **NEWTON_SCHULZ,
+    ),
     options=MATRIX_OPTIONS,
     fallback="AdamW",
 )
@@ -68,8 +65,7 @@ def normuon(
     zichongli5/NorMuon. dion's NorMuon is this with `nesterov=False`, `eps=1e-8`, `lr=0.01`, `weight_decay=0.01`,
     `ns_coefficients="polar_express_dion"` and `adjust_lr_fn="spectral_unclamped"`.
     """
-    momentum_buffer = momentum_buffer + (1 - momentum) * (grad - momentum_buffer)
-    update = grad + momentum * (momentum_buffer - grad) if nesterov else momentum_buffer
+    momentum_buffer, update = averaged(grad, momentum_buffer, momentum, nesterov)
     orthogonal = orthogonalize(update, steps=ns_steps, coefficients=ns_coefficients)
     square = (orthogonal * orthogonal).mean(dim=-1, keepdim=True)
     second_momentum_buffer = second_momentum_buffer + (1 - beta2) * (square - second_momentum_buffer)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .protocol import State, at_least, between, rule
+from .protocol import State, at_least, between, nonnegative, rule
 from .scalars import decayed, max_over_tensors, sum_over_tensors
 
 
@@ -21,16 +21,16 @@ from .scalars import decayed, max_over_tensors, sum_over_tensors
         "idle": State(0.0, shape="scalar"),
         "renewals": State(0.0, shape="scalar"),
     },
-    ranges={
-        "lr": at_least(0),
-        "betas": between(0, 1),
-        "beta3": between(0, 1),
-        "eps": between(0, math.inf, open_low=True),
-        "weight_decay": at_least(0),
-        "d0": between(0, math.inf, open_low=True),
-        "d_coef": at_least(0),
-        "growth_rate": at_least(1),
-    },
+    ranges=nonnegative(
+        "lr",
+        "weight_decay",
+        "d_coef",
+        betas=between(0, 1),
+        beta3=between(0, 1),
+        eps=between(0, math.inf, open_low=True),
+        d0=between(0, math.inf, open_low=True),
+        growth_rate=at_least(1),
+    ),
     options={"fsdp_in_use": False},
 )
 def prodigy(

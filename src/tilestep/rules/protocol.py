@@ -9,15 +9,15 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import pkgutil
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from ..errors import RuleError, did_you_mean
-from ..linalg.scalar_values import PYTHON_TYPES, as_python, as_scalar
+from ..linalg.scalar_values import PYTHON_TYPES, as_python, as_scalar, traced_by
 from .scalars import ScalarCalls, scalar_globals
 
 
@@ -90,6 +90,24 @@ def between(
 Allowed = Callable[[Any], str]
 """A check of a hyperparameter: what it must be if a value is invalid, otherwise an empty string."""
 
+Range = Interval | tuple[Interval, ...] | Allowed
+
+
+def nonnegative(*names: str, **ranges: Range) -> dict[str, Range]:
+    """The ranges of a rule: hyperparameters that are at least 0 by name, others by their range.
+
+    Example:
+        >>> sorted(nonnegative("lr", betas=between(0, 1)))
+        ['betas', 'lr']
+    """
+    return {**dict.fromkeys(names, at_least(0)), **ranges}
+
+
+ADAM_RANGES = nonnegative("lr", "eps", "weight_decay", betas=between(0, 1))
+
+TORCH_OPTIONS: Mapping[str, Any] = {"foreach": None, "capturable": False, "differentiable": False}
+"""Options that most of torch's optimizers have."""
+
 
 def one_of(*values: Any) -> Allowed:
     """The choice between some values, for `ranges=` of `tilestep.rule`.
@@ -143,20 +161,6 @@ registry: dict[str, Rule] = {}
 
 STATE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes of states with the shape of the parameter."""
-
-
-class Tracer(Protocol):
-    """The tracer, as a rule sees it."""
-
-    idle: list[RuleError]
-    """Messages for rules that return nothing and change nothing."""
-
-    def value_of(self, tensor: Any) -> Any:
-        """The current value of a tensor."""
-
-
-traced_by: ContextVar[Tracer | None] = ContextVar("traced_by", default=None)
-"""The tracer, while it traces."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +225,7 @@ class State:
             raise RuleError(f"dtype={self.dtype} of a state: it can be {', '.join(others)} or {last}")
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class Rule:
     """An update rule, made by `tilestep.rule`: called on tensors the reference implementation, and traced into kernels.
 
@@ -236,42 +241,28 @@ class Rule:
         ('momentum_buffer',)
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        *,
-        name: str | None = None,
-        states: Mapping[str, State] | None = None,
-        ranges: Mapping[str, Interval | tuple[Interval, ...] | Allowed] | None = None,
-        options: Mapping[str, Any] | None = None,
-        keyword_only: tuple[str, ...] = (),
-        positional: tuple[str, ...] = (),
-        evaluation: Callable[..., Any] | None = None,
-        fallback: str | None = None,
-        uncounted: bool = False,
-        at_once: bool = False,
-        numbered: int = 0,
-        saved: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
-        composition: tuple[Any, ...] | None = None,
-    ) -> None:
-        self.function = function
-        functools.update_wrapper(self, function, updated=())
-        self.__name__: str = getattr(function, "__name__", "rule")
-        self.name = name or self.__name__
-        self.ranges = dict(ranges or {})
-        self.options = dict(options or {})
-        self.keyword_only = tuple(keyword_only)
-        self.positional = tuple(positional)
-        self.evaluation = evaluation
-        self.fallback = fallback
-        self.uncounted = uncounted
-        self.at_once = at_once
-        self.numbered = numbered
-        self.saved = saved
-        self.composition = composition
+    function: Callable[..., Any] = field(kw_only=False)
+    name: str = ""
+    states: dict[str, State] = field(default_factory=dict)
+    ranges: Mapping[str, Range] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    keyword_only: tuple[str, ...] = ()
+    positional: tuple[str, ...] = ()
+    evaluation: Callable[..., Any] | None = None
+    fallback: str | None = None
+    uncounted: bool = False
+    at_once: bool = False
+    numbered: int = 0
+    saved: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    composition: tuple[Any, ...] | None = None
+
+    def __post_init__(self) -> None:
+        functools.update_wrapper(self, self.function, updated=())
+        self.__name__: str = getattr(self.function, "__name__", "rule")
+        self.name = self.name or self.__name__
         self._bound: Callable[..., Any] | None = None
         self._read_signature()
-        declared = dict(states or {})
+        declared = self.states
         self.states = {state: declared.get(state, State()) for state in self.state_names}
         self._check_declaration(declared)
 
@@ -281,53 +272,49 @@ class Rule:
         self.uses_step = False
         for parameter in inspect.signature(self.function).parameters.values():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                raise RuleError(f"{self.where}: *{parameter.name} is not allowed: name every state and hyperparameter")
+                raise self._refuse(f"*{parameter.name} is not allowed: name every state and hyperparameter")
             if parameter.name == "step":
                 self.uses_step = True
             elif parameter.kind is parameter.KEYWORD_ONLY:
                 if parameter.default is parameter.empty:
-                    raise RuleError(f"{self.where}: hyperparameter {parameter.name!r} needs a default")
+                    raise self._refuse(f"hyperparameter {parameter.name!r} needs a default")
                 self.hyperparameters[parameter.name] = parameter.default
             elif parameter.default is not parameter.empty and parameter.default is not None:
-                raise RuleError(
-                    f"{self.where}: {parameter.name}={parameter.default!r} stands among the state buffers; put a "
+                raise self._refuse(
+                    f"{parameter.name}={parameter.default!r} stands among the state buffers; put a "
                     "bare * before the hyperparameters"
                 )
             else:
                 positional.append(parameter.name)
         if len(positional) < 2:
-            raise RuleError(f"{self.where}: {self.__name__}() needs at least a parameter and a gradient, in that order")
+            raise self._refuse(f"{self.__name__}() needs at least a parameter and a gradient, in that order")
         self.buffer_names, self.state_names = tuple(positional), tuple(positional[2:])
 
     def _check_declaration(self, declared: Mapping[str, State]) -> None:
         """Raise for unknown or reserved names, defaults of unsupported types, and invalid initial states."""
         if unknown := sorted(set(declared) - set(self.state_names)):
-            raise RuleError(f"{self.where}: states= names {unknown}, which are not parameters of {self.__name__}()")
+            raise self._refuse(f"states= names {unknown}, which are not parameters of {self.__name__}()")
         for kind, names, taken in (
             ("state", self.states, _NOT_FOR_STATES),
             ("hyperparameter", self.hyperparameters, NOT_FOR_HYPERPARAMETERS),
         ):
             for name in names:
                 if name in taken:
-                    raise RuleError(f"{self.where}: the {kind} {name!r} needs another name: that one is {taken[name]}")
+                    raise self._refuse(f"the {kind} {name!r} needs another name: that one is {taken[name]}")
         for name, default in self.hyperparameters.items():
             if isinstance(default, (dict, set)):
-                raise RuleError(
-                    f"{self.where}: hyperparameter {name!r} is a {type(default).__name__}; it must be a number, a "
+                raise self._refuse(
+                    f"hyperparameter {name!r} is a {type(default).__name__}; it must be a number, a "
                     "flag, a string, None, or a tuple of such"
                 )
         for name, start in self.states.items():
             if isinstance(start.init, str) and start.init not in ("param", *self.hyperparameters):
-                raise RuleError(
-                    f"{self.where}: state {name!r} begins at {start.init!r}, which is no hyperparameter, nor 'param'"
-                )
+                raise self._refuse(f"state {name!r} begins at {start.init!r}, which is no hyperparameter, nor 'param'")
             if start.zero_if_late not in (None, *self.hyperparameters):
-                raise RuleError(
-                    f"{self.where}: state {name!r} has zero_if_late={start.zero_if_late!r}, no hyperparameter"
-                )
+                raise self._refuse(f"state {name!r} has zero_if_late={start.zero_if_late!r}, no hyperparameter")
         if unknown := sorted(set(self.ranges) - set(self.hyperparameters)):
             possible = ", ".join(self.hyperparameters)
-            raise RuleError(f"{self.where}: ranges= names {unknown}, which are not hyperparameters ({possible})")
+            raise self._refuse(f"ranges= names {unknown}, which are not hyperparameters ({possible})")
 
     @property
     def where(self) -> str:
@@ -340,6 +327,9 @@ class Rule:
         """
         code = getattr(self.function, "__code__", None)
         return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(self.function)
+
+    def _refuse(self, reason: str) -> RuleError:
+        return RuleError(f"{self.where}: {reason}")
 
     @property
     def counts_steps(self) -> bool:
@@ -431,10 +421,10 @@ class Rule:
         result = self.bound()(*buffers, **values)
         if result is None and tracer.value_of(buffers[0]) is before:
             tracer.idle.append(
-                RuleError(
-                    f"{self.where}: {self.__name__}() returns nothing and does not change {names[0]}, so "
-                    f"nothing would train; return the new values ({', '.join((names[0], *self.state_names))}), "
-                    f"or change {names[0]} in place ({names[0]}.sub_(...))"
+                self._refuse(
+                    f"{self.__name__}() returns nothing and does not change {names[0]}, so nothing would train; "
+                    f"return the new values ({', '.join((names[0], *self.state_names))}), or change {names[0]} in "
+                    f"place ({names[0]}.sub_(...))"
                 )
             )
         return self._returned(result, buffers)
@@ -471,8 +461,8 @@ class Rule:
             result = (result,)
         if len(result) != len(updated):
             wanted = ", ".join((self.buffer_names[0], *self.state_names))
-            raise RuleError(
-                f"{self.where}: {self.__name__}() returned {len(result)} value{'s' * (len(result) != 1)}, "
+            raise self._refuse(
+                f"{self.__name__}() returned {len(result)} value{'s' * (len(result) != 1)}, "
                 f"it must return {len(updated)}: {wanted} (or None when it works in place)"
             )
         return tuple(result)
@@ -517,12 +507,7 @@ def _registered(name: str) -> Rule:
 
 
 def _by_reference(module: str, qualname: str) -> Any:
-    import importlib
-
-    member: Any = importlib.import_module(module)
-    for part in qualname.split("."):
-        member = getattr(member, part)
-    return member
+    return pkgutil.resolve_name(f"{module}:{qualname}")
 
 
 def changes(value: Any) -> bool:
@@ -585,7 +570,7 @@ def rule(
     *,
     name: str | None = None,
     states: Mapping[str, State] | None = None,
-    ranges: Mapping[str, Interval | tuple[Interval, ...] | Allowed] | None = None,
+    ranges: Mapping[str, Range] | None = None,
     options: Mapping[str, Any] | None = None,
     keyword_only: tuple[str, ...] = (),
     positional: tuple[str, ...] = (),
@@ -641,12 +626,12 @@ def rule(
             raise RuleError(f"{target!r} is no function that could be a rule")
         made = Rule(
             target,
-            name=name,
-            states=states,
-            ranges=ranges,
-            options=options,
-            keyword_only=keyword_only,
-            positional=positional or by_position,
+            name=name or "",
+            states=dict(states or {}),
+            ranges=dict(ranges or {}),
+            options=dict(options or {}),
+            keyword_only=tuple(keyword_only),
+            positional=tuple(positional or by_position),
             evaluation=evaluation,
             fallback=fallback or others,
             uncounted=uncounted,

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from .protocol import at_least, rule
+from .protocol import TORCH_OPTIONS, nonnegative, rule
 from .scalars import decayed
 
 
 @rule(
     name="RMSprop",
-    ranges={
-        "lr": at_least(0),
-        "alpha": at_least(0),
-        "eps": at_least(0),
-        "weight_decay": at_least(0),
-        "momentum": at_least(0),
-    },
-    options={"capturable": False, "foreach": None, "differentiable": False},
+    ranges=nonnegative("lr", "alpha", "eps", "weight_decay", "momentum"),
+    options=TORCH_OPTIONS,
     keyword_only=("maximize",),
     positional=("capturable", "foreach", "maximize", "differentiable"),
     numbered=1,

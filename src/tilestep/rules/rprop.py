@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from .protocol import Interval, State, at_least, between, rule
+from .protocol import TORCH_OPTIONS, Interval, State, between, nonnegative, rule
 
 
 @rule(
     name="Rprop",
-    ranges={"lr": at_least(0), "etas": (between(0, 1, open_low=True), Interval(low=1, open_low=True))},
-    options={"capturable": False, "foreach": None, "differentiable": False},
+    ranges=nonnegative("lr", etas=(between(0, 1, open_low=True), Interval(low=1, open_low=True))),
+    options=TORCH_OPTIONS,
     keyword_only=("maximize",),
     states={"step_size": State(init="lr", signed=False)},
 )

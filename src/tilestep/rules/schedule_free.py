@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .protocol import State, at_least, between, rule
+from .protocol import State, between, nonnegative, rule
 
 _STATES = {
     "z": State("param"),
@@ -14,7 +14,7 @@ _STATES = {
     "weight_sum": State(0.0, shape="scalar", dtype=torch.float64),
     "lr_max": State(-1.0, shape="scalar", dtype=torch.float64),
 }
-_RANGES = {"lr": at_least(0), "weight_decay": at_least(0), "warmup_steps": at_least(0)}
+_RANGES = nonnegative("lr", "weight_decay", "warmup_steps")
 _INSIDE = between(0, 1, open_low=True)
 
 
@@ -114,7 +114,7 @@ def schedule_free_sgd(
 @rule(
     name="ScheduleFreeAdamW",
     states=_STATES,
-    ranges={**_RANGES, "eps": at_least(0), "betas": (_INSIDE, between(0, 1)), "inner_momentum": between(0, 1)},
+    ranges=nonnegative("eps", betas=(_INSIDE, between(0, 1)), inner_momentum=between(0, 1), **_RANGES),
     options={"foreach": None},
     evaluation=average_of_adamw,
 )

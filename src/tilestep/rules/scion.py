@@ -17,20 +17,20 @@ import torch
 
 from ..errors import RuleError
 from ..linalg.orthogonal import orthogonalize
-from .protocol import MATRIX_OPTIONS, at_least, between, one_of, rule
+from .protocol import MATRIX_OPTIONS, between, nonnegative, one_of, rule
 
 _EPS = 1e-8  # as in the authors' code
 
 
 @rule(
     name="Scion",
-    ranges={
-        "lr": at_least(0),
-        "momentum": between(0, 1, open_low=True, open_high=False),
-        "norm": one_of("Auto", "Spectral", "Sign", "ColNorm", "RowNorm", "BiasRMS"),
-        "normalized": one_of(None, False, True),
-        "ns_steps": between(0, 100),
-    },
+    ranges=nonnegative(
+        "lr",
+        momentum=between(0, 1, open_low=True, open_high=False),
+        norm=one_of("Auto", "Spectral", "Sign", "ColNorm", "RowNorm", "BiasRMS"),
+        normalized=one_of(None, False, True),
+        ns_steps=between(0, 100),
+    ),
     options=MATRIX_OPTIONS,
 )
 def scion(

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from .protocol import State, at_least, rule
+from .protocol import State, nonnegative, rule
 from .scalars import decayed
 
 
 @rule(
     name="SGD",
-    ranges={"lr": at_least(0), "momentum": at_least(0), "weight_decay": at_least(0)},
+    ranges=nonnegative("lr", "momentum", "weight_decay"),
     options={"foreach": None, "differentiable": False, "fused": None},
     keyword_only=("maximize",),
     uncounted=True,

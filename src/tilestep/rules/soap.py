@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..linalg.bases import descending, eigenbasis, orthogonal_basis
-from .protocol import State, at_least, between, rule
+from .protocol import ADAM_RANGES, State, at_least, between, nonnegative, rule
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -21,15 +21,12 @@ _LARGEST = torch.finfo(torch.float32).max
         "basis_left": State(shape="left"),
         "basis_right": State(shape="right"),
     },
-    ranges={
-        "lr": at_least(0),
-        "betas": between(0, 1),
-        "shampoo_beta": between(float("-inf"), 1, open_low=True),
-        "eps": at_least(0),
-        "weight_decay": at_least(0),
-        "precondition_frequency": at_least(1),
-        "max_precond_dim": at_least(0),
-    },
+    ranges=nonnegative(
+        "max_precond_dim",
+        shampoo_beta=between(float("-inf"), 1, open_low=True),
+        precondition_frequency=at_least(1),
+        **ADAM_RANGES,
+    ),
 )
 def soap(
     param: Any,

@@ -6,18 +6,12 @@ from typing import Any
 
 import torch
 
-from .protocol import at_least, between, rule
+from .protocol import at_least, between, nonnegative, rule
 
 
 @rule(
     name="SophiaG",
-    ranges={
-        "lr": at_least(0),
-        "betas": between(0, 1),
-        "rho": at_least(0),
-        "weight_decay": at_least(0),
-        "bs": at_least(1),
-    },
+    ranges=nonnegative("lr", "rho", "weight_decay", betas=between(0, 1), bs=at_least(1)),
     options={"capturable": False},
     keyword_only=("bs", "maximize"),
 )

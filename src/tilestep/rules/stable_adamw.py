@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .protocol import State, at_least, between, rule
+from .protocol import ADAM_RANGES, State, rule
 
 
 def _debiased(beta: Any, step: Any) -> Any:
@@ -16,7 +16,7 @@ def _debiased(beta: Any, step: Any) -> Any:
 @rule(
     name="StableAdamW",
     states={"exp_avg_sq": State(signed=False)},
-    ranges={"lr": at_least(0), "betas": between(0, 1), "eps": at_least(0), "weight_decay": at_least(0)},
+    ranges=ADAM_RANGES,
 )
 def stable_adamw(
     param: Any,

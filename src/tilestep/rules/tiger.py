@@ -6,17 +6,14 @@ from typing import Any
 
 import torch
 
-from .protocol import at_least, between, rule
+from .protocol import between, nonnegative, rule
 
 
 @rule(
     name="Tiger",
-    ranges={
-        "lr": at_least(0),
-        "beta": between(0, 1),
-        "weight_decay": at_least(0),
-        "shrink_ratio": between(0, 1, open_high=False, or_none=True),
-    },
+    ranges=nonnegative(
+        "lr", "weight_decay", beta=between(0, 1), shrink_ratio=between(0, 1, open_high=False, or_none=True)
+    ),
     keyword_only=("embedding", "center"),
 )
 def tiger(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial
 from itertools import accumulate, chain
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,9 @@ from ..errors import RuleError
 from ..graph import SCALAR_LEVELS, MatrixPass, Value, evaluate
 from ..graph.partition import Condition, MatrixProgram
 from ..graph.tracer import group_value
-from ..linalg.operations import MATRIX_OPERATIONS, Batch, Launch, MatrixSegment, matrices_at_once
+from ..linalg.operations import MATRIX_OPERATIONS, Batch, Launch, matrices_at_once
+from ..placement.matrices import Bucket, MatrixExchange
+from .segment import Segment
 
 LEAST_MATRICES = 32
 """Passes over fewer matrices are not recorded: a graph's workspace stays allocated between steps.
@@ -118,65 +120,19 @@ def _side_by_side(
         current.wait_stream(stream)
 
 
-class Bucket(Protocol):
-    """Tensors whose matrices travel to their owners together, and back, by their numbers in an exchange."""
-
-    own: Sequence[Any]  # runs of those whose matrices this rank works on: `places`, and `layout.shape` of each
-
-    def allocate(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for this rank's parts."""
-
-    def parts(self, memory: torch.Tensor) -> dict[int, torch.Tensor]:
-        """This rank's parts in it."""
-
-    @property
-    def arriving(self) -> int:
-        """Elements of what `gather` receives."""
-
-    @property
-    def returning(self) -> int:
-        """Elements of what `scatter` sends."""
-
-    def gather(self, memory: torch.Tensor, received: torch.Tensor) -> Callable[[], object]:
-        """Begin to send parts to owners; gives what waits for this rank's own."""
-
-    def unpack(self, received: torch.Tensor, wholes: Mapping[int, torch.Tensor]) -> None:
-        """Put what has arrived into whole tensors, a run in a tensor."""
-
-    def pack(self, wholes: Mapping[int, torch.Tensor], memory: torch.Tensor, message: torch.Tensor) -> None:
-        """Put parts of whole tensors into the message."""
-
-    def scatter(self, message: torch.Tensor, memory: torch.Tensor) -> Callable[[], object]:
-        """Begin to send the message; gives what waits for this rank's parts."""
-
-
-class Exchange(Protocol):
-    """Sends parts of matrices between the ranks that share them; all ranks make the same calls in the same order."""
-
-    @property
-    def layouts(self) -> Sequence[Any]:
-        """Of each tensor the `shape` of all its matrices that the ranks share."""
-
-    def buckets(self, kinds: Mapping[int, Hashable]) -> Iterator[Bucket]:
-        """Tensors whose matrices travel together; owners work on theirs in this order, those of a kind in a batch."""
-
-
 class SharedMatrices:
     """The scratch arrays of a segment's tensors that ranks share, and matrix passes over them."""
 
     def __init__(
         self,
-        segment: MatrixSegment,
-        members: Mapping[Exchange, Mapping[int, int]],
-        keys: Sequence[tuple[Any, ...]],
-        batches: Callable[[Sequence[int]], list[Batch]],
+        matrices: MatrixBatches,
+        members: Mapping[MatrixExchange, Mapping[int, int]],
         records: bool,
     ) -> None:
-        # `members` are places of tensors in the segment by their numbers in an exchange, those of one key side by side;
-        # `batches` makes the batches of such places. `records` if every step launches the same for a bucket.
-        self._scratch = {
-            name: dtype or segment.spec.compute for name, dtype in segment.spec.program.matrices.scratch.items()
-        }
+        # `members` are places of tensors in the segment by their numbers in an exchange, those of one key side by side.
+        # `records` if every step launches the same for a bucket.
+        segment, keys = matrices.segment, matrices.keys
+        self._scratch = {name: dtype or segment.spec.compute for name, dtype in matrices.program.scratch.items()}
         self._stages: list[tuple[Bucket, list[tuple[Batch, dict[int, list[int]]]], dict[str, torch.Tensor]]] = []
         """What travels together: a bucket, the batches of its matrices here with the shapes of runs, scratch memory."""
         for exchange, numbered in members.items():
@@ -187,7 +143,7 @@ class SharedMatrices:
                         entry = segment.entries[numbered[number]]
                         entry.arrays[name] = part.view(entry.param.shape)
                 runs = {run.places[0]: [len(run.places), *run.layout.shape] for run in bucket.own}
-                made = batches([numbered[number] for run in bucket.own for number in run.places])
+                made = matrices.batches_of([numbered[number] for run in bucket.own for number in run.places])
                 shapes = [{at: runs[at] for at in runs if numbered[at] in set(batch.members)} for batch in made]
                 self._stages.append((bucket, list(zip(made, shapes)), memory))
         self._device = segment.device
@@ -303,77 +259,72 @@ def elementwise(operation: str, arguments: list[torch.Tensor]) -> torch.Tensor:
     return getattr(torch, f"logical_{operation}" if operation in ("and", "or", "not") else operation)(*arguments)
 
 
-Results = dict[int, torch.Tensor]  # batches by the identity of their value
+class _Chunk:
+    """Some matrices of a batch, and what a pass has computed of them, by the identity of the value."""
 
+    def __init__(self, segment: Segment, batch: Batch, chunk: slice) -> None:
+        self._segment, self._batch, self._chunk = segment, batch, chunk
+        self._results: dict[int, torch.Tensor] = {}
 
-def run_chunk(
-    segment: MatrixSegment,
-    matrix_pass: MatrixPass,
-    batch: Batch,
-    chunk: slice,
-    skipped_values: frozenset[int],
-    stores: bool,
-) -> None:
-    """Compute a pass for some matrices of a batch."""
-    results: Results = {identity: batch.arrays[name][chunk] for identity, name in matrix_pass.inputs.items()}
-    for value in matrix_pass.values:
-        for arg in value.args:
+    def run(self, matrix_pass: MatrixPass, skipped_values: frozenset[int], stores: bool) -> None:
+        """Compute the pass."""
+        batch, chunk, results = self._batch, self._chunk, self._results
+        results.update((identity, batch.arrays[name][chunk]) for identity, name in matrix_pass.inputs.items())
+        for arg in (arg for value in matrix_pass.values for arg in value.args):
             if arg.operation == "load" and arg.attribute in batch.states:
                 results[id(arg)] = batch.states[arg.attribute][chunk]
-    kept = {id(value) for value in matrix_pass.states.values()}
-    last_use = {id(arg): place for place, value in enumerate(matrix_pass.values) for arg in value.args}
-    for place, value in enumerate(matrix_pass.values):
-        if id(value) not in skipped_values:
-            name = matrix_pass.outputs.get(id(value))
-            out = None if name is None else batch.arrays[name][chunk]
-            results[id(value)] = _compute(segment, value, results, batch, chunk, out)
-        for arg in value.args:
-            if last_use[id(arg)] == place and id(arg) not in kept:
-                results.pop(id(arg), None)
-    if matrix_pass.states and stores:
-        _store(segment, matrix_pass.states, results, batch, chunk)
+        kept = {id(value) for value in matrix_pass.states.values()}
+        last_use = {id(arg): place for place, value in enumerate(matrix_pass.values) for arg in value.args}
+        for place, value in enumerate(matrix_pass.values):
+            if id(value) not in skipped_values:
+                name = matrix_pass.outputs.get(id(value))
+                results[id(value)] = self._compute(value, None if name is None else batch.arrays[name][chunk])
+            for arg in value.args:
+                if last_use[id(arg)] == place and id(arg) not in kept:
+                    results.pop(id(arg), None)
+        if stores:
+            self._store(matrix_pass.states)
 
+    def _compute(self, value: Value, out: torch.Tensor | None) -> torch.Tensor:
+        results, operation = self._results, MATRIX_OPERATIONS.get(value.operation)
+        if operation is not None:
+            dtype = operation.dtype or self._segment.spec.compute
+            operands = [results[id(arg)].to(dtype) for arg in value.args[: operation.operands]]
+            numbers = self._batch.numbers
+            return operation.run(operands, [numbers[id(arg)] for arg in value.args[operation.operands :]], out)
+        if value.operation == "where":
+            branches = [results[id(arg)] for arg in value.args[1:] if id(arg) in results or arg.level in SCALAR_LEVELS]
+            if len(branches) == 1:  # the step does not take the other one, so it was not computed
+                return branches[0]
+        arguments = [results[id(arg)] if id(arg) in results else self._number(arg) for arg in value.args]
+        result = elementwise(value.operation, arguments)
+        return result if out is None else out.copy_(result)
 
-def _compute(
-    segment: MatrixSegment, value: Value, results: Results, batch: Batch, chunk: slice, out: torch.Tensor | None
-) -> torch.Tensor:
-    compute = segment.spec.compute
-    operation = MATRIX_OPERATIONS.get(value.operation)
-    if operation is not None:
-        operands = [results[id(arg)].to(operation.dtype or compute) for arg in value.args[: operation.operands]]
-        return operation.run(operands, [batch.numbers[id(arg)] for arg in value.args[operation.operands :]], out)
-    if value.operation == "where":
-        branches = [results[id(arg)] for arg in value.args[1:] if id(arg) in results or arg.level in SCALAR_LEVELS]
-        if len(branches) == 1:  # the step does not take the other one, so it was not computed
-            return branches[0]
-    arguments = [results[id(arg)] if id(arg) in results else _number(segment, arg, batch, chunk) for arg in value.args]
-    result = elementwise(value.operation, arguments)
-    return result if out is None else out.copy_(result)
+    def _number(self, value: Value) -> torch.Tensor:
+        """A number for each tensor, [matrices, 1, 1]; a constant without dimensions."""
+        table = self._segment.numbers.rows
+        if value.operation == "constant":
+            dtype = torch.bool if value.is_bool else table.dtype
+            return torch.full((), value.attribute, dtype=dtype, device=table.device)
+        column = self._segment.spec.program.columns[id(value)]
+        numbers = table[:, column][self._batch.index[self._chunk], None, None]
+        return numbers != 0 if value.is_bool else numbers
 
-
-def _number(segment: MatrixSegment, value: Value, batch: Batch, chunk: slice) -> torch.Tensor:
-    """A number for each tensor, [matrices, 1, 1]; a constant without dimensions."""
-    table = segment.numbers.rows
-    if value.operation == "constant":
-        dtype = torch.bool if value.is_bool else table.dtype
-        return torch.full((), value.attribute, dtype=dtype, device=table.device)
-    numbers = table[:, segment.spec.program.columns[id(value)]][batch.index[chunk], None, None]
-    return numbers != 0 if value.is_bool else numbers
-
-
-def _store(segment: MatrixSegment, states: Mapping[str, Value], results: Results, batch: Batch, chunk: slice) -> None:
-    """Write new matrix states where the tensor has a gradient and the step is not skipped."""
-    active = (segment.grads[batch.index[chunk]] != 0) & (segment.control.skip == 0)
-    new = {name: results[id(value)] for name, value in states.items() if id(value) in results}
-    # All are chosen before any is written: one may be another's old value. A state that stays has its own memory and
-    # strides; its transpose has the memory alone.
-    chosen = {
-        name: torch.where(active[:, None, None], value, batch.states[name][chunk])
-        for name, value in new.items()
-        if not value.is_set_to(batch.states[name][chunk])
-    }
-    for name, value in chosen.items():
-        batch.states[name][chunk].copy_(value)
+    def _store(self, states: Mapping[str, Value]) -> None:
+        """Write new matrix states where the tensor has a gradient and the step is not skipped."""
+        new = {name: self._results[id(value)] for name, value in states.items() if id(value) in self._results}
+        if not new:
+            return
+        index = self._batch.index[self._chunk]
+        active = ((self._segment.grads[index] != 0) & (self._segment.control.skip == 0))[:, None, None]
+        old = {name: self._batch.states[name][self._chunk] for name in new}
+        # All are chosen before any is written: one may be another's old value. A state that stays has its own memory
+        # and strides; its transpose has the memory alone.
+        chosen = {
+            name: torch.where(active, value, old[name]) for name, value in new.items() if not value.is_set_to(old[name])
+        }
+        for name, value in chosen.items():
+            old[name].copy_(value)
 
 
 SkippedValues = dict[tuple[int, int], frozenset[int]]
@@ -428,27 +379,20 @@ class StepBounds:
 _LOOKED_AHEAD = 1000  # following steps that are searched for one in which the host waits for nothing
 
 
-class GroupNumbers(Mapping[str, float]):
-    """A group's hyperparameters as numbers, by `key` or `key.index`."""
+class GroupNumbers(dict[str, float]):
+    """A group's hyperparameters as numbers, by `key` or `key.index`; with the step, if it is given."""
 
-    def __init__(self, group: Mapping[str, Any], step: float | None = None) -> None:
-        self.group, self.step = group, step
+    def __init__(self, group: Mapping[str, Any], **step: float) -> None:
+        super().__init__(step)
+        self._group = group
 
-    def __getitem__(self, name: str) -> float:
-        if name == "step" and self.step is not None:
-            return self.step
-        value = group_value(self.group, name)
+    def __missing__(self, name: str) -> float:
+        value = group_value(self._group, name)
         if value is None:
             raise KeyError(name)
         if isinstance(value, torch.Tensor) and value.is_cuda:
             raise RuleError(f"{name} is a tensor on a GPU; matrix operations need it on the host, before the step")
         return float(value)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.group)
-
-    def __len__(self) -> int:
-        return len(self.group)
 
 
 def work_of(matrices: MatrixProgram, group: Mapping[str, Any], rows: int, columns: int) -> float:
@@ -466,24 +410,19 @@ class Conditions:
     """The host's bounds of the step counts, which tell what the next step needs."""
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        self.groups = groups
-        self._bounds: StepBounds | None = None
+        self._groups = groups
+        self.bounds = StepBounds(torch.zeros(0))
         self._low = self._high = np.zeros(0, dtype=np.int64)
         self._active = np.zeros(0, dtype=bool)
         self._skipped: dict[tuple[int, tuple[int, ...], frozenset[int]], frozenset[int]] = {}
 
     def look(self, steps: torch.Tensor, active: np.ndarray) -> None:
         """Update the bounds of the step counts."""
-        if self._bounds is None or self._bounds.steps is not steps:
-            self._bounds = StepBounds(steps)
-        self._low, self._high = self._bounds.read()
+        if self.bounds.steps is not steps:
+            self.bounds = StepBounds(steps)
+        self._low, self._high = self.bounds.read()
         self._active = active
         self._skipped.clear()  # hyperparameters may have changed
-
-    def launched(self, active: np.ndarray, may_skip: bool) -> None:
-        """A step was launched; arguments as for `StepBounds.launched`."""
-        assert self._bounds is not None
-        self._bounds.launched(active, may_skip)
 
     def skipped_values(self, matrix_pass: MatrixPass, members: Sequence[int], groups: Sequence[int]) -> frozenset[int]:
         """The identities of values that these tensors certainly do not need in this step."""
@@ -505,7 +444,9 @@ class Conditions:
     def _skipped_in(self, matrix_pass: MatrixPass, groups: Sequence[int], following: frozenset[int]) -> frozenset[int]:
         key = id(matrix_pass), tuple(groups), following
         if key not in self._skipped:
-            numbers = [GroupNumbers(self.groups[group], float(step)) for group in groups for step in sorted(following)]
+            numbers = [
+                GroupNumbers(self._groups[group], step=float(step)) for group in groups for step in sorted(following)
+            ]
             decided: dict[tuple[int, bool], bool] = {}
             self._skipped[key] = frozenset(
                 identity
@@ -547,7 +488,7 @@ def _possible(
 class MatrixBatches:
     """The scratch arrays and matrix states of a segment, and its matrix passes."""
 
-    def __init__(self, segment: MatrixSegment) -> None:
+    def __init__(self, segment: Segment) -> None:
         self.segment = segment
         self.spec, self.entries, self.groups = segment.spec, segment.entries, segment.group_rows.groups
         self.program = self.spec.program.matrices
@@ -562,19 +503,19 @@ class MatrixBatches:
         self.conditions = Conditions(self.groups) if conditional else None
         """Decides on the host which values a step does not need; None if it always needs all."""
         records = self._records()
-        own = [index for index, entry in enumerate(self.entries) if entry.exchange is None]
-        apart = [index for index, entry in enumerate(self.entries) if entry.exchange is not None]
-        self.batches = sorted(self._batches(own), key=_elements)
+        apart = {index: entry.exchange for index, entry in enumerate(self.entries) if entry.exchange is not None}
+        own = [index for index in range(len(self.entries)) if index not in apart]
+        self.batches = sorted(self.batches_of(own), key=_elements)
         sums = accumulate(map(_elements, self.batches))
         fits = [_elements(batch) <= _SMALL and total <= _SMALL_TOGETHER for batch, total in zip(self.batches, sums)]
         self.side_by_side = sum(fits) if records and not apart else 0
         """How many of the first batches run side by side in recordings."""
         self._allocate()
-        shared: dict[Exchange, dict[int, int]] = {}
-        for member in chain.from_iterable(self._sorted(apart).values()):
-            exchange, number = self.entries[member].exchange
+        shared: dict[MatrixExchange, dict[int, int]] = {}
+        for member in chain.from_iterable(self._sorted(list(apart)).values()):
+            exchange, number = apart[member]
             shared.setdefault(exchange, {})[number] = member
-        self.shared = SharedMatrices(segment, shared, self.keys, self._batches, records) if shared else None
+        self.shared = SharedMatrices(self, shared, records) if shared else None
         self.skipped_values: SkippedValues | None = None
         """The values that steps leave out, set while a step is captured; None lets the host decide."""
         self.active = np.ones(0, dtype=bool)  # which tensors took part in the last step, if conditions need it
@@ -585,12 +526,12 @@ class MatrixBatches:
 
     def _keys(self) -> list[tuple[Any, ...]]:
         """The shape and numbers of each tensor's matrices, and how many it holds."""
-        numbers_of: dict[int, tuple[float, ...]] = {}
+        numbers_of = {
+            group: tuple(float(evaluate(value, GroupNumbers(self.groups[group]))) for value in self.numbers)
+            for group in {entry.share.group_index for entry in self.entries}
+        }
         keys = []
         for entry in self.entries:
-            if entry.share.group_index not in numbers_of:
-                numbers = GroupNumbers(self.groups[entry.share.group_index])
-                numbers_of[entry.share.group_index] = tuple(float(evaluate(value, numbers)) for value in self.numbers)
             exchange, number = entry.exchange or (None, 0)
             shape, count = tuple(entry.param.shape if exchange is None else exchange.layouts[number].shape), 1
             if entry.holds is not None:
@@ -609,21 +550,21 @@ class MatrixBatches:
             members.setdefault(self.keys[index][:2], []).append(index)
         return members
 
-    def _batches(self, indices: Sequence[int]) -> list[Batch]:
-        return [self._batch(key, members) for key, members in self._sorted(indices).items()]
-
-    def _batch(self, key: tuple[Any, ...], members: list[int]) -> Batch:
-        shape, numbers = key
-        work = [value for matrix_pass in self.passes.values() for value in matrix_pass.values]
-        counts = [self.keys[member][2] for member in members]
-        chunk = matrices_at_once(work, shape, self.spec.compute, sum(counts))
-        by_identity = {id(value): number for value, number in zip(self.numbers, numbers)}
-        batch = Batch(shape, members, counts, by_identity, chunk, self.segment.device)
-        for name in self.spec.program.graph.matrix_states:  # entries get views of the batch's states
-            batch.states[name] = torch.stack([self.entries[index].matrices[name] for index in members])
-            for index, state in zip(members, batch.states[name]):
-                self.entries[index].matrices[name] = state
-        return batch
+    def batches_of(self, indices: Sequence[int]) -> list[Batch]:
+        """New batches of the matrices of these tensors, whose states become views of the batches'."""
+        work = [value.operation for matrix_pass in self.passes.values() for value in matrix_pass.values]
+        batches = []
+        for (shape, numbers), members in self._sorted(indices).items():
+            counts = [self.keys[member][2] for member in members]
+            chunk = matrices_at_once(work, shape, self.spec.compute, sum(counts))
+            by_identity = dict(zip(map(id, self.numbers), numbers))
+            batch = Batch(shape, members, counts, by_identity, chunk, self.segment.device)
+            for name in self.spec.program.graph.matrix_states:
+                batch.states[name] = torch.stack([self.entries[index].matrices[name] for index in members])
+                for index, state in zip(members, batch.states[name]):
+                    self.entries[index].matrices[name] = state
+            batches.append(batch)
+        return batches
 
     def _allocate(self) -> None:
         """Scratch arrays; a result lies before the operand it replaces, by the largest chunk of all batches."""
@@ -686,11 +627,6 @@ class MatrixBatches:
                 return False
         return True
 
-    def replayed(self, active: np.ndarray, may_skip: bool) -> None:
-        """A captured step was launched."""
-        assert self.conditions is not None
-        self.conditions.launched(active, may_skip)
-
     def launches(self) -> list[Launch]:
         """The launches of Triton kernels in operations on matrices of the parameter's shape."""
         launches: list[Launch] = []
@@ -732,10 +668,6 @@ class MatrixBatches:
     def _groups(self, batch: Batch) -> list[int]:
         return sorted({self.entries[member].share.group_index for member in batch.members})
 
-    def _takes_part(self, batch: Batch) -> bool:
-        """Whether a matrix of a batch may take part in this step."""
-        return self.conditions is None or bool(self.active[batch.members].any())
-
     def _skipped_values(self, matrix_pass: MatrixPass, batch: Batch) -> frozenset[int]:
         """The values that a batch does not need in this step."""
         if self.conditions is None:
@@ -752,14 +684,15 @@ class MatrixBatches:
                 self.conditions.look(self.segment.numbers.step, self.active)
 
         def compute_batch(place: int, batch: Batch, known: SkippedValues | None) -> None:
-            if not (all(batch.shape) and len(batch.index)) or not self._takes_part(batch):
+            idle = self.conditions is not None and not self.active[batch.members].any()
+            if idle or not (all(batch.shape) and len(batch.index)):
                 return
             if known is None:
                 skipped = self._skipped_values(matrix_pass, batch)
             else:
                 skipped = known.get((index, place), frozenset())
             for start in range(0, len(batch.index), batch.chunk):
-                run_chunk(self.segment, matrix_pass, batch, slice(start, start + batch.chunk), skipped, stores)
+                _Chunk(self.segment, batch, slice(start, start + batch.chunk)).run(matrix_pass, skipped, stores)
 
         def compute(batches: Sequence[Batch]) -> None:
             is_own = batches is self.batches
@@ -776,5 +709,5 @@ class MatrixBatches:
         else:
             self.shared.run(matrix_pass, self.batches, compute)
         if self.conditions is not None and decides and is_last:
-            self.conditions.launched(self.active, self.segment.control.may_skip)
+            self.conditions.bounds.launched(self.active, self.segment.control.may_skip)
         self.is_built = self.is_built or is_last

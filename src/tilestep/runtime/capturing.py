@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from ..errors import CaptureError
-from .batches import MatrixBatches, SkippedValues
 from .passes import Passes
 
 PREPARE = "call optimizer.prepare_capture() before the capture"
@@ -88,17 +86,6 @@ def nothing_skipped(every: Sequence[Passes]) -> Iterator[None]:
             matrices.skipped_values = None
 
 
-@dataclass
-class _Part:
-    """Passes with optional work; `active` tensors take part in the captured step."""
-
-    passes: Passes
-    matrices: MatrixBatches
-    skipped_values: SkippedValues
-    active: np.ndarray
-    may_skip: bool = False
-
-
 class HostBranches:
     """The optional work of an engine's segments, which captured steps leave out.
 
@@ -108,30 +95,32 @@ class HostBranches:
     """
 
     def __init__(self, every: Sequence[Passes]) -> None:
-        self._parts: list[_Part] = []
-        for passes in every:
-            if passes.matrices is not None and passes.matrices.waits:
-                skipped_values = passes.matrices.plain()
-                assert skipped_values is not None
-                self._parts.append(_Part(passes, passes.matrices, skipped_values, passes.matrices.active))
+        self._matrices = [passes.matrices for passes in every if passes.matrices and passes.matrices.waits]
+        self._skipped = [matrices.plain() or {} for matrices in self._matrices]
+        self._taking_part = [matrices.active for matrices in self._matrices]
+        """The tensors that take part in the captured step."""
+        self._may_skip: list[bool] = []
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
         """A block, the capture, in which steps leave out the optional work."""
-        for part in self._parts:
-            part.matrices.skipped_values = part.skipped_values
+        for matrices, skipped in zip(self._matrices, self._skipped):
+            matrices.skipped_values = skipped
         try:
             yield
         finally:
-            for part in self._parts:
-                part.matrices.skipped_values = None
-                part.active, part.may_skip = part.matrices.active, part.passes.segment.control.may_skip
+            for matrices in self._matrices:
+                matrices.skipped_values = None
+            self._taking_part = [matrices.active for matrices in self._matrices]
+            self._may_skip = [matrices.segment.control.may_skip for matrices in self._matrices]
 
     def suffices(self) -> bool:
         """Whether the next step needs no optional work; does not wait for the device."""
-        return all(part.matrices.suffices(part.skipped_values, part.active) for part in self._parts)
+        parts = zip(self._matrices, self._skipped, self._taking_part)
+        return all(matrices.suffices(skipped, active) for matrices, skipped, active in parts)
 
     def replayed(self) -> None:
         """Take note that the captured step was launched."""
-        for part in self._parts:
-            part.matrices.replayed(part.active, part.may_skip)
+        for matrices, active, may_skip in zip(self._matrices, self._taking_part, self._may_skip):
+            if matrices.conditions is not None:
+                matrices.conditions.bounds.launched(active, may_skip)

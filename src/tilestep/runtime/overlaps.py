@@ -12,15 +12,11 @@ from .outputs import extent_of
 from .segment import Entry, is_dense
 
 
-def nbytes_spanned(tensor: torch.Tensor) -> int:
-    """Bytes from the first element to the last, gaps included."""
-    return tensor.nbytes if tensor.is_contiguous() else extent_of(tensor) * tensor.element_size()
-
-
 def spans_of(tensors: Sequence[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
     """int64[tensors] each, the addresses of their first bytes and of those after their last."""
     starts = np.asarray([address_of(tensor) for tensor in tensors], dtype=np.int64)
-    return starts, starts + np.asarray([nbytes_spanned(tensor) for tensor in tensors], dtype=np.int64)
+    extents = [one.nbytes if one.is_contiguous() else extent_of(one) * one.element_size() for one in tensors]
+    return starts, starts + np.asarray(extents, dtype=np.int64)
 
 
 def intersect(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -18,9 +18,8 @@ from ..graph.tracer import group_value
 from ..kernels.spec import MAX_DIMS, KernelSpec, cut_tiles
 from ..linalg.views import Matrices
 from ..native.table import addresses_of
-from ..placement import Share
+from ..placement import MatrixExchange, Share
 from ..storage import BLOCK, rows_of, stream_of
-from .batches import Exchange
 from .decision import Control, clip_code
 from .kernel_cache import guards_hold
 
@@ -221,7 +220,7 @@ class Entry:
     holds: Matrices | None = None  # what its rule sees in place of it; None for the tensor as it is
     ordered: bool = False  # whether its gradient must lie in memory as it does itself; one that does not is copied
     gradient_device: torch.device | None = None
-    exchange: tuple[Exchange, int] | None = None
+    exchange: tuple[MatrixExchange, int] | None = None
     origin: int = 0  # the first element's index in the whole tensor, which counts along its memory
     strides: tuple[int, ...] | None = None  # of the whole tensor along the dimensions of `param`; None for its own
     only_read: Collection[str] = ()  # arrays that no step writes
@@ -372,13 +371,20 @@ class ArrayTable:
         # An array of rows, columns or blocks is never walked with the others.
         self._apart = {*spec.program.graph.slice_states, *(array.name for array in spec.arrays if array.elements != 1)}
         by_rows = bool(spec.program.slices.views) or spec.has_blocks
-        self.strided = [
-            index
-            for index, entry in enumerate(entries)
-            if not _is_plain(entry, self._apart, by_rows) or (spec.draws and not _is_counted(entry))
-        ]
+        self.strided = [index for index, entry in enumerate(entries) if not self._is_plain(entry, by_rows)]
         """The tensors that are walked by coordinates whatever the layout of their gradients."""
         self.set_strided({})
+
+    def _is_plain(self, entry: Entry, by_rows: bool) -> bool:
+        """Whether a tensor is walked in memory order, which must be that of its indices if kernels go by rows."""
+        arrays = [array for name, array in entry.arrays.items() if name not in self._apart]
+        if self._spec.draws:  # elements behind each other must have indices behind each other in the whole tensor
+            walk = zip(entry.param.shape, entry.param.stride(), strides_of(entry))
+            if any(size != 1 and own != whole for size, own, whole in walk):
+                return False
+        if all(map(torch.Tensor.is_contiguous, arrays)):
+            return True
+        return not by_rows and all(same_walk(entry.param, array) for array in arrays)
 
     def read(self) -> None:
         """Take the arrays' addresses as they are now."""
@@ -449,11 +455,12 @@ class Segment:
         self.grads, self.control = grads, control
         self.gradients: Sequence[torch.Tensor | None] = ()
         """This step's gradients, for passes that read them as tensors."""
-        self.columns = np.asarray([_columns(entry) if spec.has_blocks else 0 for entry in self.entries], dtype=np.int64)
-        numels = [entry.param.numel() for entry in self.entries]
-        if spec.has_blocks:
-            rows = [numel // max(columns, 1) for numel, columns in zip(numels, self.columns.tolist())]
-            numels = [count * -(-columns // BLOCK) * BLOCK for count, columns in zip(rows, self.columns.tolist())]
+        numels, columns = [entry.param.numel() for entry in self.entries], [0] * len(self.entries)
+        if spec.has_blocks:  # elements of a row of blocks; all of a tensor whose rows hold whole blocks
+            rows = [rows_of(entry.param.shape)[1] for entry in self.entries]
+            columns = [row if row % BLOCK else numel for row, numel in zip(rows, numels)]
+            numels = [numel // max(row, 1) * -(-row // BLOCK) * BLOCK for numel, row in zip(numels, columns)]
+        self.columns = np.asarray(columns, dtype=np.int64)
         self.tiles = cut_tiles(numels, tile_size)
         self.sizes = np.asarray([_sizes(entry.shape, spec.sizes) for entry in self.entries], dtype=np.int64)
         self.group_rows = GroupRows(spec, self.entries, groups)
@@ -481,26 +488,6 @@ def strides_of(entry: Entry) -> tuple[int, ...]:
     return tuple(torch.empty(entry.param.shape, device="meta").stride())
 
 
-def _is_counted(entry: Entry) -> bool:
-    """Whether elements that lie behind each other have indices behind each other in the whole tensor."""
-    walk = zip(entry.param.shape, entry.param.stride(), strides_of(entry))
-    return all(size == 1 or own == whole for size, own, whole in walk)
-
-
 def _sizes(shape: Sequence[int], from_end: Sequence[int]) -> list[int]:
     """Sizes of a shape, counted from the last as 1; 1 where it has fewer dimensions; 0 for all elements."""
     return [(shape[-dim] if dim <= len(shape) else 1) if dim else math.prod(shape) for dim in from_end]
-
-
-def _columns(entry: Entry) -> int:
-    """Elements of a row of blocks; all of a tensor whose rows hold whole blocks."""
-    columns = rows_of(entry.param.shape)[1]
-    return columns if columns % BLOCK else entry.param.numel()
-
-
-def _is_plain(entry: Entry, apart: Collection[str], by_rows: bool) -> bool:
-    """Whether all arrays of a tensor are walked in memory order; by rows, that must be the order of its indices."""
-    arrays = [array for name, array in entry.arrays.items() if name not in apart]
-    if all(map(torch.Tensor.is_contiguous, arrays)):
-        return True
-    return not by_rows and all(same_walk(entry.param, array) for array in arrays)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .format import Array, Term, maximum, minimum, near_bits
+from .format import Term, maximum, minimum, near_bits
 from .masters import Widened, master_format
 
 
@@ -23,10 +23,9 @@ class Corrected(Widened):
 
     words = "bfloat16 with int8 correction"
     title = "corrected"
+    prefix = "correction"
+    second = torch.int8
     is_coarse = True
-
-    def arrays(self, name: str) -> tuple[Array, ...]:
-        return (Array(name, torch.bfloat16), Array(f"correction_{name}", torch.int8))
 
     def load(self, elements: Sequence[Term]) -> Term:
         high, low = elements

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .blocks import BLOCK
 from .companded import LARGEST_SCALE, divisor, scale_of
-from .format import Array, Term, where
+from .format import Term, where
 from .states import Blocks, blocks_format
 from .stochastic import element_at_random
 
@@ -28,9 +27,8 @@ class Float16Blocks(Blocks):
     titles = ("float16_blocks", "float16_positive_blocks")
     words = ("float16 blocks", "float16 blocks without a sign")
     precision = torch.float16
-
-    def arrays(self, name: str) -> tuple[Array, ...]:
-        return (Array(f"{name}_codes", torch.float16), Array(f"{name}_scales16", torch.bfloat16, BLOCK))
+    codes = (torch.float16, torch.float16)
+    scales = "scales16"
 
     def load(self, elements: Sequence[Term]) -> Term:
         element, scale = elements

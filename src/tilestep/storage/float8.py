@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .blocks import BLOCK
 from .companded import divisor, scale_of, unit_of
-from .format import Array, Term, maximum, minimum, quotient, where, with_sign_of
+from .format import Term, maximum, minimum, quotient, where, with_sign_of
 from .states import Blocks, blocks_format
 
 _LARGEST = 448.0
@@ -52,9 +51,7 @@ class Float8Blocks(Blocks):
 
     titles = ("float8_blocks", "float8_positive_blocks")
     words = ("float8_e4m3 blocks", "float8_e4m3 blocks without a sign")
-
-    def arrays(self, name: str) -> tuple[Array, ...]:
-        return (Array(f"{name}_codes", torch.float8_e4m3fn), Array(f"{name}_scales", torch.bfloat16, BLOCK))
+    codes = (torch.float8_e4m3fn, torch.float8_e4m3fn)
 
     def load(self, elements: Sequence[Term]) -> Term:
         element, scale = elements

@@ -4,146 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from ..graph import Builder, Value, ancestors
+from ..graph import Builder, Value, ancestors, folded
+from ..graph.terms import Term, dtype_name, where
 from .blocks import BLOCK, cut, joined, rows_of
-
-_NAMES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype without `torch.`."""
-    return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
-
-
-_RESULTS = dict.fromkeys(("bits", "whole", "block_max", "nibble"), "int32") | dict.fromkeys(
-    ("real", "widen", "eq", "lt", "gt"), ""
-)
-"""Dtypes of results that differ from the first operand's; empty for the dtype that a kernel computes in."""
-
-
-class Term:
-    """A value of a format's graph, with the operators that formats are written with.
-
-    It is a number (in the compute dtype), a truth value, an integer of 32 bits that wraps around, or a stored element,
-    which supports only `bits` and `number`.
-    """
-
-    def __init__(self, build: Builder, value: Value) -> None:
-        self.build, self.value = build, value
-
-    def function(self, operation: str, *others: Term | float, dtype: str | None = None) -> Term:
-        """An operation of the graph on this term and others, such as `sqrt`.
-
-        Formats have operations of their own: `whole`, a number as an integer, rounded towards zero; `block_max`, the
-        largest of an integer's values in its block, without a sign (negative values are above all others); `nibble`,
-        the four bits of an element that shares its byte with a neighbour, 0 to 15; `within`, a number cut off at a
-        bound that it exceeds by rounding errors alone (fast code may omit the cut); `rough_root`, a square root whose
-        last bits change no stored element; `rough_ceiling`, the integer at or above the quotient of two positive
-        numbers, or the next one where rounding decides; `float8_number` and `float8_element`, this term, which a
-        backend may compute from the operand by an instruction that gives the same bits.
-
-        Args:
-            operation: its name in the graph.
-            others: further operands.
-            dtype: of the result; by default that of the operation, or else of this term.
-        """
-        args = [self.value, *(self._like(other).value for other in others)]
-        kind = _RESULTS.get(operation, self.value.dtype) if dtype is None else dtype
-        return Term(self.build, self.build.apply(operation, *args, dtype=kind))
-
-    def _like(self, other: Term | float) -> Term:
-        if isinstance(other, Term):
-            return other
-        is_integer = self.value.dtype == "int32"
-        return Term(self.build, self.build.integer(int(other)) if is_integer else self.build.constant(other))
-
-    def named(self, name: str) -> Term:
-        """The term itself, with a name in generated code."""
-        self.value.name = self.value.name or name
-        return self
-
-    def number(self) -> Term:
-        """An element's number; an integer as a number."""
-        if self.value.dtype == "int32":
-            return self.function("real")
-        return self.function("widen") if self.value.dtype else self
-
-    def element(self, dtype: torch.dtype) -> Term:
-        """A number rounded to the nearest of a floating dtype."""
-        return self.function("narrow", dtype=dtype_name(dtype))
-
-    def bits(self) -> Term:
-        """The bits of a number or element as an integer; bits of narrow dtypes are sign-extended."""
-        return self.function("bits")
-
-    def of_bits(self, dtype: torch.dtype | None = None) -> Term:
-        """The (lowest) bits of an integer as an element of a dtype, or as a float32 number."""
-        return self.function("of_bits", dtype="" if dtype is None else dtype_name(dtype))
-
-    def packed(self, dtype: torch.dtype) -> Term:
-        """An integer of four bits and its neighbour's in one element of eight bits."""
-        return self.function("pack", dtype=dtype_name(dtype))
-
-    def __add__(self, other: Term | float) -> Term:
-        return self.function("add", other)
-
-    def __sub__(self, other: Term | float) -> Term:
-        return self.function("sub", other)
-
-    def __neg__(self) -> Term:
-        return 0 - self
-
-    def __rsub__(self, other: Term | float) -> Term:
-        return self._like(other) - self
-
-    def __mul__(self, other: Term | float) -> Term:
-        return self.function("mul", other)
-
-    __radd__, __rmul__ = __add__, __mul__
-
-    def __truediv__(self, other: Term | float) -> Term:
-        return self.function("div", other)
-
-    def __rtruediv__(self, other: Term | float) -> Term:
-        return self._like(other) / self
-
-    def __lshift__(self, places: int) -> Term:
-        return self.function("shift_left", places)
-
-    def __rshift__(self, places: int) -> Term:
-        return self.function("shift_right", places)
-
-    def __and__(self, other: Term | int) -> Term:
-        return self.function("and" if self.value.is_bool else "bit_and", other)
-
-    def __or__(self, other: Term | int) -> Term:
-        return self.function("or" if self.value.is_bool else "bit_or", other)
-
-    def __xor__(self, other: Term | int) -> Term:
-        return self.function("bit_xor", other)
-
-    def __lt__(self, other: Term | float) -> Term:
-        return self.function("lt", other)
-
-    def __gt__(self, other: Term | float) -> Term:
-        return self.function("gt", other)
-
-    def same(self, other: Term | float) -> Term:
-        """Whether both are equal."""
-        return self.function("eq", other)
-
-
-def where(condition: Term, if_true: Term | float, if_false: Term | float) -> Term:
-    """Choose between two terms of one kind by a condition."""
-    kind = next((choice for choice in (if_true, if_false) if isinstance(choice, Term)), condition)
-    chosen = (kind._like(if_true).value, kind._like(if_false).value)
-    return Term(kind.build, kind.build.apply("where", condition.value, *chosen, dtype=kind.value.dtype))
 
 
 def quotient(left: Term | float, right: Term) -> Term:
@@ -156,13 +25,14 @@ def fused(left: Term, right: Term | float, plus: Term | float) -> Term:
     return left.function("fused", right, plus)
 
 
-def _pairwise(comparison: Callable[[Term, Term | float], Term]) -> Callable[[Term, Term | float], Term]:
-    return lambda left, right: where(comparison(left, right), left, right)
+def minimum(left: Term, right: Term | float) -> Term:
+    """The smaller of two terms; the second where either is NaN."""
+    return where(left < right, left, right)
 
 
-minimum = _pairwise(lambda left, right: left < right)  # the smaller of two terms; the second where either is NaN
-
-maximum = _pairwise(lambda left, right: left > right)  # the larger of two terms; the second where either is NaN
+def maximum(left: Term, right: Term | float) -> Term:
+    """The larger of two terms; the second where either is NaN."""
+    return where(left > right, left, right)
 
 
 def if_rounds_to(high: Term, value: Term) -> Term:
@@ -228,8 +98,10 @@ class Storage(Protocol):
 
     def is_exact(self, compute: torch.dtype) -> bool:
         """Whether a value of the compute dtype is restored exactly."""
+        return False
 
-    def __hash__(self) -> int: ...
+    def __hash__(self) -> int:
+        return object.__hash__(self)
 
 
 def is_coarse(storage: Storage) -> bool:
@@ -355,14 +227,11 @@ def stored_in(
 
 def evaluated(roots: tuple[Value, ...], loads: Mapping[Any, torch.Tensor], compute: torch.dtype) -> list[torch.Tensor]:
     """Evaluate a graph of terms on tensors."""
-    results: dict[int, Any] = {}
-    for value in ancestors(roots):
-        args = [results[id(arg)] for arg in value.args]
-        results[id(value)] = _apply(value, args, loads, compute)
+    results = folded(roots, functools.partial(_apply, loads, compute))
     return [results[id(root)] for root in roots]
 
 
-def _apply(value: Value, args: list[Any], loads: Mapping[Any, torch.Tensor], compute: torch.dtype) -> Any:
+def _apply(loads: Mapping[Any, torch.Tensor], compute: torch.dtype, value: Value, args: list[Any]) -> Any:
     operation = value.operation
     if operation == "load":
         return loads[value.attribute]

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
-from .blocks import BLOCK
 from .companded import compressed, counted, expanded, root_scale, scale_of, squared
-from .format import Array, Term
+from .format import Term
 from .states import Blocks, blocks_format
 
 
@@ -24,17 +21,24 @@ class Int8Blocks(Blocks):
     titles = ("int8_blocks", "uint8_root_blocks")
     words = ("int8 blocks", "uint8 blocks of the root")
 
-    def arrays(self, name: str) -> tuple[Array, ...]:
-        codes = Array(f"{name}_codes", torch.int8 if self.signed else torch.uint8)
-        return (codes, Array(f"{name}_scales", torch.bfloat16, BLOCK))
+    levels = (127, 255)
 
     def load(self, elements: Sequence[Term]) -> Term:
         code, scale = elements
-        return expanded(code.number(), scale, 127) if self.signed else squared(code.number(), scale, 255)
+        return self.number_of(code.number(), scale)
 
     def store(self, value: Term, random: Term | None = None) -> tuple[Term, ...]:
+        code, scale = self.code_of(value, random)
+        return code.of_bits(self.codes[not self.signed]), scale
+
+    def number_of(self, code: Term, scale: Term) -> Term:
+        """The number that a code stands for."""
+        return expanded(code, scale, self.levels[0]) if self.signed else squared(code, scale, self.levels[1])
+
+    def code_of(self, value: Term, random: Term | None, plus: int = 0) -> tuple[Term, Term]:
+        """The code of a number in the lowest bits, plus an even integer if it is signed, and the scale."""
         if self.signed:
             scale = scale_of(value, random is not None, keeps_infinity=False)
-            return compressed(value, scale, 127, random).of_bits(torch.int8), scale
+            return compressed(value, scale, self.levels[0], random, plus), scale
         scale = root_scale(value, random is not None)
-        return counted(value, scale, 255, random).of_bits(torch.uint8), scale
+        return counted(value, scale, self.levels[1], random), scale

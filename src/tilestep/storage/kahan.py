@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .format import Array, Term, if_rounds_to, where
+from .format import Term, if_rounds_to, where
 from .masters import Widened, master_format
 
 
@@ -22,10 +22,8 @@ class Kahan(Widened):
 
     words = "bfloat16 with bfloat16 compensation"
     title = "kahan"
+    prefix = "compensation"
     is_coarse = True
-
-    def arrays(self, name: str) -> tuple[Array, ...]:
-        return (Array(name, torch.bfloat16), Array(f"compensation_{name}", torch.bfloat16))
 
     def load(self, elements: Sequence[Term]) -> Term:
         high, low = elements

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from .format import Storage, stored_in, values_of
+from .format import Array, Storage, stored_in, values_of
 
 
 @dataclass(frozen=True)
@@ -40,19 +40,20 @@ class MasterFormat:
 
 
 @dataclass(frozen=True)
-class Widened:
+class Widened(Storage):
     """Base of formats that combine a bfloat16 and a second array to a float32."""
 
     dtype: torch.dtype = torch.bfloat16
 
-    words = title = ""  # for messages, and for generated code
+    words = title = prefix = ""  # for messages, for generated code, and for the second array's name
+    second = torch.bfloat16
     precision = torch.float32
 
     def __str__(self) -> str:
         return self.words
 
-    def is_exact(self, compute: torch.dtype) -> bool:
-        return False
+    def arrays(self, name: str) -> tuple[Array, ...]:
+        return (Array(name, torch.bfloat16), Array(f"{self.prefix}_{name}", self.second))
 
 
 MASTER_FORMATS: dict[bool | str, MasterFormat] = {}

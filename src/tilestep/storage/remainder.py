@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .format import Array, Term, minimum, near_bits, where
+from .format import Term, minimum, near_bits, where
 from .masters import Widened, master_format
 
 
@@ -27,9 +27,8 @@ class Remainder(Widened):
 
     words = "bfloat16 with int16 remainder"
     title = "remainder"
-
-    def arrays(self, name: str) -> tuple[Array, ...]:
-        return (Array(name, torch.bfloat16), Array(f"remainder_{name}", torch.int16))
+    prefix = "remainder"
+    second = torch.int16
 
     def load(self, elements: Sequence[Term]) -> Term:
         high, low = elements

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import did_you_mean
+from .blocks import BLOCK
 from .format import Array, Storage, dtype_name
 from .plain import Plain
 
@@ -19,13 +20,15 @@ dtypes stand for the dtypes too."""
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Blocks(Storage):
     """Base of block formats, which have a variant for signed states and one for states that are never negative."""
 
     signed: bool
 
     words = titles = ("", "")  # of both variants, for messages and for generated code
     precision = torch.bfloat16
+    codes = (torch.int8, torch.uint8)  # dtypes of both variants
+    scales, together = "scales", 1  # the name of the array of scales, and how many elements share an entry of codes
 
     def __str__(self) -> str:
         return self.words[not self.signed]
@@ -34,8 +37,9 @@ class Blocks:
     def title(self) -> str:
         return self.titles[not self.signed]
 
-    def is_exact(self, compute: torch.dtype) -> bool:
-        return False
+    def arrays(self, name: str) -> tuple[Array, ...]:
+        codes = Array(f"{name}_codes", self.codes[not self.signed], self.together)
+        return (codes, Array(f"{name}_{self.scales}", torch.bfloat16, BLOCK))
 
 
 Format = TypeVar("Format", bound=Callable[[bool], Storage])

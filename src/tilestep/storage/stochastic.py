@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -19,15 +19,8 @@ from .format import Array, Storage, Term, evaluated, where
 RANDOM_BITS = 16  # random bits per stored number
 
 
-class Rounding(Storage, Protocol):
-    """A format that can round at random."""
-
-    def store(self, value: Term, random: Term | None = None) -> tuple[Term, ...]:
-        """As `Storage.store`; rounded by 16 random bits, an integer, if given."""
-
-
 @dataclass(frozen=True)
-class Stochastic:
+class Stochastic(Storage):
     """A format with stochastic rounding: the probability to round up is the distance from the lower neighbour.
 
     Values that the format represents exactly stay, NaN and infinities included. Beyond the largest finite number values
@@ -36,7 +29,7 @@ class Stochastic:
     Source: Croci et al., "Stochastic rounding: implementation, error analysis and applications" (2022).
     """
 
-    nearest: Rounding
+    nearest: Any  # a format whose `store` takes 16 random bits, an integer, too
 
     def __str__(self) -> str:
         return f"{self.nearest}, rounded at random"
@@ -57,9 +50,6 @@ class Stochastic:
 
     def store(self, value: Term) -> tuple[Term, ...]:
         return self.nearest.store(value, Term(value.build, value.build.load("random", dtype="int32")))
-
-    def is_exact(self, compute: torch.dtype) -> bool:
-        return False
 
 
 _LARGEST_BFLOAT16, _LARGEST_FLOAT16 = torch.finfo(torch.bfloat16).max, torch.finfo(torch.float16).max
