@@ -46,8 +46,8 @@ class TilePass:
 
     def leaves(self, value: Value) -> bool:
         """Whether the pass does not compute a value: a number per tensor, a stored value, or one of other slices."""
-        if value.level is not Level.SLICE or id(value) in self.loads:
-            return value.level in SCALAR_LEVELS or id(value) in self.loads
+        if id(value) in self.loads or value.level is not Level.SLICE:
+            return id(value) in self.loads or value.level in SCALAR_LEVELS
         is_ours = value.over == self.over and value.operation not in REDUCTIONS
         return not is_ours or (value.operation != "load" and self.stages[id(value)] != self.stage)
 
@@ -58,11 +58,8 @@ class TilePass:
 
     def slices(self) -> list[Value]:
         """The slice-level values that the pass reads and another pass stores."""
-        return [
-            value
-            for value in self.values()
-            if value.level is Level.SLICE and self.leaves(value) and id(value) not in self.loads
-        ]
+        leaves = [value for value in self.values() if value.level is Level.SLICE and self.leaves(value)]
+        return [value for value in leaves if id(value) not in self.loads]
 
     def reads(self) -> list[str]:
         """The buffers that the pass loads."""
@@ -212,7 +209,10 @@ class SliceCutter:
                 over = min(waiting, key=_extent)
                 done.add(over)
                 for value in self._passes[stage, over].slices():
-                    self._keep(value)
+                    is_new = id(value) not in self.slices.slots
+                    slot = self._slot(value)
+                    if is_new and value.operation != "load":  # copies of buffers are placed below
+                        self.at(self.stages[id(value)], value.over).kept.append((slot, value))
         loads = [value for value in self.graph.values() if value.operation == "load" and id(value) in self.slices.slots]
         for value in loads:  # copied for other passes before the buffer is written
             readers = [stage for (stage, _), tile in self._passes.items() if any(v is value for v in tile.slices())]
@@ -229,20 +229,12 @@ class SliceCutter:
             self.slices.overs.append(value.over)
         return slots[id(value)]
 
-    def _keep(self, value: Value) -> None:
-        """Let the pass that computes a value store it; copies of buffers are placed once their readers are known."""
-        if id(value) in self.slices.slots:
-            return
-        slot = self._slot(value)
-        if value.operation != "load":
-            self.at(self.stages[id(value)], value.over).kept.append((slot, value))
-
     def _ordered(self, stage: int) -> list[TilePass]:
-        at_stage = {over: tile for (at, over), tile in self._passes.items() if at == stage and not tile.is_empty}
+        at_stage = [tile for tile in self._passes.values() if tile.stage == stage and not tile.is_empty]
         ordered: list[TilePass] = []
-        for over in sorted(at_stage, key=_extent, reverse=True):
-            views = self._views(at_stage[over])
-            ordered += [*views[1:], views[0]] if over is not None else views[1:]
+        for tile in sorted(at_stage, key=lambda tile: _extent(tile.over), reverse=True):
+            first, *views = self._views(tile)
+            ordered += views if tile.over is None else [*views, first]
         return ordered
 
     def _views(self, tile: TilePass) -> list[TilePass]:
@@ -333,9 +325,10 @@ def matrix_program(graph: Graph, stages: dict[int, int], tiles: Sequence[TilePas
 
 def _take_in(matrices: MatrixProgram, index: int, tile: TilePass, value: Value, arg: Value) -> None:
     """Let a tile pass write an operand of matrix work; in the compute dtype if readers want different dtypes."""
-    earlier = [own.inputs[id(arg)] for own in matrices.passes[: index + 1] if own and id(arg) in own.inputs]
-    name = earlier[0] if earlier else _scratch(matrices, value)
-    if not earlier:
+    earlier = (own.inputs[id(arg)] for own in matrices.passes[: index + 1] if own and id(arg) in own.inputs)
+    name = next(earlier, "")
+    if not name:
+        name = _scratch(matrices, value)
         tile.stores[name] = arg
     elif matrices.scratch[name] is not _dtype(value):
         matrices.scratch[name] = None
@@ -455,12 +448,10 @@ class Program:
     @property
     def unscaling_pass(self) -> int:
         """The tile pass that also writes unscaled gradients back: the last that reads them."""
-        reading = [
-            index
-            for index, tile in enumerate(self.tiles)
-            if tile is not None and any("grad" in tile_pass.reads() for tile_pass in [tile, *self.slices_before(index)])
-        ]
-        return reading[-1] if reading else max(index for index, tile in enumerate(self.tiles) if tile is not None)
+        used = [index for index, tile in enumerate(self.tiles) if tile is not None]
+        passes = {index: [self.tiles[index], *self.slices_before(index)] for index in used}
+        reading = [index for index in used if any(each and "grad" in each.reads() for each in passes[index])]
+        return (reading or used)[-1]
 
 
 def partition(graph: Graph, exact: Iterable[str] = ()) -> Program:
@@ -496,7 +487,7 @@ def partition(graph: Graph, exact: Iterable[str] = ()) -> Program:
     slices = cutter.finish()
     scalars[last].is_last = True
     columns = _columns(scalars, [*tiles, *(tile for together in slices.passes for tile in together)], matrices, stages)
-    used: list[TilePass | None] = [None if tile.is_empty else tile for tile in tiles]
+    used = [None if tile.is_empty else tile for tile in tiles]
     return Program(graph, scalars, used, columns, reductions, global_reductions, matrices, slices)
 
 

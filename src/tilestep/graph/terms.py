@@ -120,3 +120,8 @@ def where(condition: Term, if_true: Term | float, if_false: Term | float) -> Ter
     kind = next((choice for choice in (if_true, if_false) if isinstance(choice, Term)), condition)
     chosen = (kind._like(if_true).value, kind._like(if_false).value)
     return Term(kind.build, kind.build.apply("where", condition.value, *chosen, dtype=kind.value.dtype))
+
+
+def quotient(left: Term | float, right: Term) -> Term:
+    """A quotient by a number from 2^-90 to 2^90; the dividend is in that range too, or negligibly small."""
+    return right._like(left).function("quotient", right)

@@ -170,11 +170,9 @@ class SharedMatrices:
     def _launch(self, matrix_pass: MatrixPass, place: int, batches: Sequence[Batch], work: Callable[[], None]) -> None:
         """Do the work on some batches, recorded if it can be and launches anything."""
         if self._pool is None or not any(map(_elements, batches)):
-            work()
-            return
+            return work()
         key = id(matrix_pass), place
-        if key not in self._recorded:
-            self._recorded[key] = RecordedPass(self._device, self._pool)
+        self._recorded[key] = self._recorded.get(key) or RecordedPass(self._device, self._pool)
         self._recorded[key].run(work)
 
     @property
@@ -447,11 +445,10 @@ class Conditions:
             numbers = [
                 GroupNumbers(self._groups[group], step=float(step)) for group in groups for step in sorted(following)
             ]
-            decided: dict[tuple[int, bool], bool] = {}
+            every = {condition for alternatives in matrix_pass.needed.values() for condition in alternatives}
+            possible = {condition for condition in every if _possible(condition, numbers)}
             self._skipped[key] = frozenset(
-                identity
-                for identity, alternatives in matrix_pass.needed.items()
-                if not any(_possible(condition, numbers, decided) for condition in alternatives)
+                identity for identity, alternatives in matrix_pass.needed.items() if possible.isdisjoint(alternatives)
             )
         return self._skipped[key]
 
@@ -472,17 +469,12 @@ def _waits(value: Value) -> bool:
     return operation is not None and operation.waits
 
 
-def _possible(
-    condition: Condition, numbers: Sequence[Mapping[str, float]], decided: dict[tuple[int, bool], bool]
-) -> bool:
+def _possible(condition: Condition, numbers: Sequence[Mapping[str, float]]) -> bool:
     value, outcome = condition
-    key = id(value), outcome
-    if key not in decided:
-        try:
-            decided[key] = any(bool(evaluate(value, group)) == outcome for group in numbers)
-        except (KeyError, RuleError):
-            decided[key] = True  # it depends on a number on the device
-    return decided[key]
+    try:
+        return any(bool(evaluate(value, group)) == outcome for group in numbers)
+    except (KeyError, RuleError):
+        return True  # it depends on a number on the device
 
 
 class MatrixBatches:

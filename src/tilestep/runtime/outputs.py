@@ -55,8 +55,7 @@ class OutputTables:
 
     def _divide(self, rest: list[Traced]) -> None:
         """Let torch evaluate these outputs, and kernels the others."""
-        self._rest = rest
-        self._marks_by_torch = any(entry.output.reduce == "or" for entry in rest)
+        self._rest, self._rest_marks = rest, [entry for entry in rest if entry.output.reduce == "or"]
         self.by_kernels = any(entry.output.reduce != "or" for entry in self._entries if entry not in rest)
         """Whether kernels compute reports."""
         leaves = [leaf for entry in rest for leaf in entry.leaves]
@@ -78,18 +77,14 @@ class OutputTables:
             self.has_run = True
 
     @property
-    def is_by_torch(self) -> bool:
-        """Whether torch evaluates outputs of this step."""
-        return bool(self._rest) and (self.measures or self._marks_by_torch)
-
-    @property
-    def _due(self) -> list[Traced]:
-        return [entry for entry in self._rest if self.measures or entry.output.reduce == "or"]
+    def by_torch(self) -> list[Traced]:
+        """The outputs of this step that torch evaluates."""
+        return self._rest if self.measures else self._rest_marks
 
     @property
     def _sees_writes(self) -> bool:
         """Whether torch operations write parameters: those of passes or of a streamer."""
-        return self._marks and (self._marks_by_torch or self._segment.streamer is not None)
+        return self._marks and bool(self._rest_marks or self._segment.streamer is not None)
 
     def begin(self) -> None:
         """Before the passes: copy old values for outputs that torch evaluates."""
@@ -100,7 +95,7 @@ class OutputTables:
             self.totals.copy_(torch.tensor(nothing, dtype=torch.float64, device=self.totals.device))
         if self._sees_writes:
             self._versions = [survey(each).versions for each in self.watched]
-        self._before = [self._old(position) for position in self._settled()] if self.is_by_torch else []
+        self._before = [self._old(position) for position in self._settled()] if self.by_torch else []
 
     def _settled(self) -> range:
         """The positions of tensors. Streamed arrays that are read have arrived."""
@@ -110,7 +105,7 @@ class OutputTables:
 
     @property
     def _leaves(self) -> set[Leaf]:
-        return {leaf for entry in self._due for leaf in entry.leaves}
+        return {leaf for entry in self.by_torch for leaf in entry.leaves}
 
     def _old(self, position: int) -> dict[Leaf, torch.Tensor]:
         """The old values that a tensor's outputs read, without a gradient if there is none."""
@@ -125,7 +120,7 @@ class OutputTables:
             elif kind == "changed":
                 old[leaf] = self._element(position, buffer, array).clone()
             elif kind != "new":
-                old[kind, buffer, array] = self._number(position, buffer)
+                old[leaf] = self._number(position, buffer)
         return old
 
     def _element(self, position: int, buffer: str, array: int) -> torch.Tensor:
@@ -160,7 +155,7 @@ class OutputTables:
                     loads[leaf] = self._element(position, buffer, array) != loads[leaf]
                 elif kind == "moves" and leaf in loads:
                     loads[leaf] &= applied.to(loads[leaf].device)
-            for entry in self._due:
+            for entry in self.by_torch:
                 if all(leaf in loads for leaf in entry.leaves):
                     self._put(position, entry.output, *evaluated((entry.root,), loads, torch.float64))
         if self.measures:

@@ -141,7 +141,7 @@ class Reports:
         for passes in _passes(engines):
             assert passes.outputs is not None
             passes.outputs.measures, passes.outputs.has_run = self.measures, False
-            looks |= passes.outputs.is_by_torch
+            looks |= bool(passes.outputs.by_torch)
         return looks
 
     def finish(self) -> None:

@@ -6,13 +6,13 @@ import math
 
 import torch
 
+from ..graph.terms import quotient
 from .format import (
     Term,
     fused,
     magnitude,
     maximum,
     minimum,
-    quotient,
     where,
     with_sign_of,
 )

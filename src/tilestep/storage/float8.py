@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
+from ..graph.terms import quotient
 from .companded import divisor, scale_of, unit_of
-from .format import Term, maximum, minimum, quotient, where, with_sign_of
+from .format import Term, maximum, minimum, where, with_sign_of
 from .states import Blocks, blocks_format
 
 _LARGEST = 448.0

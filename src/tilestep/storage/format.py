@@ -15,11 +15,6 @@ from ..graph.terms import Term, dtype_name, where
 from .blocks import BLOCK, cut, joined, rows_of
 
 
-def quotient(left: Term | float, right: Term) -> Term:
-    """A quotient by a number from 2^-90 to 2^90; the dividend is in that range too, or negligibly small."""
-    return right._like(left).function("quotient", right)
-
-
 def fused(left: Term, right: Term | float, plus: Term | float) -> Term:
     """A product plus a number, rounded once."""
     return left.function("fused", right, plus)

@@ -139,8 +139,8 @@ _PROCESS = "tilestep lanes"
 def lane_events(iterations: Iterable[Iteration]) -> list[dict[str, Any]]:
     """Events that show the lanes of all iterations in a trace viewer."""
     titles = [*LANES, "only the optimizer", "iteration"]
-    events = [_named("process_name", 0, _PROCESS), {**_named("process_sort_index", 0, ""), "args": {"sort_index": -1}}]
-    events += [_named("thread_name", place, title) for place, title in enumerate(titles)]
+    events = [_named("process_name", 0, name=_PROCESS), _named("process_sort_index", 0, sort_index=-1)]
+    events += [_named("thread_name", place, name=title) for place, title in enumerate(titles)]
     for number, iteration in enumerate(iterations):
         for place, name in enumerate(LANES):
             events += _spans(name, place, getattr(iteration.lanes, name))
@@ -151,8 +151,8 @@ def lane_events(iterations: Iterable[Iteration]) -> list[dict[str, Any]]:
     return events
 
 
-def _named(kind: str, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": _PROCESS, "tid": thread, "args": {"name": name}}
+def _named(kind: str, thread: int, **arguments: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": _PROCESS, "tid": thread, "args": arguments}
 
 
 def _spans(name: str, thread: int, spans: Intervals) -> list[dict[str, Any]]:
@@ -233,8 +233,8 @@ class Profile:
         profiler.__exit__(kind, error, traceback)
         if kind is None:
             self._report = _written(profiler, self._out, self._picture, self._title)
-            for watcher in _watchers:
-                watcher.append(self._report)
+            if _collected is not None:
+                _collected[1].append(self._report)
 
 
 def profile(out: str | os.PathLike[str] | None = "trace", *, picture: bool = True, title: str = "") -> Profile:
@@ -273,26 +273,25 @@ def profile(out: str | os.PathLike[str] | None = "trace", *, picture: bool = Tru
         >>> 0 < traced.report.exposed_milliseconds < traced.report.milliseconds
         True
     """
-    folder = _folder if _folder is not None or out is None else Path(out)
-    return Profile(folder, picture, title)
+    if _collected is not None:
+        return Profile(_collected[0], picture, title)
+    return Profile(None if out is None else Path(out), picture, title)
 
 
-_watchers: list[list[Report]] = []
-_folder: Path | None = None
+_collected: tuple[Path, list[Report]] | None = None
+"""The folder and the list of `collecting`."""
 
 
 @contextmanager
 def collecting(out: Path) -> Iterator[list[Report]]:
     """A context in which every `profile` writes to one folder; the list collects the reports."""
-    global _folder
+    global _collected
     reports: list[Report] = []
-    before, _folder = _folder, out
-    _watchers.append(reports)
+    before, _collected = _collected, (out, reports)
     try:
         yield reports
     finally:
-        _watchers.remove(reports)
-        _folder = before
+        _collected = before
 
 
 def _written(profiler: torch.profiler.profile, out: Path | None, picture: bool, title: str) -> Report:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
@@ -130,14 +130,10 @@ class Events:
     works: list[Work]
 
     @property
-    def start(self) -> float:
-        """The first moment."""
-        return min([call.start for call in self.calls[:1]] + [work.start for work in self.works[:1]], default=0.0)
-
-    @property
-    def stop(self) -> float:
-        """The last moment."""
-        return max([call.stop for call in self.calls] + [work.stop for work in self.works], default=0.0)
+    def extent(self) -> Interval:
+        """The first and the last moment."""
+        every: list[Call | Work] = [*self.calls, *self.works]
+        return min((event.start for event in every), default=0.0), max((event.stop for event in every), default=0.0)
 
 
 def exported(profiler: Any) -> dict[str, Any]:
@@ -201,10 +197,11 @@ def split(events: Events) -> list[Iteration]:
         return []
     sorting = Sorting(events)
     lanes = sorting.lanes()
-    ends = _ends(events) or [events.stop]
+    start, stop = events.extent
+    ends = _ends(events) or [stop]
     if events.works:
         ends = _on_device(sorting.computations(), ends, max(work.stop for work in events.works))
-    start = events.works[0].start if events.works else events.start
+        start = events.works[0].start
     iterations = []
     for end in ends:
         if end > start:
@@ -215,33 +212,22 @@ def split(events: Events) -> list[Iteration]:
 
 def _ends(events: Events) -> list[float]:
     marks = [call.stop for call in events.calls if call.is_range and call.name == ITERATION]
-    if marks:
-        return sorted(marks)
+    steps = [call for call in events.calls if call.is_named(_STEP, is_range=True) or call.runs_backward]
+    # Graphs of whole iterations show no backward: then each step is an iteration.
+    if marks or not any(call.runs_backward for call in steps):
+        return sorted(marks or [call.stop for call in steps])
     ends: list[float] = []
     ran_backward = True
-    for call in events.calls:
-        if call.is_named(_STEP, is_range=True):
-            if ran_backward or not ends:
-                ends.append(call.stop)
-            else:
-                ends[-1] = max(ends[-1], call.stop)
-            ran_backward = False
-        elif call.runs_backward:
-            ran_backward = True
-    if any(call.runs_backward for call in events.calls):
-        return ends
-    # Graphs of whole iterations show no backward: then each step is an iteration.
-    return sorted(call.stop for call in events.calls if call.is_named(_STEP, is_range=True))
+    for call in steps:
+        if not call.runs_backward:
+            ends.append(call.stop if ran_backward or not ends else max(ends.pop(), call.stop))
+        ran_backward = call.runs_backward
+    return ends
 
 
 def _on_device(computations: Sequence[tuple[float, float]], ends: Sequence[float], last: float) -> list[float]:
     """Map moments on the host to moments on the device."""
-    moments = [moment for moment, _ in computations]
-    starts = []
-    for end in ends:
-        following = computations[bisect_left(moments, end) :]
-        starts.append(min((start for _, start in following), default=last))
-    return starts
+    return [min((start for moment, start in computations if moment >= end), default=last) for end in ends]
 
 
 @dataclass(frozen=True)
@@ -267,29 +253,25 @@ class Lanes:
         return minus(self.optimizer, union(self.forward, self.backward))
 
 
-@dataclass(frozen=True)
+def _spans(calls: Iterable[Call | Work]) -> Intervals:
+    return union((call.start, call.stop) for call in calls)
+
+
 class _Contexts:
     """Work of a host thread over time; the rest is forward."""
 
-    update: Intervals
-    backward: Intervals
-    communication: Intervals
+    def __init__(self, calls: Sequence[Call]) -> None:
+        def named(names: re.Pattern[str], is_range: bool) -> Intervals:
+            return _spans(call for call in calls if call.is_named(names, is_range=is_range))
 
-    @staticmethod
-    def of(calls: list[Call]) -> _Contexts:
-        def named(names: Any, is_range: bool) -> Intervals:
-            return union((call.start, call.stop) for call in calls if call.is_named(names, is_range=is_range))
-
-        backward = union((call.start, call.stop) for call in calls if call.runs_backward)
-        communication = named(_COMMUNICATION_OPERATORS, is_range=False)
+        self.backward = _spans(call for call in calls if call.runs_backward)
+        self.communication = named(_COMMUNICATION_OPERATORS, is_range=False)
         # Packing gradients for other ranks uses the same operators as optimizers.
-        operators = named(_UPDATE_OPERATORS, is_range=False)
-        operators = minus(operators, union(backward, communication))
-        ranges = named(_UPDATE_RANGES, is_range=True)
-        return _Contexts(union(ranges, operators), backward, communication)
+        operators = minus(named(_UPDATE_OPERATORS, is_range=False), union(self.backward, self.communication))
+        self.update = union(named(_UPDATE_RANGES, is_range=True), operators)
 
 
-_NOWHERE = _Contexts([], [], [])
+_NOWHERE = _Contexts(())
 
 
 class Sorting:
@@ -300,7 +282,7 @@ class Sorting:
         self._threads: dict[Any, list[Call]] = {}
         for call in events.calls:
             self._threads.setdefault(call.thread, []).append(call)
-        self._contexts = {thread: _Contexts.of(calls) for thread, calls in self._threads.items()}
+        self._contexts = {thread: _Contexts(calls) for thread, calls in self._threads.items()}
 
     def lanes(self) -> Lanes:
         """The lanes of the whole trace."""
@@ -315,18 +297,15 @@ class Sorting:
         )
 
     def _of_devices(self) -> Lanes:
-        by_lane: dict[str, Intervals] = {lane.name: [] for lane in fields(Lanes)}
+        by_lane: dict[str, list[Call | Work]] = {lane.name: [] for lane in fields(Lanes)}
         for work in self._events.works:
             for lane in self._lanes_of(work):
-                by_lane[lane].append((work.start, work.stop))
-        for call in self._events.calls:
-            by_lane["host"].append((call.start, call.stop))
-            if call.is_range and call.name == HOST_UPDATE:
-                by_lane["update"].append((call.start, call.stop))
-                by_lane["optimizer"].append((call.start, call.stop))
-        for context in self._contexts.values():
-            by_lane["host_update"] += context.update
-        return Lanes(**{name: union(intervals) for name, intervals in by_lane.items()})
+                by_lane[lane].append(work)
+        by_lane["host"] += self._events.calls
+        for lane in ("update", "optimizer"):
+            by_lane[lane] += [call for call in self._events.calls if call.is_range and call.name == HOST_UPDATE]
+        lanes = {name: _spans(events) for name, events in by_lane.items()}
+        return Lanes(**lanes | {"host_update": union(*(context.update for context in self._contexts.values()))})
 
     def _lanes_of(self, work: Work) -> list[str]:
         """The lanes of a kernel or copy, by its name, and by the work of the host at its launch."""
@@ -357,14 +336,14 @@ class Sorting:
         working: dict[Any, Intervals] = {}
         for thread, calls in self._threads.items():
             sent = [call for call in calls if call.is_named(_COMMUNICATION_RANGES, is_range=True)]
-            communication = union(communication, ((call.start, call.stop) for call in sent))
+            inside = _spans(sent)
+            communication = union(communication, inside)
             # Only their order links a collective to the step that requested it.
             places = [bisect_right(senders, (call.start, True)) - 1 for call in sent]
             asked = [call for call, place in zip(sent, places) if place >= 0 and senders[place][1]]
-            optimizer = union(optimizer, ((call.start, call.stop) for call in asked))
+            optimizer = union(optimizer, _spans(asked))
             # Work of a backend's thread inside a collective belongs to the collective.
-            inside = union((call.start, call.stop) for call in sent)
-            working[thread] = minus(union((call.start, call.stop) for call in calls if not call.is_range), inside)
+            working[thread] = minus(_spans(call for call in calls if not call.is_range), inside)
         update = union(*(minus(context.update, context.communication) for context in every))
         forward, backward = [], []
         for thread, context in self._contexts.items():
@@ -377,6 +356,6 @@ class Sorting:
             backward=union(*backward),
             communication=communication,
             update=update,
-            host=minus([(self._events.start, self._events.stop)], everything),
+            host=minus([self._events.extent], everything),
             optimizer=union(update, optimizer),
         )
