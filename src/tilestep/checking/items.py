@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 import traceback
@@ -485,30 +486,27 @@ def sizes(subject: Subject) -> str:
 
 def layouts(subject: Subject) -> str:
     """Tensors with unusual strides, and gradients with other strides than their parameters."""
-    device = subject.device
-    cases: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    seeds = itertools.count(1)
 
-    def case(name: str, param: torch.Tensor, grad: torch.Tensor | None = None) -> None:
-        if param.dim() in subject.graphs:
-            cases[name] = param, draw(param.shape, param.dtype, device, 77) if grad is None else grad
+    def made(*shape: int) -> torch.Tensor:
+        return draw(shape, torch.float32, subject.device, next(seeds))
 
-    case("unaligned", draw([130], torch.float32, device, 1)[1:])
-    case("transposed", draw([6, 11], torch.float32, device, 2).t())
-    case("with gaps", draw([9, 8], torch.float32, device, 3)[:, 1:6])
-    case("every second element", draw([70], torch.float32, device, 4)[::2])
-    image = draw([2, 3, 4, 5], torch.float32, device, 5)
-    channels_last = torch.channels_last
-    case("channels last", image.to(memory_format=channels_last), image.clone().to(memory_format=channels_last))
-    case("channels last with a plain gradient", image.to(memory_format=channels_last), image * 0.5)
-    case("a transposed gradient", draw([6, 11], torch.float32, device, 6), draw([11, 6], torch.float32, device, 7).t())
-    case(
-        "an expanded gradient",
-        draw([6, 11], torch.float32, device, 8),
-        draw([1], torch.float32, device, 9).expand(6, 11),
-    )
+    image = made(2, 3, 4, 5)
+    channels_last = image.to(memory_format=torch.channels_last)
+    cases: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {
+        "unaligned": (made(130)[1:], None),
+        "transposed": (made(6, 11).t(), None),
+        "with gaps": (made(9, 8)[:, 1:6], None),
+        "every second element": (made(70)[::2], None),
+        "channels last": (channels_last, channels_last.clone()),
+        "channels last with a plain gradient": (channels_last.clone(), image * 0.5),
+        "a transposed gradient": (made(6, 11), made(11, 6).t()),
+        "an expanded gradient": (made(6, 11), made(1).expand(6, 11)),
+    }
+    cases = {name: case for name, case in cases.items() if case[0].dim() in subject.graphs}
     for name, (value, grad) in cases.items():
         trial = Training(subject, [torch.nn.Parameter(value)])
-        trial.params[0].grad = grad
+        trial.params[0].grad = made(*value.shape) if grad is None else grad
         for _ in range(2):
             try:
                 trial.compared_step()
@@ -533,15 +531,12 @@ def _moved(subject: Subject, factor: float) -> dict[str, Any]:
     """Every number times a factor, if the rule accepts it without another branch."""
     moved: dict[str, Any] = {}
     for key, value in subject.hyperparameters.items():
-        if isinstance(value, (tuple, list)):
-            if not all(isinstance(entry, float) for entry in value):
-                continue
-            changed: Any = tuple(entry * factor for entry in value)
+        changed: Any = None
+        if isinstance(value, (tuple, list)) and all(isinstance(entry, float) for entry in value):
+            changed = tuple(entry * factor for entry in value)
         elif isinstance(value, float) and value not in (0.0, 1.0) and math.isfinite(value):
             changed = value * factor
-        else:
-            continue
-        if subject.keeps_graph({key: changed}):
+        if changed is not None and subject.keeps_graph({key: changed}):
             moved[key] = changed
     return moved
 

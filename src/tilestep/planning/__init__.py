@@ -163,6 +163,10 @@ class Job:
             if not getattr(self, name) <= most:
                 raise ValueError(f"Invalid {name}: it must be at most {most:g}")
 
+    def of_regime(self, constants: Constants, name: str) -> float:
+        """The constant of an eager model, or of a compiled one."""
+        return getattr(constants, name if self.regime == "eager" else f"compiled_{name}")  # type: ignore[no-any-return]
+
     @property
     def smallest_bucket(self) -> float:
         """Bytes of the smallest buckets that are looked at one by one."""
@@ -296,26 +300,21 @@ def plan(job: Job, constants: Constants) -> Plan:
 
     sum_times, gather_times = list(map(one_sum, buckets)), list(map(one_gather, buckets))
     sums, gathers = sum(sum_times), sum(gather_times)
-    compiled = job.regime != "eager"
-    fixed = elements * (constants.compiled_model_bytes if compiled else constants.model_bytes)
-    flops = 6 * elements * job.tokens / (constants.compiled_compute if compiled else constants.compute)
+    compute, model_bytes = job.of_regime(constants, "compute"), job.of_regime(constants, "model_bytes")
     share = elements / job.shard
     norm = (share * size.gradient / constants.memory_bandwidth + 2 * split.latency) if job.clips else 0.0
     own = job.own_matrices if is_fsdp and size.matrix_work is not None and job.ranks > 1 else 0.0
-    exchange, copied = (
-        2 * split.seconds(_USED * own, gather_rate) if own else 0.0,
-        _COPIED * own / constants.memory_bandwidth,
-    )
+    exchange = 2 * split.seconds(_USED * own, gather_rate) if own else 0.0
+    copied = _COPIED * own / constants.memory_bandwidth
     # Nothing is computed while the first bucket of matrices arrives and the last returns.
     first = exchange / max(math.ceil(own / OWNED_IN_A_BUCKET), 1)
-    model = fixed / constants.memory_bandwidth + flops
+    brought = 5 * sent + size.gradient if is_fsdp else 2 * size.gradient
+    model = elements * model_bytes / constants.memory_bandwidth + 6 * elements * job.tokens / compute
     times = {
         "forward": model / 3,
         "backward": model * 2 / 3,
         # What backward has made is copied to where it is summed, and what FSDP2 has gathered twice, to parameters.
-        "bring together": elements
-        * (5 * sent + size.gradient if is_fsdp else 2 * size.gradient)
-        / constants.memory_bandwidth,
+        "bring together": elements * brought / constants.memory_bandwidth,
         "sum gradients": sums,
         "clip": norm,
         "update": share * size.moved / constants.memory_bandwidth + constants.step_latency,
@@ -405,10 +404,9 @@ def _host(job: Job, constants: Constants) -> float | None:
     """Seconds of the host in an iteration that is not replayed."""
     if job.tensors is None:
         return None
-    per_tensor = constants.model_host if job.regime == "eager" else constants.compiled_model_host
+    per_tensor = job.of_regime(constants, "model_host") + constants.fsdp_host * (job.layout == "fsdp2")
     messages = len(job.buckets) * constants.message_host
-    per_tensor += constants.fsdp_host if job.layout == "fsdp2" else 0.0
-    return constants.step_host + messages + job.tensors * (per_tensor + constants.tensor_host)
+    return constants.step_host + messages + job.tensors * (per_tensor + constants.tensor_host)  # type: ignore[no-any-return]
 
 
 def _unclaimed(job: Job, constants: Constants, seconds: float, host: float | None) -> Iterator[str]:
