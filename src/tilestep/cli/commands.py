@@ -59,11 +59,10 @@ def _console() -> Console:
     return Console()
 
 
-_PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
-
-
 def _say(text: str, style: str = "", end: str = "\n") -> None:
-    _console().print(text, style=style, end=end, **_PLAIN)
+    from rich.text import Text
+
+    _console().print(Text(text, style), end=end, soft_wrap=True)
 
 
 def _say_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
@@ -494,6 +493,7 @@ def tune(
 
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.text import Text
 
     from ..backends.tuning import device_key
     from ..bench.tune import jobs, tiled_rules
@@ -519,11 +519,9 @@ def tune(
                 change = "no other is faster"
                 if outcome.after != outcome.before:
                     change = f"after {outcome.after}: {times[outcome.after]:.3f}, {outcome.gain:.1%} less"
-                progress.console.print(
-                    f"{job.rule.name}, {job.kind} ({job.signature})\n"
-                    f"  before {outcome.before}: {times[outcome.before]:.3f}; {change} ({len(times)} shapes)",
-                    **_PLAIN,
-                )
+                shown = f"  before {outcome.before}: {times[outcome.before]:.3f}; {change} ({len(times)} shapes)"
+                text = Text(f"{job.rule.name}, {job.kind} ({job.signature})\n{shown}")
+                progress.console.print(text, soft_wrap=True)
                 progress.update(task, advance=1)
         except KeyboardInterrupt:
             stopped = "stopped"

@@ -28,7 +28,7 @@ def _is_size(value: Any) -> bool:
 
 
 _OPTION_KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    "flatten": ("True or False", lambda value: isinstance(value, bool)),
+    "flatten": ("True or False", bool.__instancecheck__),
     "heads": ("a number of blocks of rows", _is_size),
     "splits": (
         "sizes of blocks of rows",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -30,15 +31,14 @@ def forward_to_wrapped(kind: type) -> None:
 
 def _forwarded(name: str) -> property:
     def get(wrapper: Any) -> Any:
-        value = getattr(_wrapped(wrapper), name)
+        value = getattr(_bound(wrapper).__self__, name)
         return (WRAPPED, *value) if name == "attached" else value
 
     return property(
         get,
-        lambda wrapper, value: setattr(_wrapped(wrapper), name, value),
-        lambda wrapper: delattr(_wrapped(wrapper), name),
+        lambda wrapper, value: setattr(_bound(wrapper).__self__, name, value),
+        lambda wrapper: delattr(_bound(wrapper).__self__, name),
     )
 
 
-def _wrapped(wrapper: Any) -> Any:
-    return wrapper.__getattr__("add_param_group").__self__
+_bound = operator.methodcaller("__getattr__", "add_param_group")
