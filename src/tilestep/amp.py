@@ -207,7 +207,11 @@ class GradScaler(torch.amp.GradScaler):
             _check_scale(new_scale)
         elif new_scale is not None and is_host(new_scale.device):
             _check_scale(float(new_scale))
-        elif new_scale is None and self._scale is not None and not self._has_checked():
+        elif (
+            new_scale is None
+            and self._scale is not None
+            and not any(state["found_inf_per_device"] for state in self._per_optimizer_states.values())
+        ):
             raise RuntimeError(
                 "No gradients went through this scaler since the last update(): "
                 "call scaler.step(optimizer), not optimizer.step()"
@@ -245,9 +249,6 @@ class GradScaler(torch.amp.GradScaler):
     def _stage(self, optimizer: Optimizer) -> OptState:
         # `get` adds no entry to this defaultdict, whose entries update() looks at.
         return self._per_optimizer_states.get(id(optimizer), {"stage": OptState.READY})["stage"]
-
-    def _has_checked(self) -> bool:
-        return any(state["found_inf_per_device"] for state in self._per_optimizer_states.values())
 
 
 def _check_scale(scale: float) -> None:

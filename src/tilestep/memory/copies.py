@@ -138,12 +138,3 @@ def lay_out(chunk: Chunk, segment: Segment, names: Sequence[str]) -> None:
             chunk.size = last.place + last.stop - last.start
             begins[position] = last.place + (start - last.start) - first * width
         chunk.begins[name] = begins
-
-
-def staged_view(array: torch.Tensor, run_place: int, memory: torch.Tensor) -> torch.Tensor:
-    """A tensor in a buffer with the shape and strides of an array on the host."""
-    offset = memory.storage_offset() + run_place
-    begin = offset // array.element_size()
-    return torch.empty(0, dtype=array.dtype, device=memory.device).set_(
-        memory.untyped_storage(), begin, array.shape, array.stride()
-    )

@@ -30,7 +30,6 @@ class HostState(StateOnHost):
         # The state is not copied: it is in ordinary memory.
         mirrors = Mirrors(HostMemory(device, "copies of parameters and gradients"))
         super().__init__(device, chunk_bytes, keeps_gradients, HostMemory(torch.device("cpu")), mirrors)
-        self.mirror_of: dict[int, Mirror] = {}
         self._writes: Writes | None = None
         self._sums: torch.Tensor | None = None
         self._entries: list[Entry] = []
@@ -47,7 +46,6 @@ class HostState(StateOnHost):
         if has_new or (writes is not None and len(writes.params) != len(self.mirrors)):
             self._writes, self._sums = None, None
         self.sync_masters()
-        self.mirror_of = {id(mirror.host): mirror for mirror in self.mirrors.values()}
         self._entries, self._norm = [], None
 
     def part(self, param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
@@ -93,7 +91,7 @@ class HostState(StateOnHost):
         if self._norm is None:
             self._addresses = torch.zeros(len(self._entries), dtype=torch.int64, device=self.device)
             self._norm = GradNorm(self.device, self._entries, [self._addresses])
-        sent = [self.mirror_of[id(entry.param)].sent for entry in self._entries]
+        sent = [self.mirrors[entry.share.holder].sent for entry in self._entries]
         dense = [grad if grad is None or is_dense(grad) else grad.contiguous() for grad in sent]
         copy_to(self._addresses, rows_of(dense))
         return [self._norm.sum_squares()]
@@ -123,7 +121,7 @@ class HostState(StateOnHost):
         control = engine.control.numbers.tolist()
         if control[UNSCALE] and not control[SKIP]:
             for entry in engine.entries:
-                gradient = self.mirror_of[id(entry.param)].sent
+                gradient = self.mirrors[entry.share.holder].sent
                 # An expanded gradient, whose elements share memory, is not written.
                 if gradient is not None and not any(n > 1 and not s for n, s in zip(gradient.shape, gradient.stride())):
                     gradient.mul_(control[INVERSE_SCALE])
@@ -136,7 +134,7 @@ class HostUpdate(ChunkedPasses):
     def __init__(self, home: HostState, passes: Passes) -> None:
         super().__init__(passes, home.chunk_bytes)
         self._home, segment = home, passes.segment
-        self._mirrors = [home.mirror_of[id(entry.param)] for entry in segment.entries]
+        self._mirrors = [home.mirrors[entry.share.holder] for entry in segment.entries]
         program = segment.spec.program
         self._writes = [
             any(array.name == "param" for array in pass_traffic(segment.spec, index).writes)

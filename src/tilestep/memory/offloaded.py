@@ -191,14 +191,18 @@ class Mirrors(dict[torch.Tensor, Mirror]):
         self.memory = memory
         self._has_parameters = has_parameters
 
+    def leaving(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those that are none of these parameters, or no longer fit."""
+        staying = set(params)
+        return [param for param, own in self.items() if param not in staying or not own.fits(local_part(param))]
+
     @torch.no_grad()
     def follow(self, params: Sequence[torch.Tensor]) -> bool:
         """Keep mirrors of exactly these parameters; new mirrors are uninitialized. Returns whether any is new."""
-        parts = {param: local_part(param) for param in params}
-        for param in [param for param in self if param not in parts or not self[param].fits(parts[param])]:
+        for param in self.leaving(params):
             del self[param]
         missing = [param for param in params if param not in self]
-        own = [parts[param] for param in missing]
+        own = list(map(local_part, missing))
         dtypes = [grad_dtype(param) for param in missing]
         copied = own if self._has_parameters else []
         made = self.memory.like([*copied, *own], [*(part.dtype for part in copied), *dtypes])
@@ -291,11 +295,7 @@ class HostGradients(Row):
 
     def give_back(self, params: Iterable[torch.Tensor]) -> None:
         """Give gradients on the host back to parameters that leave or no longer fit; those of `params` stay."""
-        staying = set(params)
-        leaving = [
-            param for param, own in self._mirrors.items() if param not in staying or not own.fits(local_part(param))
-        ]
-        for param, gradient in self.arrived(leaving):
+        for param, gradient in self.arrived(self._mirrors.leaving(params)):
             part = local_part(param)
             own = distribute(gradient.to(part.device, grad_dtype(param), copy=True), param)
             param.grad = own if param.grad is None else param.grad + own
@@ -445,7 +445,7 @@ class StateOnHost(OffloadedState):
 
     def require_fitting(self) -> None:
         """Raise `Stale` if parameters no longer fit their mirrors."""
-        if not all(mirror.fits(local_part(mirror.param)) for mirror in self.mirrors.values()):
+        if self.mirrors.leaving(self.mirrors):
             raise Stale("parameters have changed their shape or dtype")
 
     def make(self, params: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:

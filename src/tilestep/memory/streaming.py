@@ -14,7 +14,7 @@ from ..optimizer.memory import BySpec, Gradients
 from ..runtime import DeviceEngine, Entry
 from ..runtime.passes import Passes
 from ..timeline.side_stream import Event
-from .copies import cut_chunks, staged_view
+from .copies import cut_chunks
 from .offloaded import ChunkedPasses, Mirrors, StateOnHost, moved_arrays, traffic_of
 
 
@@ -167,7 +167,9 @@ class StreamedUpdate(ChunkedPasses):
         for name, begins in chunk.begins.items():
             for place, begin in zip(chunk.tensors, begins.tolist()):
                 arrays = passes.segment.entries[place].arrays
-                arrays[name] = staged_view(arrays[name], begin, memory)
+                array, view = arrays[name], torch.empty(0, dtype=arrays[name].dtype, device=memory.device)
+                at = begin // array.element_size()
+                arrays[name] = view.set_(memory.untyped_storage(), at, array.shape, array.stride())
         passes.arrays.read()
         passes.upload()
 

@@ -309,7 +309,7 @@ class Builder:
             [type(value) in _NUMBERS or (type(value) is torch.Tensor and not value.is_meta) for value in stored]
         ):
             values, live = kernel_values(values), None if live is None else kernel_values(live)
-        state = template.begin(label, part, group, values, self.requests, memory, param.shape, live)
+        state = template.begin(share, values, self.requests, memory, live)
         return Planned(share, kind, state, unreal)
 
 

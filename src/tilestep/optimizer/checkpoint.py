@@ -234,7 +234,7 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> set[torch.Tenso
                     state[TRAINING] = distribute(torch.empty_like(local_part(holder), requires_grad=False), holder)
                     copy_into(state[TRAINING], values[TRAINING].detach())
             # `dcp.load` puts what is no tensor, as the NaN of `mark_codes`, under a parameter's number as a string.
-            numbers = {str(number) for group in state_dict["param_groups"] for number in group["params"]}
+            numbers = set(map(str, keys))
             others = {key: value for key, value in state_dict["state"].items() if str(key) not in numbers}
             ahead = set(states).difference(saved) | _before_first_steps(optimizer, saved)
             optimizer.take_states({**states, **others}, ahead, state_dict["param_groups"])

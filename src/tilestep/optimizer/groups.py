@@ -63,8 +63,7 @@ def find_rule(rule: Any, adopted: Mapping[str, Rule]) -> Rule:
         return adopted.get(rule) or registry[rule]
     if not isinstance(rule, Rule):
         raise RuleError(f"{rule!r} is not a rule: give a function made by @tilestep.rule, or the name of a rule")
-    taken = MASTER_KEYS.intersection(rule.states)
-    if taken:
+    if taken := MASTER_KEYS.intersection(rule.states):
         raise RuleError(
             f"rule {rule.name}: the state {min(taken)!r} needs another name: masters are kept under that one"
         )
@@ -127,8 +126,7 @@ def check_flags(rule: Rule, group: Mapping[str, Any]) -> None:
     for name, value in flat_numbers(_numbers_of(rule, group)):
         if not isinstance(value, torch.Tensor) and value != value:
             raise ValueError(f"Invalid {name}: nan")
-    limit = group.get("max_grad_norm")
-    limit = limit if type(limit) in PYTHON_TYPES else _on_host(limit, "max_grad_norm")
+    limit = _on_host(group.get("max_grad_norm"), "max_grad_norm")
     if isinstance(limit, Limit):
         if not outcome_of(limit).clips:
             raise ValueError(f"Invalid max_grad_norm: {limit} never clips: give it as skip_above")
@@ -167,10 +165,10 @@ def _numbers_of(rule: Rule, group: Mapping[str, Any]) -> dict[str, Any]:
 def _check_kind(key: str, value: Any, default: Any) -> None:
     """Raise `TypeError` for a value of another kind than the default's; tuples are compared entry by entry."""
     if isinstance(default, (tuple, list)):
-        if not isinstance(value, (tuple, list)):
-            raise TypeError(f"Invalid {key}: {value!r}; it takes {len(default)} values")
-        if len(value) != len(default):
-            raise ValueError(f"Invalid {key}: {value}; it takes {len(default)} values")
+        is_several = isinstance(value, (tuple, list))
+        if not is_several or len(value) != len(default):
+            error = ValueError if is_several else TypeError
+            raise error(f"Invalid {key}: {value!r}; it takes {len(default)} values")
         for index, (entry, own_default) in enumerate(zip(value, default)):
             _check_kind(f"{key}[{index}]", entry, own_default)
         return

@@ -502,10 +502,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def power_sum(self, *, prepared: bool = False) -> torch.Tensor | None:
         """The gradients' sum of squares as a step computes it, float64[1]; `prepared` if the plan is up to date."""
-        if not prepared:
-            self.execution.complete_gradients(self)
         if prepared and self.plan is not None:
             return self.plan.deciders.power_sum_of_ranks()
+        self.execution.complete_gradients(self)
         plan = self.prepared()
         total = plan.deciders.power_sum_of_ranks()
         plan.release()
@@ -1105,7 +1104,7 @@ def swap_in_averages(optimizer: Optimizer) -> None:
             for name in rule.state_names:
                 blocks = kept_in_blocks(own, name)
                 if blocks is not None or isinstance(own.get(name), torch.Tensor):
-                    kept = as_real(own[name]) if blocks is None else values_of(blocks, own, name, shape=part.shape)
+                    kept = own[name] if blocks is None else values_of(blocks, own, name, shape=part.shape)
                     buffers[name] = kept.to(part.device, compute)
             training = exact_values(part, own).to(part.device, compute)
             numbers = {**{key: group[key] for key in rule.hyperparameters}, "step": state["step"]}

@@ -136,11 +136,8 @@ def require_one_group(optimizer: Optimizer) -> None:
 
 def repeat_updates(optimizer: Optimizer | torch.optim.Optimizer) -> tuple[frozenset[int], ...]:
     """The ids of parameters listed at least twice, at least three times, and so on: torch updates them as often."""
-    ids = list(map(id, params_of(optimizer)))
-    if len(set(ids)) == len(ids):
-        return ()
-    counts = Counter(ids)
-    rounds = range(1, max(counts.values()))
+    counts = Counter(map(id, params_of(optimizer)))
+    rounds = range(1, max(counts.values(), default=1))
     return tuple(frozenset(one for one, count in counts.items() if count > before) for before in rounds)
 
 

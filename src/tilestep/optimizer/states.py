@@ -328,9 +328,7 @@ class BufferRequest:
     state: dict[str, Any]  # the parameter's state
     array: Array  # its name and dtype, and of how many neighbours one of its entries is
     start: State  # how the buffer begins
-    param: torch.Tensor  # the tensor that kernels update
-    group: Mapping[str, Any]  # its param group
-    full_shape: torch.Size  # of the tensor of which the parameter may be a part
+    share: Share  # of the parameter
     source: torch.Tensor | None = None  # the buffer whose values it takes over, where there is one that cannot stay
     blocks: tuple[Storage, str] | None = None  # the format and the name of the state of which it gets a part
 
@@ -370,33 +368,29 @@ class StateTemplate:
         self.kind = master_kind(param.dtype, group)
         self.starts = starts_of(rule, graph.states, param.dtype, group)
         self.formats = formats
-        self.arrays: dict[str, tuple[Array, ...]] = {"step": (Array("step", torch.float32),)}
-        if self.kind is not None:
-            self.arrays[self.kind.key] = (Array(self.kind.key, self.kind.dtype),)
-        for name in graph.states:
-            is_number = name in graph.matrix_states or name in graph.scalar_states
-            own = Array(name, graph.state_dtypes.get(name, compute_dtype(param))) if is_number else None
-            self.arrays[name] = formats[name].arrays(name) if own is None else (own,)
+        masters = {} if self.kind is None else {self.kind.key: self.kind.dtype}
+        numbers = {*graph.matrix_states, *graph.scalar_states}
+        dtypes = {name: graph.state_dtypes.get(name, compute_dtype(param)) for name in numbers}
+        self.arrays = {name: formats[name].arrays(name) for name in graph.states if name not in numbers}
+        for name, dtype in {"step": torch.float32, **masters, **dtypes}.items():
+            self.arrays[name] = (Array(name, dtype),)
         self.block_names = set(chain.from_iterable(map(block_names, formats)))
         """Names that arrays of states in blocks can have, of whatever format."""
         self.own = {*MASTER_KEYS, *rule.state_names, *chain.from_iterable(map(block_names, rule.state_names))}
         """Names of which a value that a state does not have is not kept."""
         self.names = rule.state_names
-        self.buffers = self.own.difference(graph.scalar_states, graph.matrix_states)  # those that lie as the parameter
+        self.buffers = self.own - numbers  # those that lie as the parameter
 
     def begin(
         self,
-        label: str,
-        param: torch.Tensor,
-        group: Mapping[str, Any],
+        share: Share,
         values: Mapping[str, Any],
         requests: list[BufferRequest],
         home: StateMemory,
-        full_shape: torch.Size,
         live: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """The state of a parameter: its buffers stay where kernels can use them, and missing ones are requested."""
-        kind = self.kind
+        label, param, group, full_shape, kind = share.label, share.local, share.group, share.holder.shape, self.kind
         other = None if kind is None else other_master(kind, values)
         if kind is not None and other is not None:
             values = {**values, kind.key: kind.buffer_of(param, other.values(param, values[other.key]))}
@@ -442,7 +436,7 @@ class StateTemplate:
             blocks = None if fits or len(arrays) == 1 else (self.formats[name], name)
             for buffer, array in zip(stored if fits else [value] * len(arrays), arrays):
                 state[array.name] = None
-                requests.append(BufferRequest(state, array, start, param, group, full_shape, buffer, blocks))
+                requests.append(BufferRequest(state, array, start, share, buffer, blocks))
         others = {name: value for name, value in values.items() if name not in state}
         if others:
             own = self.own.difference([name for name, value in others.items() if not isinstance(value, torch.Tensor)])
@@ -548,7 +542,7 @@ def fill_buffers(requests: Sequence[BufferRequest], home: StateMemory) -> set[to
     # The optimizer's memory holds elements; numbers of rows, columns and blocks lie beside the parameter.
     at_home = [one.start.shape == "param" and one.array.follows_elements for one in requests]
     elementwise = list(compress(requests, at_home))
-    likes = [one.param if one.array.elements == 1 else _packed(one.param, one.array.elements) for one in elementwise]
+    likes = [one.share.local if one.array.elements == 1 else _packed(one) for one in elementwise]
     made = iter(home.make(likes, [one.array.dtype for one in elementwise]))
     zeros: list[torch.Tensor] = []
     arriving: set[torch.device] = set()
@@ -557,8 +551,9 @@ def fill_buffers(requests: Sequence[BufferRequest], home: StateMemory) -> set[to
         if is_at_home:
             buffer = next(made)
         else:
-            shape = shape_of(one.start, one.param, one.full_shape, one.array.elements)
-            buffer = one.param.new_empty(shape, dtype=one.array.dtype, requires_grad=False)
+            param = one.share.local
+            shape = shape_of(one.start, param, one.share.holder.shape, one.array.elements)
+            buffer = param.new_empty(shape, dtype=one.array.dtype, requires_grad=False)
         one.state[one.array.name] = buffer
         if one.source is None and one.start.init == 0:
             zeros.append(buffer)
@@ -573,7 +568,7 @@ def fill_buffers(requests: Sequence[BufferRequest], home: StateMemory) -> set[to
     for one in rest:
         storage, state = one.blocks or (None, one.array.name)
         if storage is None or one.array.name == storage.arrays(state)[0].name:
-            _write(one.state, state, one.start, one.param, one.group, storage, source=one.source)
+            _write(one.state, state, one.start, one.share.local, one.share.group, storage, source=one.source)
     return arriving
 
 
@@ -603,10 +598,10 @@ def _check_late(label: str, name: str, hyper: str, group: Mapping[str, Any], sta
         )
 
 
-def _packed(param: torch.Tensor, elements: int) -> torch.Tensor:
-    """A tensor on a parameter's device with the shape and strides of a buffer that packs neighbours."""
-    shape = shape_of_entries(param.shape, elements)
-    return param.detach().as_strided(shape, torch.empty(shape, device="meta").stride())
+def _packed(one: BufferRequest) -> torch.Tensor:
+    """A tensor with the shape and strides of a buffer that packs neighbours."""
+    shape = shape_of_entries(one.share.local.shape, one.array.elements)
+    return one.share.local.detach().as_strided(shape, torch.empty(shape, device="meta").stride())
 
 
 def shape_of(start: State, param: torch.Tensor, full_shape: torch.Size, elements: int = 1) -> tuple[int, ...]:

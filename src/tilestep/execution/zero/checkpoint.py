@@ -18,6 +18,7 @@ from ...optimizer.matrices import seen_by
 from ...optimizer.memory import StateMemory
 from ...optimizer.parameters import iter_params, params_of
 from ...optimizer.states import StateTemplate, fill_buffers, initialize, storages
+from ...placement import Listed, Share
 from ...placement.reduction import gather_in
 from ...rules import Rule
 from ...storage import entries_of
@@ -37,13 +38,14 @@ def sharded_states(optimizer: Optimizer, sharding: Sharding) -> Iterator[None]:
     initialize(optimizer)
     state = optimizer.state
     states: dict[torch.Tensor, dict[str, Any]] = {}
-    for label, _, group, param in iter_params(optimizer):
-        member, own, rule = sharding.member_of[param], state.get(param), optimizer.rule_of(group)
+    for listed in iter_params(optimizer):
+        param, rule = listed[3], optimizer.rule_of(listed[2])
+        member, own = sharding.member_of[param], state.get(param)
         if own and member.piece is not None:
             entries = entries_of(own, rule.state_names)
             states[param] = {name: member.packed(value, entries.get(name)) for name, value in own.items()}
         elif member.piece is None and sharding.holds_state(optimizer, member):
-            states[param] = _state_elsewhere(member, label, group, rule)
+            states[param] = _state_elsewhere(member, listed, rule)
     optimizer.state = states  # type: ignore[assignment]
     try:
         yield
@@ -51,13 +53,15 @@ def sharded_states(optimizer: Optimizer, sharding: Sharding) -> Iterator[None]:
         optimizer.state = state
 
 
-def _state_elsewhere(member: Member, label: str, group: Mapping[str, Any], rule: Rule) -> dict[str, Any]:
+def _state_elsewhere(member: Member, listed: Listed, rule: Rule) -> dict[str, Any]:
     """State of a parameter that another rank owns: buffers of which this rank holds nothing."""
-    like = torch.empty_like(member.param, device="meta")
+    label, index, group, param = listed
+    like = torch.empty_like(param, device="meta")
     graph = seen_by(rule, group, like.shape, label=label)[0].graph
     requests: Any = []
     template = StateTemplate(like, group, graph, rule, storages(like, group, graph, rule, label=label))
-    state = template.begin(member.name, like, group, {}, requests, StateMemory(), like.shape)
+    share = Share(member.name, label, like, like, index, group, 0, like)
+    state = template.begin(share, {}, requests, StateMemory())
     fill_buffers(requests, StateMemory())
     return _alone(member, {name: value for name, value in state.items() if getattr(value, "is_meta", False)})
 
