@@ -288,7 +288,8 @@ class CpuNorm(EagerNorm):
         self, addresses: torch.Tensor, out: torch.Tensor, norm_type: float = 2.0, root: bool = False
     ) -> torch.Tensor:
         """One call; the result does not depend on the number of threads."""
-        order, library = order_of(norm_type), self._library
+        # As few calls of Python as can be: the norm of a step comes by here.
+        order, library = Order.SQUARES if norm_type == 2.0 else order_of(norm_type), self._library
         if order is not Order.SQUARES and self._whole is not None:
             try:
                 library = self._whole()
@@ -297,10 +298,8 @@ class CpuNorm(EagerNorm):
                 return super().launch(addresses, out, norm_type, root)
         # A number beyond the range of `out` becomes infinity.
         total = out if out.dtype is torch.float64 else torch.empty((), dtype=torch.float64, device="cpu")
-        results = self._partials_address, total.data_ptr()
-        library.tilestep_norm(
-            addresses.data_ptr(), *self._tile_tables, int(order), norm_type, root, *results, self._threads
-        )
+        results = self._partials_address, total.data_ptr(), 1 if self._most_threads == 1 else self._threads
+        library.tilestep_norm(addresses.data_ptr(), *self._tile_tables, int(order), norm_type, root, *results)
         return out if total is out else out.copy_(total)
 
     def scale(self, addresses: torch.Tensor, norm: torch.Tensor, limit: torch.Tensor | float) -> None:
