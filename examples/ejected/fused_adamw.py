@@ -291,7 +291,6 @@ class Kind(NamedTuple):
 
 
 def kind_of_dtype(dtype: torch.dtype, *maths: str) -> Kind:
-    """The kind of a dtype, with the formulas that are its own."""
     return Kind(
         formula=adamw,
         buffers=(("param", "param", dtype), ("exp_avg", 0.0, dtype), ("exp_avg_sq", 0.0, dtype)),

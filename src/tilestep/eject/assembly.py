@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,15 @@ import torch
 from .._version import __version__
 from ..backends.triton.run import tile_options
 from ..backends.tuning import default_shape
-from ..errors import RuleError
 from ..graph import trace
-from ..kernels.spec import KernelSpec
 from ..optimizer.groups import check_group
 from ..optimizer.masters import MasterWeights, check_choice, master_kind
 from ..optimizer.states import SHORTEST, SMALLEST, starts_of
 from ..rules import Interval, Rule
 from ..storage import codec_of, dtype_name
 from .formulas import codec_functions, condition, formula, helpers_of
-from .kernels import NORM, Helpers, constant_lines, flat, functions_of, merged, renamed
-from .kinds import SIZES, Kind, kinds_of
+from .kernels import NORM, constant_lines, flat, functions_of, helpers_for, merged, renamed
+from .kinds import SIZES, Kind, kinds_of, refused
 from .layout import formatted
 
 _OF_TRITON = {"libdevice": "triton.language.extra", "cuda_capability_geq": "triton.language.target_info"}
@@ -114,13 +113,12 @@ def _word(value: Any) -> str:
 def ejected(request: Request) -> str:
     """The text of the file."""
     rule, kinds = request.rule, request.kinds
-    functions, names, general = merged({kind.name: kind.spec for kind in kinds}, clip=request.clip)
+    functions = merged(kinds, clip=request.clip)
     parameters = {name for lines in functions for name in re.findall(r"\w+", lines[1])}
     if request.clip:
         functions = [*(lines for _, lines in functions_of(NORM)), *functions]
-    helpers, constants = Helpers().of(functions)
+    helpers, constants = helpers_for(functions)
     kernels = flat(helpers + functions)
-    formulas, called = _formulas(request)
     by_dims, by_size = request.matters
     imported = {name: module for name, module in _OF_TRITON.items() if name in kernels}
     texts = {
@@ -135,8 +133,8 @@ def ejected(request: Request) -> str:
             ]
         ),
         "kernels": kernels,
-        "formulas": flat(formulas),
-        "kinds": _kinds(request, names, called, general, parameters),
+        "formulas": flat(_formulas(request)),
+        "kinds": _kinds(request, parameters),
         "ranges": "\n".join(_ranges(request)),
         "guards": "\n".join(_guards(request)),
         "signature": _signature(request),
@@ -219,29 +217,17 @@ def _literal(value: Any) -> str:
     return re.sub(r"\binf\b", "math.inf", repr(value).replace("'", '"'))
 
 
-def _formulas(request: Request) -> tuple[list[list[str]], dict[str, str]]:
-    """The formulas of all kinds and of their formats, each once; and the name of each kind's own."""
-    rule, functions = request.rule, list[list[str]]()
-    called: dict[str, str] = {}
-    seen: dict[str, str] = {}
+def _formulas(request: Request) -> list[list[str]]:
+    """The formulas of all kinds and of their formats, each once; a kind gets the name of its own."""
+    seen: dict[tuple[str, ...], str] = {}
     about = "The rule, on numbers in float32; hyperparameters and sums are in float64."
     for kind in request.kinds:
-        stem = kind.spec.name
-        lines = formula("FORMULA", kind.graph, rule.state_names, request.values, about)
-        text = "\n".join(lines)
-        if text not in seen:
-            seen[text] = stem if not seen else f"{stem}_{min(kind.dims)}d"
-            functions.append(renamed(lines, {"FORMULA": seen[text]}))
-        called[kind.name] = seen[text]
-    codecs: dict[str, list[list[str]]] = {}
-    for kind in request.kinds:
-        for storage in kind.storages.values():
-            codec = codec_of(storage)
-            if not codec.is_plain:
-                codecs.setdefault(storage.title, codec_functions(storage.title, codec))
-    own = [lines for listed in codecs.values() for lines in listed]
+        lines = tuple(formula("FORMULA", kind.graph, request.rule.state_names, request.values, about))
+        kind.formula = seen.setdefault(lines, f"{kind.spec.name}_{min(kind.dims)}d" if seen else kind.spec.name)
+    formats = {storage.title: codec_of(storage) for kind in request.kinds for storage in kind.storages.values()}
+    own = [lines for title, codec in formats.items() if not codec.is_plain for lines in codec_functions(title, codec)]
     helpers = [text.strip().splitlines() for text in helpers_of(line for lines in own for line in lines).values()]
-    return [*helpers, *own, *functions], called
+    return [*helpers, *own, *(renamed(lines, {"FORMULA": name}) for lines, name in seen.items())]
 
 
 def _average(request: Request) -> list[str]:
@@ -257,63 +243,51 @@ def _average(request: Request) -> list[str]:
     return formula("weights_to_evaluate", graph, rule.state_names, request.values, about)
 
 
-def _kinds(
-    request: Request,
-    names: Mapping[str, Mapping[str, str]],
-    called: Mapping[str, str],
-    general: Mapping[str, bool],
-    parameters: set[str],
-) -> str:
+def _kinds(request: Request, parameters: set[str]) -> str:
     """The kinds, and what says which kind a parameter is of."""
     by_dims, by_size = request.matters
-    alike: dict[str, list[tuple[Kind, list[str]]]] = {}
+    alike: dict[str, list[Kind]] = {}
     for kind in request.kinds:
-        maths = [name for base, name in names[kind.name].items() if base.startswith("math_") and general[kind.name]]
-        launches = _launches(kind.spec, names[kind.name], is_general=general[kind.name])
-        text = _kind(request, kind, launches, called[kind.name], parameters)
-        alike.setdefault(text, []).append((kind, maths))
+        alike.setdefault(_kind(request, kind, parameters, is_shared=True), []).append(kind)
     if any(kind.spec.global_count for kind in request.kinds) and len({text.count("_pass_") for text in alike}) > 1:
-        raise RuleError(
-            f"{request.rule.name} sums over all tensors in other stages for other shapes: use tilestep's own"
-        )
+        raise refused(request.rule, "sums over all tensors in stages that shapes decide")
     lines: list[str] = []
-    texts: dict[str, Code] = {}
-    for text, members in alike.items():
-        first, title = members[0][0], f"kind_of_{members[0][0].name}"
-        if len({kind.dtype for kind, _ in members}) > 1:
+    calls: dict[str, Code] = {}
+    for text, (first, *others) in alike.items():
+        if not others:
+            calls[first.name] = _kind(request, first, parameters, is_shared=False)
+            continue
+        title = f"kind_of_{first.name}"
+        if any(kind.dtype is not first.dtype for kind in others):
             title = title.replace(dtype_name(first.dtype), "dtype")
-        for kind, maths in members:
-            texts[kind.name] = Code(f"{title}({', '.join([str(kind.dtype), *map(_literal, maths)])})")
-        if len(members) > 1:
-            about = '    """The kind of a dtype, with the formulas that are its own."""'
-            takes = "dtype: torch.dtype" + ", *maths: str" * bool(members[0][1])
-            lines += [f"def {title}({takes}) -> Kind:", about, *formatted([f"    return {text}"]), "", ""]
-        else:
-            for place, name in enumerate(members[0][1]):
-                text = text.replace(f"maths[{place}]", _literal(name))
-            text = text.replace("str(dtype)[6:]", _literal(dtype_name(first.dtype)))
-            texts[first.name] = Code(re.sub(r"\bdtype\b", str(first.dtype), text))
+        for kind in (first, *others):
+            calls[kind.name] = Code(f"{title}({', '.join([str(kind.dtype), *map(_literal, _maths(kind))])})")
+        takes = "dtype: torch.dtype" + ", *maths: str" * bool(_maths(first))
+        lines += [f"def {title}({takes}) -> Kind:", *formatted([f"    return {text}"]), "", ""]
     keys = {kind.name: kind.name if by_dims or by_size else Code(str(kind.dtype)) for kind in request.kinds}
-    lines += formatted([f"KINDS = {_literal({keys[kind.name]: texts[kind.name] for kind in request.kinds})}"])
+    lines += formatted([f"KINDS = {_literal({keys[kind.name]: calls[kind.name] for kind in request.kinds})}"])
     if by_dims or by_size:
         tree: dict[Any, Any] = {}
         for kind in request.kinds:
             for dims, size in product(sorted(kind.dims)[: None if by_dims else 1], sorted(kind.sizes)):
-                path = [Code(str(kind.dtype)), *[dims] * by_dims, *[size] * by_size]
-                node = tree
-                for key in path[:-1]:
-                    node = node.setdefault(key, {})
-                node[path[-1]] = kind.name
+                path: list[Any] = [dims] * by_dims + [size] * by_size
+                functools.reduce(lambda node, key: node.setdefault(key, {}), [Code(str(kind.dtype)), *path[:-1]], tree)[
+                    path[-1]
+                ] = kind.name
         lines += formatted([f"BY_SHAPE: dict[Any, Any] = {_literal(tree)}"])
     if by_size:
-        lines.append(
-            f"SMALLEST, SHORTEST = {SMALLEST}, {SHORTEST}  # elements of a parameter, and of a row, for a format"
-        )
+        about = "elements of a parameter, and of a row, for a format"
+        lines.append(f"SMALLEST, SHORTEST = {SMALLEST}, {SHORTEST}  # {about}")
     return "\n".join(lines)
 
 
-def _kind(request: Request, kind: Kind, launches: Sequence[Any], called: str, parameters: set[str]) -> str:
-    """The text of a kind, with `dtype` for its dtype and `maths` for the functions of its formulas."""
+def _maths(kind: Kind) -> list[str]:
+    """The formulas that its passes take."""
+    return [name for base, name in kind.functions.items() if base.startswith("math_") and kind.is_general]
+
+
+def _kind(request: Request, kind: Kind, parameters: set[str], *, is_shared: bool) -> Code:
+    """The text of a kind; of a shared one with `dtype` for its dtype and `maths` for the functions of its formulas."""
     spec = kind.spec
     starts = starts_of(request.rule, kind.graph.states, kind.dtype, request.group)
     master = master_kind(kind.dtype, request.group)
@@ -324,14 +298,17 @@ def _kind(request: Request, kind: Kind, launches: Sequence[Any], called: str, pa
         begins: float | str = starts[name].init if name in starts else 0.0
         if name == "param" and (master is None or master.begins_as_parameter):
             begins = "param"
-        arrays = [(array.name, Code(_dtype(array.dtype, kind)), array.elements) for array in storage.arrays(name)]
+        arrays = [
+            (array.name, Code("dtype" if is_shared and array.dtype is kind.dtype else array.dtype), array.elements)
+            for array in storage.arrays(name)
+        ]
         words = [name, begins, arrays[0][1] if request.is_plain else tuple(arrays)]
         if not codec_of(storage).is_plain:
             words += [Code(f"load_{storage.title}"), Code(f"store_{storage.title}")]
         buffers.append(Code(f"{'' if request.is_plain else 'Buffer'}{_literal(tuple(words))}"))
     scalars = [(name, starts[name].init, Code(str(spec.scalar_dtype(name)))) for name in kind.graph.scalar_states]
     fields: dict[str, Any] = {
-        "formula": Code(called),
+        "formula": Code(kind.formula),
         "buffers": tuple(buffers),
         **({"scalars": (("step", 0.0, Code("torch.float32")), *scalars)} if scalars else {}),
         "hypers": tuple(name.replace(".", "_") for name in spec.hypers),
@@ -340,18 +317,14 @@ def _kind(request: Request, kind: Kind, launches: Sequence[Any], called: str, pa
         **({"reductions": spec.reduction_count} if spec.reduction_count > 1 else {}),
         **({"across": spec.global_count} if spec.global_count else {}),
         "span": default_shape(spec, "cuda").span,
-        "launches": tuple(launches),
+        "launches": tuple(_launches(kind, is_shared=is_shared)),
     }
-    return f"Kind({', '.join(f'{name}={_literal(value)}' for name, value in fields.items())})"
+    return Code(f"Kind({', '.join(f'{name}={_literal(value)}' for name, value in fields.items())})")
 
 
-def _dtype(dtype: torch.dtype, kind: Kind) -> str:
-    return "dtype" if dtype is kind.dtype else str(dtype)
-
-
-def _launches(spec: KernelSpec, names: Mapping[str, str], *, is_general: bool) -> list[tuple[Any, ...]]:
+def _launches(kind: Kind, *, is_shared: bool) -> list[tuple[Any, ...]]:
     """The launches of a step: for each stage the scalar pass, the pass over tiles, and what adds up its sums."""
-    shape = default_shape(spec, "cuda")
+    spec, names, shape = kind.spec, kind.functions, default_shape(kind.spec, "cuda")
     constants, options = tile_options(spec, shape)
     launches: list[tuple[str, str, dict[Any, Any]]] = []
     passes = 0
@@ -363,8 +336,9 @@ def _launches(spec: KernelSpec, names: Mapping[str, str], *, is_general: bool) -
         if tile is None:
             continue
         own: dict[str, Any] = {**constants}
-        if is_general:
-            own |= {"ELEMENT": Code("str(dtype)[6:]"), "MATH": Code(f"maths[{passes}]")}
+        if kind.is_general:
+            own["ELEMENT"] = Code("str(dtype)[6:]") if is_shared else dtype_name(kind.dtype)
+            own["MATH"] = Code(f"maths[{passes}]") if is_shared else names[f"math_{index}"]
         passes += 1
         own |= {"num_warps": shape.warps, **options}
         launches.append((names[f"tile_pass_{index}"], "tiles", own))

@@ -186,40 +186,21 @@ def _size(name: str) -> str:
 
 def codec_functions(title: str, codec: Codec) -> list[list[str]]:
     """The functions of a storage format: from what it keeps to numbers, and back."""
-    names = [array.name for array in codec.arrays]
-    return [
-        _function(f"load_{title}", names, [codec.loaded], "Numbers from what keeps them.", single=True),
-        _function(f"store_{title}", ["number"], codec.stored, "What keeps numbers.", single=False),
-    ]
+    loaded = _function(f"load_{title}", [array.name for array in codec.arrays], [codec.loaded], "torch.Tensor")
+    stored = _function(f"store_{title}", ["number"], codec.stored, "tuple[torch.Tensor, ...]")
+    return [loaded, stored]
 
 
-def _function(title: str, parameters: Sequence[str], roots: Iterable[Value], about: str, *, single: bool) -> list[str]:
+def _function(title: str, parameters: Sequence[str], roots: Sequence[Value], kind: str) -> list[str]:
     writer = TorchWriter(TorchNames([title, *parameters]))
-    listed = list(roots)
-    for value in ancestors(listed):
+    for value in ancestors(roots):
         if value.operation == "load":
             writer.bind(value, value.attribute)
-    writer.write(ancestors(listed))
-    returned = ", ".join(writer[root] for root in listed)
+    writer.write(ancestors(roots))
     typed = ", ".join(f"{name}: torch.Tensor" for name in parameters)
-    kind = "torch.Tensor" if single else "tuple[torch.Tensor, ...]"
-    comma = "," if len(listed) == 1 and not single else ""
-    return [
-        f"def {title}({typed}) -> {kind}:",
-        f'    """{about}"""',
-        *writer.lines,
-        f"    return {returned}{comma}",
-    ]
-
-
-class _ConditionWriter(Writer):
-    """Writes conditions on the numbers of a param group, in plain Python."""
-
-    def declare(self, name: str, expression: str, value: Value) -> str:
-        raise NotImplementedError
-
-    def constant(self, number: float | bool) -> str:
-        return repr(number)
+    returned = ", ".join(writer[root] for root in roots) + "," * (len(roots) == 1 and kind != "torch.Tensor")
+    about = "What keeps numbers." if title.startswith("store") else "Numbers from what keeps them."
+    return [f"def {title}({typed}) -> {kind}:", f'    """{about}"""', *writer.lines, f"    return {returned}"]
 
 
 _CONDITIONS = {name: f"({{0}} {sign} {{1}})" for name, sign in SIGNS.items()}
@@ -227,22 +208,23 @@ _CONDITIONS |= {"and": "({0} and {1})", "or": "({0} or {1})", "not": "(not {0})"
 
 
 def condition(guard: Guard) -> str:
-    """A guard as an expression of a param group."""
-    names = Names()
-    writer = _ConditionWriter("float64", names, _CONDITIONS)
-    values = ancestors([guard.condition])
-    for value in values:
-        if value.operation == "hyper":
-            key, _, place = value.attribute.partition(".")
-            writer.bind(value, f'group["{key}"]' + (f"[{place}]" if place else ""))
-        elif value.operation == "constant":
-            writer.bind(value, writer.constant(value.attribute))
-        else:
-            writer.bind(value, writer.spelled(value))
-    text = re.sub(r"^\((.*)\)$", r"\1", writer[guard.condition])
+    """A guard as an expression of a param group, in plain Python."""
+    text = re.sub(r"^\((.*)\)$", r"\1", _condition(guard.condition))
     if guard.outcome:
         return text
     return text.replace("!=", "==") if re.fullmatch(r"\S+ != \S+", text) else f"not ({text})"
+
+
+def _condition(value: Value) -> str:
+    if value.operation == "hyper":
+        return re.sub(
+            r"^(\w+)(?:\.(\d+))?$",
+            lambda found: f'group["{found[1]}"]' + f"[{found[2]}]" * bool(found[2]),
+            value.attribute,
+        )
+    if value.operation == "constant":
+        return repr(value.attribute)
+    return _CONDITIONS[value.operation].format(*map(_condition, value.args))
 
 
 def helpers_of(lines: Iterable[str]) -> Mapping[str, str]:

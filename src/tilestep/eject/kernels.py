@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 import textwrap
@@ -13,6 +14,7 @@ from typing import Any
 
 from ..backends.triton import source as triton_source
 from ..kernels.spec import KernelSpec
+from .kinds import Kind
 from .layout import formatted, logical_lines
 
 Function = tuple[str, list[str]]
@@ -101,53 +103,40 @@ def renamed(lines: Iterable[str], names: dict[str, str]) -> list[str]:
     return [pattern.sub(lambda match: names[match[1]], line) for line in lines]
 
 
-def merged(
-    specs: dict[str, KernelSpec], *, clip: bool
-) -> tuple[list[list[str]], dict[str, dict[str, str]], dict[str, bool]]:
-    """The functions of several kinds, each text once, and for each kind the names of the functions that are its own.
-
-    Also whether a kind's passes over elements take its dtype and its formula as constants, as those of others do.
-    """
-    texts: dict[str, list[list[str]]] = {}
+def merged(kinds: Sequence[Kind], *, clip: bool) -> list[list[str]]:
+    """The functions of several kinds, each text once; a kind gets the names of its own."""
     written: dict[tuple[str, ...], str] = {}
     order: list[list[str]] = []
-    names: dict[str, dict[str, str]] = {}
-    functions = {kind: update_functions(spec, clip=clip) for kind, spec in specs.items()}
-    general = {kind: _general(spec, functions[kind]) for kind, spec in specs.items()}
-    shared = {
-        kind: own is not None and any(_passes(own) == _passes(other) for at, other in general.items() if at != kind)
-        for kind, own in general.items()
-    }
-    for kind, spec in specs.items():
-        own = names[kind] = {}
-        for name, lines in (general[kind] or []) if shared[kind] else functions[kind]:
-            base = name.removeprefix(f"{spec.name}_")
-            body = renamed(lines, own)
+    functions = {kind.name: update_functions(kind.spec, clip=clip) for kind in kinds}
+    general = {kind.name: _general(kind.spec, functions[kind.name]) for kind in kinds}
+    for kind in kinds:
+        passes = [_passes(own) for name, own in general.items() if name != kind.name]
+        kind.is_general = bool(general[kind.name]) and _passes(general[kind.name]) in passes
+        names: dict[str, str] = {}
+        for name, lines in general[kind.name] if kind.is_general else functions[kind.name]:
+            base = name.removeprefix(f"{kind.spec.name}_")
+            body = renamed(lines, names)
             key = (base, *renamed(body, {name: base}))
             if key not in written:
-                others = texts.setdefault(base, [])
-                others.append(body)
-                written[key] = base if len(others) == 1 else f"{base}_{kind}"
+                written[key] = f"{base}_{kind.name}" if any(other[0] == base for other in written) else base
                 order.append(renamed(body, {name: written[key]}))
-            own[name] = written[key]
-    titles = {kind: f"{spec.name}_" for kind, spec in specs.items()}
-    short = {kind: {old.removeprefix(titles[kind]): new for old, new in own.items()} for kind, own in names.items()}
-    return order, short, shared
+            names[name] = kind.functions[base] = written[key]
+    return order
 
 
 def _without_new(found: re.Match[str]) -> str:
     return f"{found[1]}.to(" if found[1] else found[2]
 
 
-def _passes(functions: Sequence[Function] | None) -> list[Function] | None:
-    return None if functions is None else [function for function in functions if "_tile_pass_" in function[0]]
+def _passes(functions: Sequence[Function]) -> list[Function]:
+    return [function for function in functions if "_tile_pass_" in function[0]]
 
 
-def _general(spec: KernelSpec, functions: Sequence[Function]) -> list[Function] | None:
-    """The functions with the dtype of all arrays and the formula as constants; None where dtypes differ."""
+def _general(spec: KernelSpec, functions: Sequence[Function]) -> list[Function]:
+    """The functions with the dtype of all arrays and the formula as constants; none where dtypes differ."""
     dtypes = {array.dtype for array in (spec.grad, *spec.arrays)}
     if len(dtypes) > 1 or spec.has_blocks:
-        return None
+        return []
     dtype = f"tl.{str(dtypes.pop()).removeprefix('torch.')}"
     general: list[Function] = []
     for name, lines in functions:
@@ -235,42 +224,34 @@ Sums of so few digits never leave float64.
 """
 
 
-class Helpers:
-    """The functions that all generated modules call, with the constants that they take."""
+@functools.cache
+def _helpers() -> tuple[dict[str, list[str]], dict[str, Any]]:
+    """The functions that all generated modules call, and the constants that they take."""
+    path = Path(inspect.getfile(triton_source)).with_name("support.py")
+    functions: dict[str, list[str]] = {}
+    # The numbers of constants are worked out without Triton.
+    scope: dict[str, Any] = {"tl": SimpleNamespace(constexpr=lambda value: value)}
+    lines, constants = path.read_text().splitlines(), list[str]()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and node.decorator_list:
+            mark = "@constexpr_function" if "constexpr_function" in ast.unparse(node.decorator_list[0]) else "@jit"
+            functions[node.name] = _compiled([mark, *lines[node.decorator_list[0].lineno : node.end_lineno]])
+        elif isinstance(node, ast.FunctionDef) or (isinstance(node, ast.Assign) and "knobs" not in ast.unparse(node)):
+            exec(compile(ast.Module([node], []), str(path), "exec", dont_inherit=True), scope)
+            constants += [ast.unparse(target) for target in getattr(node, "targets", [])]
+    return functions, {name: scope[name] for name in constants}
 
-    def __init__(self) -> None:
-        path = Path(inspect.getfile(triton_source)).with_name("support.py")
-        text = path.read_text()
-        self._functions: dict[str, list[str]] = {}
-        self._constants: dict[str, Any] = {}
-        # The numbers of constants are worked out without Triton.
-        scope: dict[str, Any] = {"tl": SimpleNamespace(constexpr=lambda value: value)}
-        lines = text.splitlines()
-        for node in ast.parse(text).body:
-            if isinstance(node, ast.FunctionDef) and node.decorator_list:
-                first = node.decorator_list[0].lineno - 1
-                decorator = lines[first]
-                own = lines[first : node.end_lineno]
-                kept = "@constexpr_function" if "constexpr_function" in decorator else "@jit"
-                self._functions[node.name] = _compiled([kept, *own[1:]])
-            elif isinstance(node, (ast.FunctionDef, ast.Assign)):
-                code = ast.Module([node], [])
-                names = [target.id for target in getattr(node, "targets", []) if isinstance(target, ast.Name)]
-                if names == ["INTERPRETED"]:
-                    continue
-                exec(compile(code, str(path), "exec", dont_inherit=True), scope)
-                self._constants.update({name: scope[name] for name in names})
 
-    def of(self, functions: Iterable[Iterable[str]]) -> tuple[list[list[str]], dict[str, Any]]:
-        """The functions and the constants that these functions need."""
-        wanted, constants, waiting = set[str](), set[str](), ["\n".join(lines) for lines in functions]
-        while waiting:
-            read = _names_in(waiting.pop())
-            waiting += ["\n".join(self._functions[name]) for name in (read & self._functions.keys()) - wanted]
-            wanted |= read & self._functions.keys()
-            constants |= read & self._constants.keys()
-        listed = [lines for name, lines in self._functions.items() if name in wanted]
-        return listed, {name: value for name, value in self._constants.items() if name in constants}
+def helpers_for(functions: Iterable[Iterable[str]]) -> tuple[list[list[str]], dict[str, Any]]:
+    """The library's functions and constants that these functions need."""
+    helpers, constants = _helpers()
+    wanted, waiting = set[str](), ["\n".join(lines) for lines in functions]
+    while waiting:
+        read = (_names_in(waiting.pop()) & (helpers.keys() | constants.keys())) - wanted
+        waiting += ["\n".join(helpers[name]) for name in read & helpers.keys()]
+        wanted |= read
+    used = {name: value for name, value in constants.items() if name in wanted}
+    return [lines for name, lines in helpers.items() if name in wanted], used
 
 
 def _names_in(text: str) -> set[str]:
@@ -282,31 +263,18 @@ def _names_in(text: str) -> set[str]:
 
 def _compiled(lines: Sequence[str]) -> list[str]:
     """A function without its branches for Triton's interpreter."""
-    lines, kept, place = list(lines), list[str](), 0
-    while place < len(lines):
-        line = lines[place]
-        text, indent = line.strip(), len(line) - len(line.lstrip())
-        if text == "if INTERPRETED:" or text.startswith("if INTERPRETED and "):
-            place = _after(lines, place, indent)
-            if lines[place].strip() == "else:":
-                stop = _after(lines, place, indent)
-                lines[place:stop] = [each[4:] for each in lines[place + 1 : stop]]
+    kept, nodes = list(lines), ast.walk(ast.parse("\n".join(lines)))
+    for node in sorted((each for each in nodes if isinstance(each, ast.If)), key=lambda each: -each.lineno):
+        if re.match(r"INTERPRETED( and |$)", ast.unparse(node.test)):
+            first, stop = node.lineno - 1, node.orelse[0].lineno - 1
+            if isinstance(node.orelse[0], ast.If):
+                kept[first : stop + 1] = [kept[stop].replace("elif ", "if ", 1)]
             else:
-                lines[place] = lines[place].replace("elif ", "if ", 1)
-            continue
-        kept.append(line.replace("INTERPRETED or ", "").replace("not INTERPRETED and ", ""))
-        place += 1
+                kept[first : node.end_lineno] = [line[4:] for line in kept[stop : node.end_lineno]]
+    kept = [line.replace("INTERPRETED or ", "").replace("not INTERPRETED and ", "") for line in kept]
     if any("INTERPRETED" in line for line in kept):
         raise ValueError(f"a branch for the interpreter is left: {kept}")
     return kept
-
-
-def _after(lines: Sequence[str], place: int, indent: int) -> int:
-    """The first line behind a block."""
-    place += 1
-    while place < len(lines) and (not lines[place].strip() or len(lines[place]) - len(lines[place].lstrip()) > indent):
-        place += 1
-    return place
 
 
 def constant_lines(name: str, value: Any) -> list[str]:

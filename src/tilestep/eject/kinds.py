@@ -33,6 +33,9 @@ class Kind:
     storages: dict[str, Storage]
     dims: set[int] = field(default_factory=set)
     sizes: set[str] = field(default_factory=set)
+    functions: dict[str, str] = field(default_factory=dict)  # what its kernels are called in the file
+    is_general: bool = False  # whether its passes take its dtype and its formula as constants, as those of others do
+    formula: str = ""  # of torch tensors
 
 
 def _shapes(dims: int) -> dict[str, tuple[int, ...]]:
@@ -45,18 +48,18 @@ def _shapes(dims: int) -> dict[str, tuple[int, ...]]:
     return {**shapes, "short": (8192, 2, *(1,) * (dims - 2))}
 
 
-def refuse_matrices(rule: Rule) -> RuleError:
-    """The error for a rule of matrices."""
-    return RuleError(
-        f"{rule.name} works on whole matrices: products, batches by shape and matrices that ranks share are no part of "
-        "one readable file; use tilestep's own"
-    )
+def refused(rule: Rule, does: str) -> RuleError:
+    """The error for a rule that does what an ejected file cannot."""
+    return RuleError(f"{rule.name} {does}, which is no part of one readable file: use tilestep's own")
+
+
+_OF_MATRICES = "works on whole matrices (products, batches by shape, matrices that ranks share)"
 
 
 def kinds_of(rule: Rule, group: Mapping[str, Any], dtypes: tuple[torch.dtype, ...]) -> list[Kind]:
     """The kinds of parameters of a rule with these hyperparameters and formats, each once."""
     if any(start.shape in ("left", "right") for start in rule.states.values()):
-        raise refuse_matrices(rule)
+        raise refused(rule, _OF_MATRICES)
     values = {key: group[key] for key in rule.hyperparameters}
     found: dict[Any, Kind] = {}
     for dtype in dtypes:
@@ -67,15 +70,15 @@ def kinds_of(rule: Rule, group: Mapping[str, Any], dtypes: tuple[torch.dtype, ..
                 try:
                     graph = graph_for(rule, values, dims, shape, compute_dtype(param))
                 except MatrixError:
-                    raise refuse_matrices(rule) from None
+                    raise refused(rule, _OF_MATRICES) from None
                 if graph.branches_on_sizes:
-                    raise RuleError(f"{rule.name} branches on the sizes of parameters, which no ejected file does")
+                    raise refused(rule, "branches on the sizes of parameters")
                 formats = storages(param, group, graph, rule, None, "", shape)
                 spec = kernel_spec(graph, formats, compute_dtype(param), "cuda")
                 if spec.program.matrices.scratch:
-                    raise refuse_matrices(rule)
+                    raise refused(rule, _OF_MATRICES)
                 if spec.program.slices.views:
-                    raise RuleError(f"{rule.name} works on rows and columns, of which no ejected file has tables")
+                    raise refused(rule, "sums over rows and columns, by 1,400 lines of kernels more")
                 key = (id(graph) if graph.reads_shape else None, dtype, tuple(formats.items()))
                 kind = found.setdefault(key, Kind("", dtype, spec, graph, formats))
                 kind.dims.add(dims)
