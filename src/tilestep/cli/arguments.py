@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import importlib
 import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -85,20 +85,18 @@ def load_rule(name: str, option: str = "RULE") -> Rule:
             return registry[names[name.lower()]]
         hint = did_you_mean(name, registry) or "name it module:function?"
         raise typer.BadParameter(f"no rule is called {name!r}; {hint}", param_hint=option)
-    try:
-        imported = _imported(*name.split(":", 1))
-    except typer.BadParameter as error:
-        error.param_hint = option
-        raise
+    module_name, _, attributes = name.partition(":")
+    imported = _imported(module_name, attributes, option)
     return imported if isinstance(imported, Rule) else rule(imported)
 
 
-def _imported(module_name: str, attributes: str) -> Any:
+def _imported(module_name: str, attributes: str, option: str) -> Any:
+    refused = partial(typer.BadParameter, param_hint=option)
     file = Path(module_name)
     if file.suffix == ".py" or module_name.startswith(".") or not (module_name and attributes):
         parts = [part.removesuffix(".py") for part in file.parts]
         name = ".".join(part for part in parts if part.isidentifier())
-        raise typer.BadParameter(f"name the module and the function: {name or 'module'}:{attributes or 'function'}")
+        raise refused(f"name the module and the function: {name or 'module'}:{attributes or 'function'}")
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
@@ -106,17 +104,18 @@ def _imported(module_name: str, attributes: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module exists, and an import inside it failed
-        message = f"no module is called {module_name!r}, in this folder or among those that are installed"
-        raise typer.BadParameter(message) from None
+        raise refused(
+            f"no module is called {module_name!r}, in this folder or among those that are installed"
+        ) from None
     except SystemExit as error:
-        raise typer.BadParameter(f"the code of {module_name} ends the process when it is imported") from error
+        raise refused(f"the code of {module_name} ends the process when it is imported") from error
     for attribute in attributes.split("."):
         if not hasattr(value, attribute):
             hint = did_you_mean(attribute, dir(value))
-            raise typer.BadParameter(f"{module_name} has no {attributes!r}{hint and f'; {hint}'}")
+            raise refused(f"{module_name} has no {attributes!r}{hint and f'; {hint}'}")
         value = getattr(value, attribute)
     if not callable(value):
-        raise typer.BadParameter(f"{module_name}:{attributes} is no function")
+        raise refused(f"{module_name}:{attributes} is no function")
     return value
 
 
@@ -140,15 +139,6 @@ def _value(text: str) -> Any:
         return text
 
 
-@contextlib.contextmanager
-def _naming(option: str) -> Iterator[None]:
-    """Name the option whose value is refused."""
-    try:
-        yield
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint=option) from None
-
-
 def parse_formats(
     state_dtype: str,
     masters: str,
@@ -163,13 +153,16 @@ def parse_formats(
     from ..storage import state_format
 
     kind = {"true": True, "": False, "false": False}.get(masters.lower(), masters)
-    with _naming(masters_option):
-        check_choice(kind)
-    with _naming("--rounding"):
-        check_rounding({"rounding": rounding})
-    if state_dtype:
-        with _naming("--state-dtype"):
-            state_format(state_dtype)
+    checks: list[tuple[str, Callable[[Any], object], Any]] = [
+        (masters_option, check_choice, kind),
+        ("--rounding", check_rounding, {"rounding": rounding}),
+        *([("--state-dtype", state_format, state_dtype)] if state_dtype else []),
+    ]
+    for option, check, value in checks:
+        try:
+            check(value)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint=option) from None
     kind = kind or ("remainder" if remainder else master_weights)
     return {"state_dtype": state_dtype or None, "master_weights": kind, "rounding": rounding}
 

@@ -86,7 +86,7 @@ class Changes:
         self._steps: dict[int, tuple[list[torch.Tensor], np.ndarray]] = {}  # lists of tensors that steps wrote, places
         self._counts: Counter[int] = Counter()  # of their steps, by `id` of the list
         self._lying: list[int] = []
-        self._cut: dict[torch.device, _Blocks] = {}
+        self._cut: _Cut = {}
 
     def watch(self, params: Iterable[torch.Tensor]) -> None:
         """Note addresses and versions of parameters, before steps have tables."""
@@ -341,34 +341,36 @@ def _flags(entry: _Tracked) -> torch.Tensor:
 class _OnDevice:
     """Lists of parameters on a device, made without a wait of the host per parameter."""
 
-    def __init__(self, tracked: Sequence[_Tracked], device: torch.device, cut: dict[torch.device, _Blocks]) -> None:
+    def __init__(self, tracked: Sequence[_Tracked], device: torch.device, cut: _Cut) -> None:
         self.device, by_kernels = device, _by_kernels(device)
         marked = [entry for entry in tracked if not entry.wholly and entry.bits.numel()]
         plain = [entry for entry in marked if by_kernels and entry.param.is_contiguous()]
-        blocks = cut.get(device)
-        self._blocks = cut[device] = blocks if blocks is not None and blocks.fits(plain) else _Blocks(plain, device)
+        key = (*map(id, plain), addresses_of([entry.param for entry in plain]).tobytes())
+        if device not in cut or cut[device][0] != key:
+            cut[device] = key, _runs_of(plain, device)
+        self._runs = cut[device][1]
         chosen = set(map(id, plain))
         others = [entry for entry in marked if id(entry) not in chosen]
         self._flags = [_flags(entry).reshape(-1) for entry in others]
         chosen.update(map(id, others))
         self._unmarked = [entry for entry in tracked if id(entry) not in chosen]
-        self.tracked = [*self._blocks.tracked, *others, *self._unmarked]
+        self.tracked = [*(entry for run in self._runs for entry in run.members), *others, *self._unmarked]
 
     def counts(self) -> torch.Tensor:
         """int64[parameters] on the device."""
-        counts = [*self._blocks.counted(), *(flags.sum().reshape(1) for flags in self._flags)]
+        counts = [*(run.counted() for run in self._runs), *(flags.sum().reshape(1) for flags in self._flags)]
         if self._unmarked:
             counts.append(sent([entry.param.numel() if entry.wholly else 0 for entry in self._unmarked], self.device))
         return torch.cat(counts)
 
     def made(self, counts: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Flat indices into the parameters, and values."""
-        plain = len(self._blocks.tracked)
-        pairs = list(self._blocks.pairs(counts[:plain]))
-        for place, entry in enumerate(self.tracked[plain:]):
-            count = counts[plain + place]
-            if place < len(self._flags):
-                index = torch.nonzero_static(self._flags[place], size=count).reshape(-1)
+        rest, flags = iter(counts), iter(self._flags)
+        pairs = [pair for run in self._runs for pair in run.listed(list(itertools.islice(rest, len(run.members))))]
+        for entry, count in zip(self.tracked[len(pairs) :], rest):
+            marks = next(flags, None)
+            if marks is not None:
+                index = torch.nonzero_static(marks, size=count).reshape(-1)
             else:
                 index = torch.arange(count, dtype=torch.int64, device=self.device)
             pairs.append((index, entry.param.detach().reshape(-1)[index]))
@@ -419,29 +421,13 @@ class _Run:
         return zip(indices.split(counts), values.split(counts))
 
 
-class _Blocks:
+_Cut = dict[torch.device, tuple[tuple[Any, ...], list[_Run]]]  # by device what lies where, and its runs
+
+
+def _runs_of(tracked: Sequence[_Tracked], device: torch.device) -> list[_Run]:
     """Contiguous parameters, in runs that a kernel reads."""
-
-    def __init__(self, tracked: Sequence[_Tracked], device: torch.device) -> None:
-        kinds: dict[tuple[Any, ...], list[_Tracked]] = {}
-        for entry in tracked:
-            key = (address_of(entry.bits.untyped_storage()), entry.param.dtype, index_dtype(entry.handle))
-            kinds.setdefault(key, []).append(entry)
-        self._order, self._addresses = list(tracked), addresses_of([entry.param for entry in tracked])
-        self._runs = [_Run(members, device) for members in kinds.values()]
-        self.tracked = [entry for run in self._runs for entry in run.members]  # in order of counts and lists
-
-    def fits(self, tracked: Sequence[_Tracked]) -> bool:
-        """Whether these are the same parameters at the same addresses."""
-        same = len(tracked) == len(self._order) and all(map(operator.is_, tracked, self._order))
-        return same and np.array_equal(addresses_of([entry.param for entry in tracked]), self._addresses)
-
-    def counted(self) -> list[torch.Tensor]:
-        """int64, partial counts of changed weights, on the device."""
-        return [run.counted() for run in self._runs]
-
-    def pairs(self, counts: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Indices and values of each parameter."""
-        rest = iter(counts)
-        for run in self._runs:
-            yield from run.listed(list(itertools.islice(rest, len(run.members))))
+    kinds: dict[tuple[Any, ...], list[_Tracked]] = {}
+    for entry in tracked:
+        key = (address_of(entry.bits.untyped_storage()), entry.param.dtype, index_dtype(entry.handle))
+        kinds.setdefault(key, []).append(entry)
+    return [_Run(members, device) for members in kinds.values()]
