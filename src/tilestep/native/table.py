@@ -370,6 +370,7 @@ class Writes:
         self.params = list(params)
         self._have_parts = not same_list(local_parts(self.params), self.params)
         self._places = {id(param): place for place, param in enumerate(self.params)}
+        self._bump: Callable[[list[torch.Tensor]], object] | None = None  # C++ that counts; a sharded step asks for it
         self.note()
         if known is not None and not all(known):
             self.known, self.total = np.asarray(known), -1  # -1: no sum of versions
@@ -408,7 +409,9 @@ class Writes:
     def count(self, params: list[torch.Tensor] | None = None) -> None:
         """Bump the versions of parameters, by default of all, for a write of tilestep."""
         chosen = self.params if params is None else params
-        count_writes(chosen)
+        if self._bump is None and (module := native.module(len(chosen))) is not None:
+            self._bump = module.bump
+        (self._bump or torch.autograd.graph.increment_version)(chosen)
         self.total += len(chosen)
         if params is None:
             self._counted += 1
