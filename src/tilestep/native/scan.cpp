@@ -329,20 +329,16 @@ inline int look_at_gradient(Table& table, int64_t index, PyObject* listed, int64
 template <int STAGES, class Prefetch, class Visit>
 int walk(int64_t begin, int64_t end, const Prefetch& prefetch, const Visit& visit) {
   constexpr int64_t AHEAD = 12;
-  const auto count = static_cast<uint64_t>(end - begin);
   int seen = SAME;
-  if (count == 0) return seen;
-  for (int64_t index = 0; index < end - begin + STAGES * AHEAD; ++index) {
-    const auto ask = [&]<int STAGE>(std::integral_constant<int, STAGE> stage) __attribute__((always_inline)) {
-      const int64_t at = index - STAGE * AHEAD;
-      if (static_cast<uint64_t>(at) < count) prefetch(begin + at, stage);
-    };
-    [&]<int... STAGE>(std::integer_sequence<int, STAGE...>) __attribute__((always_inline)) {
-      (ask(std::integral_constant<int, STAGE>()), ...);
-    }(std::make_integer_sequence<int, STAGES>());
+  for (int64_t index = begin; begin < end && index < end + STAGES * AHEAD; ++index) {
+#pragma GCC unroll 8
+    for (int stage = 0; stage < STAGES; ++stage) {
+      const int64_t at = index - stage * AHEAD;
+      if (at >= begin && at < end) prefetch(at, stage);
+    }
     const int64_t at = index - STAGES * AHEAD;
-    if (at < 0) continue;
-    seen |= visit(begin + at);
+    if (at < begin) continue;
+    seen |= visit(at);
     if (seen & CHANGED) return seen;
   }
   return seen;
@@ -351,54 +347,40 @@ int walk(int64_t begin, int64_t end, const Prefetch& prefetch, const Visit& visi
 const c10::TensorImpl* impl_of(PyObject* object) { return tensor_in(object).unsafeGetTensorImpl(); }
 
 // The stages for a tensor with a known address: its object, its fields, its storage.
-template <int STAGE>
-void prefetch_known(const Known& known) {
-  if constexpr (STAGE == 0) {
+inline __attribute__((always_inline)) void prefetch_known(const Known& known, int stage) {
+  if (stage == 0) {
     prefetch_object(known.object);
     prefetch_object(known.part);
   }
-  if constexpr (STAGE == 1) prefetch_tensor(impl_of(known.own()));
-  if constexpr (STAGE == 2) prefetch_storage(impl_of(known.own()));
+  if (stage == 1) prefetch_tensor(impl_of(known.own()));
+  if (stage == 2) prefetch_storage(impl_of(known.own()));
 }
 
-int look_at_states(const Table& table, int64_t begin, int64_t end) {
-  const auto& states = table.states;
-  const auto prefetch = [&]<int STAGE>(int64_t at, std::integral_constant<int, STAGE>) __attribute__((always_inline)) { prefetch_known<STAGE>(states[at]); };
-  return walk<3>(begin, end, prefetch, [&](int64_t at) { return is_unmoved(table.slots, states[at]) ? SAME : CHANGED; });
-}
-
-int look_at_params(const Table& table, int64_t begin, int64_t end) {
-  const auto& rows = table.rows;
-  const auto prefetch = [&]<int STAGE>(int64_t at, std::integral_constant<int, STAGE>) __attribute__((always_inline)) {
-    prefetch_known<STAGE>(rows[at].param);
-  };
-  return walk<3>(begin, end, prefetch, [&](int64_t at) {
-    return is_unmoved(table.slots, rows[at].param) ? SAME : CHANGED;
-  });
+// States, or parameters without their gradients: `known` returns one.
+template <class Get>
+int look_at_known(const Slots& slots, int64_t begin, int64_t end, const Get& known) {
+  const auto prefetch = [&](int64_t at, int stage) __attribute__((always_inline)) { prefetch_known(known(at), stage); };
+  return walk<3>(begin, end, prefetch, [&](int64_t at) { return is_unmoved(slots, known(at)) ? SAME : CHANGED; });
 }
 
 // Parameters and their own gradients.
 int look_at_rows(Table& table, int64_t begin, int64_t end, int64_t* addresses, bool may_ask) {
   const auto& rows = table.rows;
-  const auto prefetch = [&]<int STAGE>(int64_t at, std::integral_constant<int, STAGE>) __attribute__((always_inline)) {
+  const auto prefetch = [&](int64_t at, int stage) __attribute__((always_inline)) {
     const Known& param = rows[at].param;
-    prefetch_known<STAGE>(param);
-    if constexpr (STAGE == 0) return;
+    prefetch_known(param, stage);
+    if (stage == 0) return;
     const c10::TensorImpl* whole = impl_of(param.object);
-    if constexpr (STAGE == 1)
-      if (param.part != nullptr) prefetch_tensor(whole);
+    if (stage == 1 && param.part != nullptr) prefetch_tensor(whole);
     const auto* meta = reinterpret_cast<const char*>(whole->autograd_meta());
-    if constexpr (STAGE == 2) {
+    if (stage == 2) {
       __builtin_prefetch(meta);
       __builtin_prefetch(meta + 64);
     }
-    if constexpr (STAGE > 2) {
-      if (meta == nullptr || !grad_of(whole).defined()) return;
-      const c10::TensorImpl* grad = grad_of(whole).unsafeGetTensorImpl();
-      if constexpr (STAGE == 3) prefetch_tensor(grad);
-      if constexpr (STAGE == 4)
-        if (param.part == nullptr && grad->has_storage()) prefetch_storage(grad);
-    }
+    if (stage < 3 || meta == nullptr || !grad_of(whole).defined()) return;
+    const c10::TensorImpl* grad = grad_of(whole).unsafeGetTensorImpl();
+    if (stage == 3) prefetch_tensor(grad);
+    if (stage == 4 && param.part == nullptr && grad->has_storage()) prefetch_storage(grad);
   };
   return walk<5>(begin, end, prefetch, [&](int64_t at) {
     if (!is_unmoved(table.slots, rows[at].param)) return static_cast<int>(CHANGED);
@@ -421,10 +403,13 @@ int look_at_part(Table& table, PyObject* gradients, int64_t* addresses, int64_t 
   if (gradients == Py_None) {
     seen = look_at_rows(table, begin, end, addresses, may_ask);
   } else {
-    if (count != 0 && table.rows[0].param.object != nullptr) seen = look_at_params(table, begin, end);
+    if (count != 0 && table.rows[0].param.object != nullptr)
+      seen = look_at_known(table.slots, begin, end, [&](int64_t at) -> const Known& { return table.rows[at].param; });
     if (!(seen & CHANGED) && gradients != Py_False) seen |= look_at_list(table, begin, end, gradients, addresses, may_ask);
   }
-  return seen & CHANGED ? seen : seen | look_at_states(table, states * number / parts, states * (number + 1) / parts);
+  if (seen & CHANGED) return seen;
+  return seen | look_at_known(table.slots, states * number / parts, states * (number + 1) / parts,
+                              [&](int64_t at) -> const Known& { return table.states[at]; });
 }
 
 // Reference counts are in the caches of the threads that looked: each is prefetched while others are counted.
@@ -542,10 +527,8 @@ PyObject* survey(PyObject*, PyObject* list) {
   for (size_t index = 0; index < trains.size(); ++index) {
     PyObject* object = PyList_GET_ITEM(list, index);
     if (!is_tensor(object)) return PyErr_Format(PyExc_TypeError, "survey() takes tensors");
-    tensors[index] = tensor_in(object).unsafeGetTensorImpl();
-    __builtin_prefetch(tensors[index]);
-    __builtin_prefetch(reinterpret_cast<const char*>(tensors[index]) + 64);
-    __builtin_prefetch(reinterpret_cast<const char*>(tensors[index]) + 128);
+    tensors[index] = impl_of(object);
+    prefetch_tensor(tensors[index]);
   }
   for (const auto* tensor : tensors) {
     __builtin_prefetch(tensor->autograd_meta());
