@@ -97,11 +97,11 @@ def default_shape(spec: KernelSpec | None, device_type: str) -> TileShape:
     """The shape where nothing was measured; on GPUs, what is fastest on an H200."""
     if device_type == "cpu":
         return TileShape(16_384)
-    wide = [] if spec is None else [array for array in (spec.grad, *spec.arrays) if array.dtype.itemsize > 2]
-    # Another cut adds sums up in another order: what has sums keeps those that it had.
-    sums_nothing = spec is not None and not spec.reduction_count
+    if spec is None:
+        return TileShape(512, 4, 3)
+    wide = [array for array in (spec.grad, *spec.arrays) if array.dtype.itemsize > 2]
     has_master = any(array.name == "master_param" for array in wide)
-    if spec is not None and spec.has_blocks:
+    if spec.has_blocks:
         many = len(spec.arrays) > 6
         if has_master and len(wide) == 1:
             return TileShape(1024, 4, 8, 3)
@@ -110,7 +110,8 @@ def default_shape(spec: KernelSpec | None, device_type: str) -> TileShape:
         if not wide and (has_pairs or (spec.draws and not many)):
             return TileShape(512, 1, 16, 3)
         return TileShape(512, 2, 16, 3) if wide or many else TileShape(1024, 4, 8, 3)
-    if sums_nothing and spec is not None and spec.grad.dtype.itemsize == 2 and not spec.draws:
+    # Another cut adds sums up in another order: what has sums keeps those that it had.
+    if not spec.reduction_count and spec.grad.dtype.itemsize == 2 and not spec.draws:
         # Exact divisions are what a remainder's step waits for.
         if not wide and len(spec.arrays) > 3 and not is_coarse(spec.storages["param"]):
             return TileShape(512, 2, 6)
@@ -118,7 +119,7 @@ def default_shape(spec: KernelSpec | None, device_type: str) -> TileShape:
             return TileShape(512, 2, 3)
         if has_master and len(wide) == 1 and len(spec.arrays) > 3:
             return TileShape(512, 2, 4)
-    if spec is not None and spec.draws and all(array.dtype.itemsize == 2 for array in spec.arrays):
+    if spec.draws and all(array.dtype.itemsize == 2 for array in spec.arrays):
         # More elements a thread: their hashes run beside each other, where few programs fit for registers.
         return TileShape(512, 2, 6)
     return TileShape(512, 4, 3)
