@@ -52,31 +52,16 @@ class Recipe:
             self._fitted = (id(tensors), self._table.generation) if seen != CHANGED else None
         return seen != CHANGED and _streams(part.device for part in self._parts) == self._streams
 
-    def norm(self, tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """The norm as a scalar on the first tensor's device; the caller holds the lock."""
-        dense = self._dense(tensors)
-        self._follow(dense)
-        if len(self._parts) == 1:
-            part = self._parts[0]
-            total = torch.empty((), dtype=self._dtype, device=part.device)
-            part.table.launch(part.addresses, total, norm_type, root=True)
-            return total
-        return combine(self._totals(norm_type), norm_type).to(self._dtype)
-
-    def total(self, tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """The norm before its root, float64[1] on the first tensor's device; the caller holds the lock."""
+    def norm(self, tensors: list[torch.Tensor], norm_type: float, *, root: bool = True) -> torch.Tensor:
+        """The norm as a scalar on the first tensor's device, before its root in float64; the caller holds the lock."""
         self._follow(self._dense(tensors))
-        totals = self._totals(norm_type)
-        return totals if len(self._parts) == 1 else combine(totals, norm_type, root=False).reshape(1)
-
-    def _totals(self, norm_type: float) -> torch.Tensor:
-        """The results of all devices before the root, float64[devices] on the first tensor's device."""
-        totals = []
+        dtype, alone = self._dtype if root else torch.float64, len(self._parts) == 1
+        results = []
         for part in self._parts:
-            total = torch.empty(1, dtype=torch.float64, device=part.device)
-            part.table.launch(part.addresses, total, norm_type)
-            totals.append(total.to(self._first_device))
-        return torch.cat(totals) if len(totals) > 1 else totals[0]
+            out = torch.empty((), dtype=dtype if alone else torch.float64, device=part.device)
+            part.table.launch(part.addresses, out, norm_type, root=root and alone)
+            results.append(out.to(self._first_device))
+        return results[0] if alone else combine(torch.stack(results), norm_type, root=root).to(dtype)
 
     def scale(self, tensors: list[torch.Tensor], norm: torch.Tensor, max_norm: torch.Tensor | float) -> None:
         """Multiply by min(1, max_norm / (norm + 1e-6)), by torch where tensors overlap; the caller holds the lock."""

@@ -72,7 +72,7 @@ class ShardedNorm:
             total = nonzero.sum()
         else:
             totals = [self._total(*part, norm_type) for part in self._parts]
-            total = combine(torch.cat(totals), norm_type, root=False).reshape(1)
+            total = combine(torch.stack(totals), norm_type, root=False).reshape(1)
             if order is Order.SMALLEST:
                 self._ranks.largest(total.neg_())
                 total.neg_()
@@ -85,9 +85,9 @@ class ShardedNorm:
         return _as_from_torch(total.reshape(()).to(torch.float64 if wide else torch.float32))
 
     def _total(self, share: float, own: list[torch.Tensor], recipe: Recipe, norm_type: float) -> torch.Tensor:
-        """The norm of a group before its root, a sum times the weight; float64[1]."""
+        """The norm of a group before its root, a sum times the weight."""
         with recipe.lock:
-            total = recipe.total(own, norm_type).to(self._local[0].device)
+            total = recipe.norm(own, norm_type, root=False).to(self._local[0].device)
         order = order_of(norm_type)
         if order in (Order.LARGEST, Order.SMALLEST):
             return total
