@@ -244,8 +244,7 @@ def of_norm() -> None:
     >>> table = norm_table(torch.device("cpu"), [2, 1], [tensor.dtype for tensor in tensors])
     >>> addresses = torch.tensor([tensor.data_ptr() for tensor in tensors])
     >>> out = torch.empty(1, dtype=torch.float64)
-    >>> table.launch(addresses, out, root=True)
-    >>> out.item()
+    >>> table.launch(addresses, out, root=True).item()
     5.0
 
     >>> from tilestep.norm.tiles import order_of

@@ -54,7 +54,8 @@ class Recipe:
 
     def norm(self, tensors: list[torch.Tensor], norm_type: float, *, root: bool = True) -> torch.Tensor:
         """The norm as a scalar on the first tensor's device, before its root in float64; the caller holds the lock."""
-        self._follow(self._dense(tensors))
+        dense = self._dense(tensors)  # copies must live until the launch
+        self._follow(dense)
         dtype, alone = self._dtype if root else torch.float64, len(self._parts) == 1
         results = []
         for part in self._parts:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..kernels.launch import Launch
@@ -32,6 +33,26 @@ class Passes:
         self._reads_gradients = decides or not self.has_kernels
         self.outputs: OutputTables | None = None  # what steps leave besides updates
         self.arrays = ArrayTable(segment.spec, segment.entries)
+
+    def tables(self) -> dict[str, np.ndarray | torch.Tensor]:
+        """The tables that kernels read and write, by the names that kernels have for them; arrays are on the host."""
+        segment, numbers = self.segment, vars(self.segment.numbers)
+        return {
+            "tile_tensor": segment.tiles.tile_tensor,
+            "first_tile": segment.tiles.first_tile,
+            "numel": segment.tiles.numel,
+            "columns": segment.columns,
+            "sizes": segment.sizes,
+            "grads": segment.grads,
+            "group": segment.group_rows.of,
+            "streams": segment.group_rows.streams,
+            "addresses": self.arrays.addresses,
+            "layout_index": self.arrays.layout_index,
+            "layouts": self.arrays.layouts,
+            "hyper": self.hyper,
+            "control": segment.control.numbers,
+            **{name: table for name, table in numbers.items() if name != "scalar_states"},
+        }
 
     @property
     def reads_gradients(self) -> bool:

@@ -192,27 +192,11 @@ class CppPasses(Passes):
         launch, segment, tiles = self._launch, self.segment, self.segment.tiles
         launch.tensors, launch.tiles, launch.tile_size = len(segment.entries), tiles.count, tiles.size
         launch.hyper_count = self.hyper.shape[1]
-        self._tables = {
-            "tile_tensor": tiles.tile_tensor,
-            "first_tile": tiles.first_tile,
-            "numel": tiles.numel,
-            "columns": segment.columns,
-            "sizes": segment.sizes,
-            "grads": segment.grads,
-            "group": segment.group_rows.of,
-            "streams": segment.group_rows.streams,
-            "addresses": self.arrays.addresses,
-            "layout_index": self.arrays.layout_index,
-            "layouts": self.arrays.layouts,
-            "scalar_states": self._state_addresses,
-            "hyper": self.hyper,
-            "partials": self._partials,
-            "control": segment.control.numbers,
-            **{name: table for name, table in vars(segment.numbers).items() if name != "scalar_states"},
-        }
+        own = {"scalar_states": self._state_addresses, "partials": self._partials}
+        self._tables: dict[str, Table] = {**self.tables(), **own}
         if (outputs := self.outputs) is not None:
-            own = {"report_sums": outputs.totals, "words": outputs.words, "first_word": outputs.first_word}
-            self._tables.update(own, report_partials=self._report_partials)
+            marks = {"words": outputs.words, "first_word": outputs.first_word}
+            self._tables.update(marks, report_sums=outputs.totals, report_partials=self._report_partials)
         _point(launch, self._tables)
         self._of_ranges.clear()
 

@@ -101,37 +101,23 @@ class TritonPasses(Passes):
         self._spec, self._device = spec, entries[0].param.device
         self.shape = tile_shape(spec, self._device)
         super().__init__(Segment(spec, entries, *arguments, tile_size=self.shape.span))
-        segment, zeros = self.segment, self.segment.zeros
-        table = partial(device_table, device=self._device)
-        numbers, arrays, group_rows = segment.numbers, self.arrays, segment.group_rows
-        self.hyper = zeros(len(group_rows.indices), len(spec.hypers))
+        segment, zeros, device = self.segment, self.segment.zeros, self._device
+        self.hyper = zeros(len(segment.group_rows.indices), len(spec.hypers))
         has_slices = bool(spec.program.slices.views)
-        self.slices: CudaSlices | None = CudaSlices(spec, segment.entries, self._device) if has_slices else None
-        most_tiles = self.slices.most_tiles if self.slices else 0
-        self._tables = {
-            "grads": segment.grads,
-            "tile_tensor": table(segment.tiles.tile_tensor),
-            "first_tile": table(segment.tiles.first_tile),
-            "numel": table(segment.tiles.numel),
-            "columns": table(segment.columns),
-            "sizes": table(segment.sizes),
-            "counts": table(np.asarray([len(entries)], dtype=np.int64)),
-            "group": table(group_rows.of),
-            "addresses": table(arrays.addresses.T),
-            "layout_index": table(arrays.layout_index),
-            "layouts": table(arrays.layouts),
-            "streams": table(group_rows.streams),
-            "tile_list": table(np.zeros(1, dtype=np.int32)),
-            "rows": numbers.rows,
-            "partials": zeros(max(segment.tiles.count, most_tiles, 1) * spec.reduction_count or 1),
-            "control": segment.control.numbers,
-            "hyper": self.hyper,
-            "step": numbers.step,
-            "sums": numbers.sums,
-            "global_parts": numbers.global_parts,
-            "totals": numbers.totals,
-            **{f"{name}_state": array for name, array in numbers.scalar_states.items()},
+        self.slices: CudaSlices | None = CudaSlices(spec, segment.entries, device) if has_slices else None
+        most_tiles = max(segment.tiles.count, self.slices.most_tiles if self.slices else 0, 1)
+        tables = {
+            **self.tables(),
+            "addresses": self.arrays.addresses.T,
+            "counts": np.asarray([len(entries)], dtype=np.int64),
+            "tile_list": np.zeros(1, dtype=np.int32),
+            "partials": zeros(most_tiles * spec.reduction_count or 1),
+            **{f"{name}_state": array for name, array in segment.numbers.scalar_states.items()},
             **{name: zeros(1) for name in ("words", "first_word", "report_partials")},
+        }
+        self._tables = {
+            name: table if isinstance(table, torch.Tensor) else device_table(table, device)
+            for name, table in tables.items()
         }
         self._sum_reports: _Launches = []
         self._scalar: _Launches = []  # the list stays: calls read it
