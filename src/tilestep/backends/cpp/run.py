@@ -192,11 +192,10 @@ class CppPasses(Passes):
         launch, segment, tiles = self._launch, self.segment, self.segment.tiles
         launch.tensors, launch.tiles, launch.tile_size = len(segment.entries), tiles.count, tiles.size
         launch.hyper_count = self.hyper.shape[1]
-        own = {"scalar_states": self._state_addresses, "partials": self._partials}
-        self._tables: dict[str, Table] = {**self.tables(), **own}
+        self._tables = {**self.tables(), "scalar_states": self._state_addresses, "partials": self._partials}
         if (outputs := self.outputs) is not None:
-            marks = {"words": outputs.words, "first_word": outputs.first_word}
-            self._tables.update(marks, report_sums=outputs.totals, report_partials=self._report_partials)
+            self._tables.update(report_sums=outputs.totals, report_partials=self._report_partials)
+            self._tables.update(words=outputs.words, first_word=outputs.first_word)
         _point(launch, self._tables)
         self._of_ranges.clear()
 
@@ -206,8 +205,8 @@ class CppPasses(Passes):
         tensors = slice(tile_range.tensors.start, tile_range.tensors.stop)
         own = {name: self._tables[name][tensors] for name in _OF_TENSORS if name in self._tables}
         own.update({name: self._tables[name][tiles] for name in _OF_TILES if name in self._tables})
-        own["tile_tensor"] = own["tile_tensor"] - np.int32(tile_range.tensors.start)
-        own["first_tile"] = own["first_tile"] - tile_range.tiles.start
+        own["tile_tensor"] = self.segment.tiles.tile_tensor[tiles] - np.int32(tile_range.tensors.start)
+        own["first_tile"] = self.segment.tiles.first_tile[tensors] - tile_range.tiles.start
         return {**own, "addresses": self.arrays.of_range(tile_range)}
 
     def _launch_of(self, tile_range: TileRange) -> Launch:
