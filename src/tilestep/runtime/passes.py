@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,14 @@ from ..kernels.spec import KernelSpec, Output
 from .batches import MatrixBatches
 from .outputs import OutputTables
 from .segment import ArrayTable, Segment, TileRange
+
+Table = np.ndarray | torch.Tensor
+
+_OF_TENSORS = {
+    *("numel", "columns", "grads", "layout_index", "step", "rows", "sums"),
+    *("report_sums", "first_word", "streams"),
+}
+"""Tables with a row for each tensor, of which a range of tiles has a part."""
 
 
 class Passes:
@@ -34,7 +42,7 @@ class Passes:
         self.outputs: OutputTables | None = None  # what steps leave besides updates
         self.arrays = ArrayTable(segment.spec, segment.entries)
 
-    def tables(self) -> dict[str, np.ndarray | torch.Tensor]:
+    def tables(self) -> dict[str, Table]:
         """The tables that kernels read and write, by the names that kernels have for them; arrays are on the host."""
         segment, numbers = self.segment, vars(self.segment.numbers)
         return {
@@ -53,6 +61,18 @@ class Passes:
             "control": segment.control.numbers,
             **{name: table for name, table in numbers.items() if name != "scalar_states"},
         }
+
+    def tables_of(self, tile_range: TileRange, tables: Mapping[str, Table]) -> dict[str, Table]:
+        """Tables for a range of tiles, in which its tiles and tensors count from its first ones."""
+        tiles = slice(tile_range.tiles.start, tile_range.tiles.stop)
+        tensors = slice(tile_range.tensors.start, tile_range.tensors.stop)
+        own = {name: table[tensors] if name in _OF_TENSORS else table for name, table in tables.items()}
+        # Without sums they have no row for each tile.
+        of_tiles = [name for name in ("partials", "report_partials") if len(tables.get(name, ())) >= tiles.stop]
+        own.update({name: tables[name][tiles] for name in of_tiles})
+        own["tile_tensor"] = self.segment.tiles.tile_tensor[tiles] - np.int32(tensors.start)
+        own["first_tile"] = self.segment.tiles.first_tile[tensors] - tiles.start
+        return {**own, "addresses": self.arrays.of_range(tile_range)}
 
     @property
     def reads_gradients(self) -> bool:

@@ -16,7 +16,7 @@ from ...devices import thread_count
 from ...errors import BuildError
 from ...kernels.spec import KernelSpec, Output
 from ...runtime.gradients import Stale
-from ...runtime.passes import Passes
+from ...runtime.passes import Passes, Table
 from ...runtime.segment import Block, Entry, Segment, SliceTables, TileRange
 from ..tuning import tile_shape
 from . import source
@@ -90,16 +90,6 @@ def load(spec: KernelSpec, *, gaps: bool = False) -> ctypes.CDLL:
 def _flags(spec: KernelSpec) -> tuple[str, ...]:
     # A vector's lanes are parts of a sum: programs with sums keep as many as they have without wider vectors.
     return () if spec.reduction_count or spec.program.slices.views else wide_vectors()
-
-
-Table = np.ndarray | torch.Tensor
-
-_OF_TENSORS = (
-    *("first_tile", "numel", "columns", "grads", "layout_index", "step", "rows", "sums"),
-    *("report_sums", "first_word", "streams"),
-)
-_OF_TILES = ("tile_tensor", "partials", "report_partials")
-"""Tables with a row for each tensor or tile, of which a range of tiles has a part."""
 
 
 def _point(launch: Launch, tables: Mapping[str, Table]) -> None:
@@ -199,20 +189,10 @@ class CppPasses(Passes):
         _point(launch, self._tables)
         self._of_ranges.clear()
 
-    def _tables_of(self, tile_range: TileRange) -> dict[str, Table]:
-        """The tables of a range's launch, in which its tiles and tensors count from its first ones."""
-        tiles = slice(tile_range.tiles.start, tile_range.tiles.stop)
-        tensors = slice(tile_range.tensors.start, tile_range.tensors.stop)
-        own = {name: self._tables[name][tensors] for name in _OF_TENSORS if name in self._tables}
-        own.update({name: self._tables[name][tiles] for name in _OF_TILES if name in self._tables})
-        own["tile_tensor"] = self.segment.tiles.tile_tensor[tiles] - np.int32(tile_range.tensors.start)
-        own["first_tile"] = self.segment.tiles.first_tile[tensors] - tile_range.tiles.start
-        return {**own, "addresses": self.arrays.of_range(tile_range)}
-
     def _launch_of(self, tile_range: TileRange) -> Launch:
         """The launch record of a range; reductions are right after the last range that has tiles of their tensor."""
         if tile_range not in self._of_ranges:
-            tables, launch = self._tables_of(tile_range), Launch.from_buffer_copy(self._launch)
+            tables, launch = self.tables_of(tile_range, self._tables), Launch.from_buffer_copy(self._launch)
             launch.tensors, launch.tiles = len(tile_range.tensors), len(tile_range.tiles)
             _point(launch, tables)
             self._of_ranges[tile_range] = launch, tables

@@ -20,7 +20,7 @@ from ...kernels.spec import KernelSpec, Output, Tiles, cut_tiles
 from ...runtime.capturing import WARM_UP, require
 from ...runtime.decision import StepInputs
 from ...runtime.outputs import chunks_of
-from ...runtime.passes import Passes
+from ...runtime.passes import Passes, Table
 from ...runtime.segment import Entry, Segment, TileRange
 from ..decision import Decision, numbers_of
 from ..tuning import TileShape, tile_shape
@@ -111,14 +111,11 @@ class TritonPasses(Passes):
             "addresses": self.arrays.addresses.T,
             "counts": np.asarray([len(entries)], dtype=np.int64),
             "tile_list": np.zeros(1, dtype=np.int32),
-            "partials": zeros(most_tiles * spec.reduction_count or 1),
+            "partials": zeros(most_tiles if spec.reduction_count else 1, max(spec.reduction_count, 1)),
             **{f"{name}_state": array for name, array in segment.numbers.scalar_states.items()},
             **{name: zeros(1) for name in ("words", "first_word", "report_partials")},
         }
-        self._tables = {
-            name: table if isinstance(table, torch.Tensor) else device_table(table, device)
-            for name, table in tables.items()
-        }
+        self._tables = self._on_device(tables)
         self._sum_reports: _Launches = []
         self._scalar: _Launches = []  # the list stays: calls read it
         self._cut: tuple[Tiles, dict[str, torch.Tensor]] | None = None  # the tiles of passes that measure
@@ -142,9 +139,9 @@ class TritonPasses(Passes):
         spans = 1 if self._spec.reduction_count or segment.streamer is not None else spans
         if self._cut is None:
             cut = cut_tiles(segment.tiles.numel.tolist(), segment.tiles.size * spans)
-            size = max(cut.count, 1) * len(outputs.names)
+            size, compute = (max(cut.count, 1), len(outputs.names)), self._spec.compute
             tables = {
-                "report_partials": torch.zeros(size, dtype=self._spec.compute, device=self._device),
+                "report_partials": torch.zeros(size, dtype=compute, device=self._device),
                 "tile_tensor": device_table(cut.tile_tensor, self._device),
                 "first_tile": device_table(cut.first_tile, self._device),
             }
@@ -313,24 +310,17 @@ class TritonPasses(Passes):
 
     def _tables_of(self, tile_range: TileRange) -> tuple[dict[str, torch.Tensor], int]:
         """The tables of launches over a range of tiles, and the number of its tiles that are walked by coordinates."""
-        segment, own = self.segment, dict(self._tables)
-        begin, first = tile_range.tiles.start, tile_range.tensors.start
-        tiles, tensors = slice(begin, tile_range.tiles.stop), slice(first, tile_range.tensors.stop)
-        owner = segment.tiles.tile_tensor[tiles]
-        listed = self._strided_in(owner)
-        for name in ("grads", "numel", "columns", "layout_index", "rows", "step", "streams"):
-            own[name] = own[name][tensors]
-        own["partials"] = own["partials"][begin * self._spec.reduction_count :]
-        if self.outputs is not None:
-            own["first_word"] = own["first_word"][tensors]
-            if self.outputs.by_kernels:
-                own["report_partials"] = own["report_partials"][begin * len(self.outputs.names) :]
-        own["tile_tensor"] = device_table(owner - np.int32(first), self._device)
-        own["first_tile"] = device_table(segment.tiles.first_tile[tensors] - begin, self._device)
-        own["addresses"] = device_table(self.arrays.of_range(tile_range).T, self._device)
-        if len(listed):
-            own["tile_list"] = device_table(listed, self._device)
-        return own, len(listed)
+        own = self.tables_of(tile_range, self._tables)
+        listed = self._strided_in(self.segment.tiles.tile_tensor[tile_range.tiles.start : tile_range.tiles.stop])
+        own["addresses"] = own["addresses"].T
+        own.update({"tile_list": listed} if len(listed) else {})
+        return self._on_device(own), len(listed)
+
+    def _on_device(self, tables: Mapping[str, Table]) -> dict[str, torch.Tensor]:
+        return {
+            name: table if isinstance(table, torch.Tensor) else device_table(table, self._device)
+            for name, table in tables.items()
+        }
 
     def tile_calls(self, index: int, tile_range: TileRange | None = None) -> list[partial[Any]]:
         if tile_range is None:
