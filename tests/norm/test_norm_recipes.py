@@ -52,6 +52,15 @@ def test_same_metadata_builds_once(built: list[int]) -> None:
     assert built == [3]
 
 
+@pytest.mark.parametrize("root", [True, False])
+def test_copies_of_strided_tensors_live_until_they_are_read(root: bool) -> None:
+    tensors = [tensor.view(100, 200)[:, ::2] for tensor in drawn([20000] * 3, torch.float64)]
+    recipe = plan_cache.find_recipe(tensors)
+    assert recipe is not None
+    norm = recipe.norm(tensors, 2.0, root=root).item()
+    assert norm == pytest.approx(referee(tensors, 2.0) ** (1 if root else 2), rel=1e-12)
+
+
 def test_same_address_with_another_shape_or_dtype(built: list[int]) -> None:
     memory = torch.ones(300)
     for views in ([memory[:100]], [memory[:200]], [memory[:100].view(torch.bfloat16)]):

@@ -291,29 +291,20 @@ def _remedy() -> str:
     return f"CXX={chosen} is not there" if chosen else "set CXX, or install g++ or clang++"
 
 
-@functools.lru_cache(maxsize=1)
-def warn_without_compiler() -> None:
-    """Warn once a process that rules run eagerly because nothing can be built."""
-    warnings.warn(
-        f"tilestep found no C++ compiler ({_remedy()}) and no cached build: rules run as eager PyTorch, which is slow",
-        RuntimeWarning,
-        stacklevel=3,
-    )
-
-
-_told: set[tuple[str, ...]] = set()
+_told: set[tuple[str, ...] | None] = set()
+"""Compilers of whose failures was warned; None for that there is none."""
 
 
 def warn_of_failure(error: BuildError) -> None:
     """Warn that a rule runs eagerly: without a compiler, or once for each compiler with what has failed."""
     command = compiler()
-    if command is None:
-        warn_without_compiler()
-    elif command not in _told:
-        _told.add(command)
-        warnings.warn(
-            "tilestep could not build a kernel: its rule runs as eager PyTorch, which is slow, until an optimizer that "
-            f"is made later can build it: {error}",
-            RuntimeWarning,
-            stacklevel=3,
+    if command in _told:
+        return
+    _told.add(command)
+    what = f"found no C++ compiler ({_remedy()}) and no cached build: rules run as eager PyTorch, which is slow"
+    if command is not None:
+        what = (
+            "could not build a kernel: its rule runs as eager PyTorch, which is slow, until an optimizer that is made "
+            f"later can build it: {error}"
         )
+    warnings.warn(f"tilestep {what}", RuntimeWarning, stacklevel=3)
