@@ -62,18 +62,6 @@ class Passes:
             **{name: table for name, table in numbers.items() if name != "scalar_states"},
         }
 
-    def tables_of(self, tile_range: TileRange, tables: Mapping[str, Table]) -> dict[str, Table]:
-        """Tables for a range of tiles, in which its tiles and tensors count from its first ones."""
-        tiles = slice(tile_range.tiles.start, tile_range.tiles.stop)
-        tensors = slice(tile_range.tensors.start, tile_range.tensors.stop)
-        own = {name: table[tensors] if name in _OF_TENSORS else table for name, table in tables.items()}
-        # Without sums they have no row for each tile.
-        of_tiles = [name for name in ("partials", "report_partials") if len(tables.get(name, ())) >= tiles.stop]
-        own.update({name: tables[name][tiles] for name in of_tiles})
-        own["tile_tensor"] = self.segment.tiles.tile_tensor[tiles] - np.int32(tensors.start)
-        own["first_tile"] = self.segment.tiles.first_tile[tensors] - tiles.start
-        return {**own, "addresses": self.arrays.of_range(tile_range)}
-
     @property
     def reads_gradients(self) -> bool:
         """Whether a step's gradients are read as tensors and not by address."""
@@ -146,3 +134,16 @@ class Passes:
             if self.measures:
                 self.sum_up_reports()
             self.outputs.end()
+
+
+def tables_of(passes: Passes, tile_range: TileRange, tables: Mapping[str, Table]) -> dict[str, Table]:
+    """Tables for a range of tiles, in which its tiles and tensors count from its first ones."""
+    tiles = slice(tile_range.tiles.start, tile_range.tiles.stop)
+    tensors = slice(tile_range.tensors.start, tile_range.tensors.stop)
+    own = {name: table[tensors] if name in _OF_TENSORS else table for name, table in tables.items()}
+    # Without sums they have no row for each tile.
+    of_tiles = [name for name in ("partials", "report_partials") if len(tables.get(name, ())) >= tiles.stop]
+    own.update({name: tables[name][tiles] for name in of_tiles})
+    own["tile_tensor"] = passes.segment.tiles.tile_tensor[tiles] - np.int32(tensors.start)
+    own["first_tile"] = passes.segment.tiles.first_tile[tensors] - tiles.start
+    return {**own, "addresses": passes.arrays.of_range(tile_range)}

@@ -16,7 +16,7 @@ from ...devices import thread_count
 from ...errors import BuildError
 from ...kernels.spec import KernelSpec, Output
 from ...runtime.gradients import Stale
-from ...runtime.passes import Passes, Table
+from ...runtime.passes import Passes, Table, tables_of
 from ...runtime.segment import Block, Entry, Segment, SliceTables, TileRange
 from ..tuning import tile_shape
 from . import source
@@ -192,7 +192,7 @@ class CppPasses(Passes):
     def _launch_of(self, tile_range: TileRange) -> Launch:
         """The launch record of a range; reductions are right after the last range that has tiles of their tensor."""
         if tile_range not in self._of_ranges:
-            tables, launch = self.tables_of(tile_range, self._tables), Launch.from_buffer_copy(self._launch)
+            tables, launch = tables_of(self, tile_range, self._tables), Launch.from_buffer_copy(self._launch)
             launch.tensors, launch.tiles = len(tile_range.tensors), len(tile_range.tiles)
             _point(launch, tables)
             self._of_ranges[tile_range] = launch, tables

@@ -20,7 +20,7 @@ from ...kernels.spec import KernelSpec, Output, Tiles, cut_tiles
 from ...runtime.capturing import WARM_UP, require
 from ...runtime.decision import StepInputs
 from ...runtime.outputs import chunks_of
-from ...runtime.passes import Passes, Table
+from ...runtime.passes import Passes, Table, tables_of
 from ...runtime.segment import Entry, Segment, TileRange
 from ..decision import Decision, numbers_of
 from ..tuning import TileShape, tile_shape
@@ -310,7 +310,7 @@ class TritonPasses(Passes):
 
     def _tables_of(self, tile_range: TileRange) -> tuple[dict[str, torch.Tensor], int]:
         """The tables of launches over a range of tiles, and the number of its tiles that are walked by coordinates."""
-        own = self.tables_of(tile_range, self._tables)
+        own = tables_of(self, tile_range, self._tables)
         listed = self._strided_in(self.segment.tiles.tile_tensor[tile_range.tiles.start : tile_range.tiles.stop])
         own["addresses"] = own["addresses"].T
         own.update({"tile_list": listed} if len(listed) else {})
