@@ -20,12 +20,12 @@ from ...kernels.spec import KernelSpec, Output, Tiles, cut_tiles
 from ...runtime.capturing import WARM_UP, require
 from ...runtime.decision import StepInputs
 from ...runtime.outputs import chunks_of
-from ...runtime.passes import Passes, Table, tables_of
+from ...runtime.passes import Passes, tables_of
 from ...runtime.segment import Entry, Segment, TileRange
 from ..decision import Decision, numbers_of
 from ..tuning import TileShape, tile_shape
 from .decision import decision_source
-from .slices import CudaSlices, device_table
+from .slices import CudaSlices, device_table, device_tables
 from .source import source
 
 _SCALAR_BLOCK = 128
@@ -115,7 +115,7 @@ class TritonPasses(Passes):
             **{f"{name}_state": array for name, array in segment.numbers.scalar_states.items()},
             **{name: zeros(1) for name in ("words", "first_word", "report_partials")},
         }
-        self._tables = self._on_device(tables)
+        self._tables = device_tables(tables, device)
         self._sum_reports: _Launches = []
         self._scalar: _Launches = []  # the list stays: calls read it
         self._cut: tuple[Tiles, dict[str, torch.Tensor]] | None = None  # the tiles of passes that measure
@@ -314,13 +314,7 @@ class TritonPasses(Passes):
         listed = self._strided_in(self.segment.tiles.tile_tensor[tile_range.tiles.start : tile_range.tiles.stop])
         own["addresses"] = own["addresses"].T
         own.update({"tile_list": listed} if len(listed) else {})
-        return self._on_device(own), len(listed)
-
-    def _on_device(self, tables: Mapping[str, Table]) -> dict[str, torch.Tensor]:
-        return {
-            name: table if isinstance(table, torch.Tensor) else device_table(table, self._device)
-            for name, table in tables.items()
-        }
+        return device_tables(own, self._device), len(listed)
 
     def tile_calls(self, index: int, tile_range: TileRange | None = None) -> list[partial[Any]]:
         if tile_range is None:

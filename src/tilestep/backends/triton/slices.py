@@ -13,6 +13,7 @@ from ...devices import upload
 from ...graph import TilePass
 from ...kernels.launch import EXACT, TableLaunch, launch_of
 from ...kernels.spec import KernelSpec, tile_traffic
+from ...runtime.passes import Table
 from ...runtime.segment import Block, Entry, SliceTables, ViewTiles
 
 _PROGRAMS = 4096  # programs that a large segment is cut into at least: 32 for each processor of the largest GPUs
@@ -113,6 +114,11 @@ def device_table(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor if tensor.numel() else tensor.new_zeros(1)
 
 
+def device_tables(tables: Mapping[str, Table], device: torch.device) -> dict[str, torch.Tensor]:
+    """Copies on a device of the tables that are not there."""
+    return {name: t if isinstance(t, torch.Tensor) else device_table(t, device) for name, t in tables.items()}
+
+
 class CudaSlices:
     """Tables of a segment's slices on its device, and what the passes leave for each other."""
 
@@ -144,7 +150,7 @@ class CudaSlices:
             arrays = {name: getattr(tiles, name) for name in ("tile_tensor", "first_tile", "tile_count", "extents")}
             arrays["part_starts"] = tiles.parts
             arrays.update({f"base_{first}": np.array([first]) for _, first, _ in tiles.ranges})
-            self._views[index] = {name: device_table(array, self.device) for name, array in arrays.items()}
+            self._views[index] = device_tables(arrays, self.device)
         return tiles, self._views[index]
 
     def launches(
@@ -193,9 +199,7 @@ class CudaSlices:
             places = np.stack([counts, part_counts, inner, tiles.parts[:, int(not along_rows)], starts[:-1]], axis=1)
             programs = -(-counts // _COMBINED_SLICES)
             owners = np.repeat(np.arange(len(counts), dtype=np.int32), programs)
-            self._combines[key] = {
-                "tile_tensor": device_table(owners, self.device),
-                "first_tile": device_table(np.cumsum(programs) - programs, self.device),
-                "places": device_table(places, self.device),
-            }
+            first = np.cumsum(programs) - programs
+            combined = {"tile_tensor": owners, "first_tile": first, "places": places}
+            self._combines[key] = device_tables(combined, self.device)
         return self._combines[key]
