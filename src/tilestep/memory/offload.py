@@ -86,10 +86,7 @@ def offload(
     refuse("offload", made.attached, error=OffloadError)
     if gradients:
         refuse("offload of gradients", made.attached, error=OffloadError)
-        # They reduce gradients after these have moved to the host.
-        own = {id(param) for _, _, _, param in iter_params(made)}
-        for wrapper in wrappers_around(lambda param: id(param) in own):
-            refuse("offload of gradients", [kind_of(wrapper)], "the model's wrapper", OffloadError)
+        _refuse_wrappers(made)
     device = _device_of(made)
     place, reason = choose(made, device, where)
     size = int(chunk_mb * _MIB)
@@ -100,6 +97,13 @@ def offload(
     elif place == "cpu":
         memory = HostState(device, size, gradients)
     return move_state(made, memory, place, reason)
+
+
+def _refuse_wrappers(optimizer: Optimizer) -> None:
+    """Raise for wrappers that reduce gradients after they have moved to the host."""
+    own = {id(param) for _, _, _, param in iter_params(optimizer)}
+    for wrapper in wrappers_around(lambda param: id(param) in own):
+        refuse("offload of gradients", [kind_of(wrapper)], "the model's wrapper", OffloadError)
 
 
 def _device_of(optimizer: Optimizer) -> torch.device:
