@@ -20,7 +20,7 @@ from ...optimizer import Optimizer
 from ...optimizer.checkpoint import unchanged_on_error
 from ...optimizer.execution import Execution
 from ...optimizer.optimizer import Attached, AttachedType
-from ...optimizer.parameters import evaluating, iter_params, require_listed_once, require_shapes
+from ...optimizer.parameters import evaluating, iter_params, params_of, require_listed_once, require_shapes
 from ...optimizer.plan import StepPlan
 from ...placement.combinations import FSDP2, kind_of, refusal, refuse, split_kind
 from ...placement.local import is_distributed
@@ -64,11 +64,6 @@ class OverlapExecution(Execution):
     def settle(self) -> None:
         if self.publication.tickets:
             self.synchronize()
-
-    @property
-    def params(self) -> list[torch.Tensor]:
-        """Every parameter."""
-        return [param for group in self._optimizer().param_groups for param in group["params"]]
 
     def part_of(self, param: torch.Tensor) -> Any:
         """The group that a parameter is updated with."""
@@ -144,32 +139,32 @@ class OverlapExecution(Execution):
 
     def step(self, plain: Callable[[], None]) -> None:
         """Take a step, or end the one that backward has begun."""
-        if self._optimizer().is_evaluating:
+        optimizer, updates = self._optimizer(), self.updates
+        if optimizer.is_evaluating:
             raise evaluating("step()")
         if is_capturing():
-            self.prepare_capture(self._optimizer())
-        if not self._knows_ranks and self.updates.applied:
+            self.prepare_capture(optimizer)
+        if not self._knows_ranks and updates.applied:
             self._warn_of_ranks()
-        optimizer = self._optimizer()
         is_run_by_scaler = hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf")
-        if self.updates.found_scaler and is_run_by_scaler:
+        if updates.found_scaler and is_run_by_scaler:
             raise GradientError(UNTOLD_SCALE)
         if self.during == "forward":
             self._step_later()
-            self.updates.forget()
-        elif self.updates.applied or (
-            self.updates.timeline.when == "ready"
+            updates.forget()
+        elif updates.applied or (
+            updates.timeline.when == "ready"
             and not is_run_by_scaler
             and not optimizer.control.needs_norm(optimizer.param_groups)
         ):
-            self.updates.finish()
+            updates.finish()
         else:
             # Backward could not decide, since the decision needs all gradients.
             self.synchronize()
-            self.updates.forget()
-            params = self.params
+            updates.forget()
+            params = params_of(optimizer)
             self._had_gradients = any(param.grad is not None for param in params)
-            self.updates.look_for_missing(self.grouping.groups)
+            updates.look_for_missing(self.grouping.groups)
             plain()
             taken_gradients(params)
 
@@ -235,7 +230,11 @@ class OverlapExecution(Execution):
         """When backward has updated for the first time: say so if nothing has summed the gradients over the ranks."""
         self._knows_ranks = True
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if several and not self.updates.timeline.elsewhere and not any(map(is_distributed, self.params)):
+        if (
+            several
+            and not self.updates.timeline.elsewhere
+            and not any(map(is_distributed, params_of(self._optimizer())))
+        ):
             warnings.warn(
                 'overlap(during="backward"): there are several ranks, and each has updated with its own gradients, '
                 "which are let go before they could be summed by hand: a loop that all-reduces `param.grad` after "
@@ -250,17 +249,18 @@ class OverlapExecution(Execution):
         Raises:
             RuntimeError: after a backward that has updated parameters; `step()` must end it.
         """
-        if self.updates.timeline.running:
+        updates = self.updates
+        if updates.timeline.running:
             self.lane.join()
-            self.updates.forget()
-        elif self.updates.applied:
+            updates.forget()
+        elif updates.applied:
             raise RuntimeError(
                 "backward has updated parameters already, so these gradients cannot be dropped: call step() first; "
                 'to decide after backward whether there is a step use during="forward"'
             )
-        elif self.updates.timeline.is_open:
+        elif updates.timeline.is_open:
             self.lane.join()
-            self.updates.drop()
+            updates.drop()
 
     def _require_no_update(self, method: str) -> None:
         if self.updates.applied:

@@ -75,7 +75,7 @@ def validate_locally(optimizer: Optimizer, model: nn.Module, options: Options) -
     for name, module in model.named_modules():
         refuse("shard", [kind_of(module)], f"module {name!r}" if name else "the model")
     names: dict[Any, str] = {param: name for name, param in model.named_parameters()}
-    groups = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
+    groups = {param: index for _, index, _, param in iter_params(optimizer)}
     if not groups:
         raise ValueError("the optimizer has no parameters to shard")
     for wrapper in wrappers_around(lambda param: param in groups):
@@ -150,7 +150,7 @@ def _described(
         yield f"{name}={value}"
     for name, value in vars(optimizer.control.policy).items():
         yield f"{name}={value}"
-    groups = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
+    groups = {param: index for _, index, _, param in iter_params(optimizer)}
     for param, name in names.items():
         trains = "trains" if param.requires_grad else "frozen"
         yield (

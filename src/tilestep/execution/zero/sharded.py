@@ -19,7 +19,7 @@ from ...norm.tiles import combine
 from ...optimizer import Optimizer
 from ...optimizer.checkpoint import unchanged_on_error
 from ...optimizer.optimizer import Attached, AttachedType, resolve_optimizer
-from ...optimizer.parameters import iter_params, require_listed_once, require_shapes
+from ...optimizer.parameters import iter_params, params_of, require_listed_once, require_shapes
 from ...placement import ReductionGroup
 from ...placement.combinations import refuse
 from ...placement.local import REAL_INSTEAD
@@ -397,7 +397,7 @@ def _prepared(optimizer: Any, model: Any, mesh: Any) -> tuple[Optimizer, nn.Modu
     for label, _, _, param in iter_params(made):
         if param.is_complex():
             raise GradientError(f"{label} is complex, and shard() splits real arrays: {REAL_INSTEAD}")
-    device = next((param.device for group in made.param_groups for param in group["params"]), torch.device("cpu"))
+    device = next((param.device for param in params_of(made)), torch.device("cpu"))
     if mesh is not None and mesh.device_type != device.type:
         raise ValueError(f"{mesh} is of {mesh.device_type} devices, and the parameters are on {device}")
     model = uncompiled(model)
