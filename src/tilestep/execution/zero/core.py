@@ -79,7 +79,8 @@ class Member:
     keeps_blocks: bool  # whether no block of a state is cut
     piece: torch.Tensor | None = None  # this rank's section; None if another rank owns the whole parameter
     whole: torch.Tensor | None = None  # of a cut parameter a meta tensor of its shape
-    known_gradient: tuple[torch.Tensor, torch.Tensor] | None = None  # a reduced bucket, and the slice for `piece`
+    known_gradient: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
+    """A section of a reduced bucket, and the slice of it for `piece`."""
     has_begun: bool | None = None
     """Whether a step or a checkpoint has given the parameter state, the same on all ranks. None before the first step,
     which gives state to all parameters that train."""
@@ -171,13 +172,11 @@ class Member:
             return
         if piece.requires_grad != trains:
             piece.requires_grad_(trains)
-        gradient = None
-        if section is not None:
-            if self.known_gradient is None or self.known_gradient[0] is not section:
-                self.known_gradient = section, self.shaped(self.bucket.cut(section, self.slot))
-            gradient = self.known_gradient[1]
-        if piece.grad is not gradient:
-            piece.grad = gradient
+        if self.known_gradient[0] is not section:
+            cut = None if section is None else self.shaped(self.bucket.cut(section, self.slot))
+            self.known_gradient = section, cut
+        if piece.grad is not self.known_gradient[1]:
+            piece.grad = self.known_gradient[1]
 
 
 class Sharding(Placement):
@@ -200,7 +199,7 @@ class Sharding(Placement):
         self.buckets: list[Bucket] = []
         self.members: list[Member] = []
         self.member_of: dict[Any, Member] = {}
-        self._listed: list[list[torch.Tensor]] = []  # the parameters of each param group
+        self._listed: list[set[int]] = []  # the parameters of each param group, by `id`
         self.rules: list[str | None] = []  # the "rule" of each param group
         self.lay_out(optimizer, names)
         self.device = self.buckets[0].flat.device
@@ -270,7 +269,7 @@ class Sharding(Placement):
 
     def lay_out(self, optimizer: Optimizer, names: dict[Any, str]) -> list[Bucket]:
         """Lay out new parameters in new buckets, with the first rank's values, and cut this rank's sections."""
-        self._listed = [list(group["params"]) for group in optimizer.param_groups]
+        self._listed = [set(map(id, group["params"])) for group in optimizer.param_groups]
         self.rules = [group.get("rule") for group in optimizer.param_groups]
         params = [param for param in names if param not in self.member_of]
         items = items_of(optimizer, self.options)
@@ -300,8 +299,7 @@ class Sharding(Placement):
 
     def require_groups(self, optimizer: Optimizer) -> None:
         """Raise if param groups have other parameters or rules than `shard` and `add_param_group` have laid out."""
-        listed = [group["params"] for group in optimizer.param_groups]
-        if [set(map(id, params)) for params in listed] != [set(map(id, params)) for params in self._listed]:
+        if [set(map(id, group["params"])) for group in optimizer.param_groups] != self._listed:
             raise RuntimeError(
                 "param groups of the sharded optimizer have other parameters than shard() has divided over the ranks: "
                 "undo that; freeze a parameter instead of removing it, add others with add_param_group(), or load what "
