@@ -27,14 +27,19 @@ def script() -> Any:
 def test_every_file_of_a_part_is_there(script: Any, tmp_path: Path) -> None:
     names = [part.name for part in script.PARTS]
     assert len(set(names)) == len(names)
+    tests = {path.name: path.read_text() for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
     tested = set()
     for part in script.PARTS:
         words = part.words(tmp_path)
         files = {word for word in words if word.endswith(".py")}
         assert all((ROOT / file).is_file() for file in files), part.name
+        if "tests/gpu" in words:
+            files |= {
+                f"tests/gpu/{name}" for name, text in tests.items() if words[words.index("tests/gpu") + 2] in text
+            }
         assert files or words[:2] == ["-m", "tilestep"]
         tested |= {Path(file).name for file in files if file.startswith("tests/")}
-    assert tested == {path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert tested == set(tests)
 
 
 def test_parts_are_chosen_by_name_and_by_the_number_of_gpus(script: Any) -> None:
