@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from .ir import Builder, Graph, Level, Value, ancestors
+from .ir import GLOBAL_REDUCTIONS, REDUCTIONS, Builder, Graph, Level, Value, ancestors
 from .lowering import LOWERINGS
 
 Bounds = tuple[float, float]  # lower and upper bound of a number
 
 _ANY: Bounds = (-math.inf, math.inf)
 _POSITIVE: Bounds = (0.0, math.inf)
+
+
+_KEEP_THE_SIGN = {"number", "round", "floor", "trunc", "ceil", "sign", *REDUCTIONS, *GLOBAL_REDUCTIONS}
 
 
 def never_negative(graph: Graph, state: str, hypers: Mapping[str, Bounds] | None = None) -> bool:
@@ -38,7 +41,7 @@ def _bounds(value: Value, bounds: Mapping[int, Bounds], state: str, hypers: Mapp
         return hypers.get(value.attribute, _POSITIVE if value.attribute in ("gradient_scale", "numel") else _ANY)
     if operation in ("abs", "sqrt", "exp", "exp2", "rsqrt"):
         return _POSITIVE
-    if operation in ("number", "round", "floor", "trunc", "ceil", "sign") and args[0][0] >= 0:
+    if operation in _KEEP_THE_SIGN and args[0][0] >= 0:
         return _POSITIVE if operation != "number" else args[0]
     if operation == "neg":
         return (-args[0][1], -args[0][0])
@@ -60,8 +63,6 @@ def _bounds(value: Value, bounds: Mapping[int, Bounds], state: str, hypers: Mapp
         return (min(args[0][0], args[1][0]), min(args[0][1], args[1][1]))
     if operation == "where":
         return (min(args[1][0], args[2][0]), max(args[1][1], args[2][1]))
-    if operation in ("reduce_sum", "reduce_amax", "reduce_amin", "global_sum", "global_max"):
-        return _POSITIVE if args[0][0] >= 0 else _ANY
     return _ANY
 
 

@@ -360,12 +360,6 @@ def check_dtype(operation: str, dtype: torch.dtype, operand: torch.dtype | None)
         raise Unsupported(f"a reduction in {dtype}; cast its result")
 
 
-def check_width(source: torch.dtype, dtype: torch.dtype) -> None:
-    """Raise for a cast of elements to more bits than values in kernels have."""
-    if source is torch.float32 and dtype is torch.float64:
-        raise Unsupported("elements in float64, which have 32 bits unless the parameter has 64; leave out the cast")
-
-
 _EXACT_AS_NUMBERS = frozenset(
     ("neg", "abs", "sign", "sgn", "where", "maximum", "minimum", "clamp", "amax", "amin", "remainder", "fmod")
 )

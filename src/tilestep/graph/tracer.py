@@ -381,7 +381,10 @@ class Recorder(TensorDispatch):
         if name == "_local_scalar_dense":
             raise self.read_error(args[0])
         if func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default):
-            return self._lift(func, args[0])
+            if args[0].numel() != 1:
+                raise self.unsupported("a tensor made inside the rule must be a single number")
+            number = self.build.constant(args[0].item())
+            return self.placeholder(func(args[0]), number)
         mutates = is_mutable(func)
         base = name.rstrip("_") if mutates else name
         if base not in LOWERINGS:
@@ -396,13 +399,6 @@ class Recorder(TensorDispatch):
             return result
         return self._record(func, base, mutates, args, kwargs)
 
-    def _lift(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.numel() != 1:
-            raise self.unsupported("a tensor made inside the rule must be a single number")
-        number = tensor.item()
-        result = func(tensor)
-        return self.placeholder(result, self.build.constant(number))
-
     def _record(self, func: Any, base: str, mutates: bool, args: Any, kwargs: Any) -> torch.Tensor:
         if mutates and (base == operation_name(func) or self.memory.is_view(args[0])):
             raise self.unsupported(f"torch.ops.{func} writes through a view or an out= argument")
@@ -415,9 +411,12 @@ class Recorder(TensorDispatch):
             if isinstance(result, torch.Tensor):  # operations with several results raise themselves
                 lowering.check_dtype(base, result.dtype, getattr(args[0], "dtype", None) if args else None)
             value = LOWERINGS[base](self.build, *lowered[0], **lowered[1])
-            if base == "_to_copy" and self.casts and value.level > Level.TENSOR:
-                lowering.check_width(args[0].dtype, result.dtype)
             if isinstance(result, torch.Tensor):
+                wider = args and (getattr(args[0], "dtype", None), result.dtype) == (torch.float32, torch.float64)
+                if base == "_to_copy" and self.casts and value.level > Level.TENSOR and wider:
+                    raise Unsupported(
+                        "elements in float64, which have 32 bits unless the parameter has 64; leave out the cast"
+                    )
                 operand = lowered[0][0] if args else None
                 lowering.check_integers(self.build, base, value, operand, result.dtype)
             if base in lowering.CONVERTING:
@@ -430,19 +429,15 @@ class Recorder(TensorDispatch):
         self._describe(value, args[0] if mutates else None)
         self.computed.append(value)
         self.placeholder(result, value)
-        if mutates:
-            self._written(args[0], value)
+        if mutates:  # all aliases of the memory have the new value, and views of it become invalid
+            for alias, same_order in self.memory.aliases(args[0], self.keep_alive):
+                if same_order:
+                    self.values[id(alias)] = value
+                else:
+                    self.values.pop(id(alias), None)
         elif returns_view(func):
             self.memory.share(args[0], result, same_order=base in ("detach", "alias"))
         return result
-
-    def _written(self, tensor: torch.Tensor, value: Value) -> None:
-        """Give all aliases of a memory its new value, and invalidate its views."""
-        for alias, same_order in self.memory.aliases(tensor, self.keep_alive):
-            if same_order:
-                self.values[id(alias)] = value
-            else:
-                self.values.pop(id(alias), None)
 
     def take_memory(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
         """Give a tensor the value and the memory of another: `tensor.data = source`."""
@@ -507,47 +502,44 @@ class Reads(ScalarCalls):
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
+        recorder, name = self.recorder, getattr(func, "__name__", "")
         if name == "__bool__":
-            return self.recorder.branch(args[0])
+            return recorder.branch(args[0])
         if name == "__setitem__":
-            raise self.recorder.unsupported("assigning to elements of a tensor has no translation to a kernel")
+            raise recorder.unsupported("assigning to elements of a tensor has no translation to a kernel")
         if func == _SET_DATA:
-            self.recorder.take_memory(*args)
+            recorder.take_memory(*args)
         if func in _MAKERS and args and isinstance(args[0], (bool, int, float)):
             dtype = args[1] if len(args) > 1 else (kwargs or {}).get("dtype")
-            return self.recorder.made(args[0], dtype or (torch.bool if isinstance(args[0], bool) else torch.float64))
+            return recorder.made(args[0], dtype or (torch.bool if isinstance(args[0], bool) else torch.float64))
         if name in RANDOM:
-            raise self.recorder.unsupported(f"{name} draws random numbers", nearest(name))
+            raise recorder.unsupported(f"{name} draws random numbers", nearest(name))
         if name == "log_sigmoid":  # torch creates a second tensor for its gradient
             return torch.clamp(args[0], max=0) - torch.log1p(torch.exp(-torch.abs(args[0])))
         if name == "full_like" and len(args) == 2 and isinstance(args[1], torch.Tensor) and not args[1].dim():
             return torch.empty_like(args[0], **(kwargs or {})).copy_(args[1])
         if name in ("item", "__float__", "__int__", "__index__", "tolist", "numpy"):
-            raise self.recorder.read_error(args[0])
+            raise recorder.read_error(args[0])
         if name in _OF_DTYPE or func in _DTYPES or (name in _CASTS and args[0].is_floating_point()):
             # A cast to the dtype of the tensor returns the tensor itself, any other cast a copy.
-            self.recorder.build.reads_dtype = True
+            recorder.build.reads_dtype = True
         dim: Any = args[1] if len(args) == 2 else (kwargs or {}).get("dim")
         if name in ("numel", "nelement"):
-            return self._count(args[0], range(args[0].dim()))
+            return recorder.scalar(recorder.count(args[0], range(args[0].dim())))
         if name == "size" or func == _SHAPE:
-            self.recorder.build.reads_shape = True
+            recorder.build.reads_shape = True
             every = range(args[0].dim())
-            sizes = tuple(self._count(args[0], [axis]) for axis in (every if dim is None else [every[dim]]))
+            sizes = tuple(
+                recorder.scalar(recorder.count(args[0], [axis])) for axis in (every if dim is None else [every[dim]])
+            )
             return sizes if dim is None else sizes[0]
         if (name in _OF_MEMORY or func == _BYTES) and args[0].dim():
             what = "nbytes" if func == _BYTES else _OF_MEMORY[name]
-            raise self.recorder.unsupported(
-                f"{what} of a tensor is another for each parameter; ask for .size(0), .numel()"
-            )
+            raise recorder.unsupported(f"{what} of a tensor is another for each parameter; ask for .size(0), .numel()")
         if name in ("dim", "ndimension") or func == _DIMENSIONS or self._may_depend_on_dimensions(name, (args, kwargs)):
-            self.recorder.build.reads_shape = True
-        self.recorder.casts = name in _CASTS
+            recorder.build.reads_shape = True
+        recorder.casts = name in _CASTS
         return super().__torch_function__(func, types, args, kwargs)
-
-    def _count(self, tensor: torch.Tensor, dims: Iterable[int]) -> torch.Tensor:
-        return self.recorder.scalar(self.recorder.count(tensor, dims))
 
     def _may_depend_on_dimensions(self, name: str, arguments: Any) -> bool:
         """Whether torch may decompose a function differently for vectors and matrices.

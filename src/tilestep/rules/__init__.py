@@ -1,7 +1,5 @@
 """Update rules, a short function each; modules of this folder are imported automatically."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 

@@ -1,7 +1,5 @@
 """Adadelta: steps in the units of the parameters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from .protocol import TORCH_OPTIONS, between, nonnegative, rule

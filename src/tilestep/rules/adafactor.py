@@ -1,7 +1,5 @@
 """Adafactor: a second moment kept as one row and one column of a matrix."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

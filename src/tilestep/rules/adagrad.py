@@ -1,7 +1,5 @@
 """Adagrad: each coordinate's rate falls with the gradients it has seen."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from .protocol import State, nonnegative, rule

@@ -8,8 +8,6 @@ Example:
     tensor([-1.,  1.])
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

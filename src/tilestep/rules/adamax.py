@@ -1,7 +1,5 @@
 """Adamax: Adam with the infinity norm."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -9,8 +9,6 @@ Example:
     0.2
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Adan: Nesterov momentum estimated from gradients and their differences."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

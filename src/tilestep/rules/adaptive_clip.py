@@ -1,7 +1,5 @@
 """A clip for each tensor by what its own gradient norms have been."""
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """AdEMAMix: Adam with a second, much slower momentum mixed in."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

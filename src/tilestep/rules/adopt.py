@@ -1,7 +1,5 @@
 """ADOPT: Adam that normalizes by the previous second moment and clips what comes out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

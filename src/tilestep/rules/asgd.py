@@ -1,7 +1,5 @@
 """ASGD: stochastic gradient descent whose iterates are averaged."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """LAMB: Adam with a learning rate per layer, from the ratio of the weights' norm to the update's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """LARS: momentum with a learning rate per layer, from the ratio of the weights' norm to the gradient's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

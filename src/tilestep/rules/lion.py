@@ -1,7 +1,5 @@
 """Lion: the sign of an interpolated momentum."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -9,8 +9,6 @@ Example:
     tensor([[0.9000, 1.1000]])
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

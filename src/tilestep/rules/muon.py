@@ -1,7 +1,5 @@
 """Muon: momentum whose every matrix is replaced by the nearest orthogonal one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

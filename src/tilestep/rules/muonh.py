@@ -9,8 +9,6 @@ Example:
     5.0
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

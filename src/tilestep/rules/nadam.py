@@ -1,7 +1,5 @@
 """NAdam: Adam with Nesterov momentum."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

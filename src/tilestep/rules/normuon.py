@@ -9,8 +9,6 @@ Example:
     [0.5, 0.5]
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

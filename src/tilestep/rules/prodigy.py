@@ -1,7 +1,5 @@
 """Prodigy: Adam that finds its own step size."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

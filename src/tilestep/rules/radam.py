@@ -1,7 +1,5 @@
 """RAdam: Adam with a rectified adaptive learning rate."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """RMSprop: gradients divided by their running root mean square."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from .protocol import TORCH_OPTIONS, nonnegative, rule

@@ -1,7 +1,5 @@
 """Rprop: a step size for every coordinate, moved by the signs of the gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -120,26 +120,17 @@ def _lift(number_function: Callable[..., Any], tensor_function: Callable[..., An
     return lifted
 
 
-def _extremum(builtin: Callable[..., Any], pairwise: Callable[..., Any]) -> Callable[..., Any]:
+def _extremum(builtin: Callable[..., Any], of_tensors: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(builtin)
     def extremum(*args: Any, **options: Any) -> Any:
         entries = tuple(args[0]) if len(args) == 1 and not isinstance(args[0], torch.Tensor) else args
         tensors = [entry for entry in entries if isinstance(entry, torch.Tensor)]
         if not tensors or options:
             return builtin(*args, **options)
-        return functools.reduce(lambda left, right: pairwise(left, right, tensors[0]), entries)
+        lifted = [entry if isinstance(entry, torch.Tensor) else torch.full_like(tensors[0], entry) for entry in entries]
+        return functools.reduce(of_tensors, lifted)
 
     return extremum
-
-
-def _pair(tensor_function: Callable[..., Any]) -> Callable[..., Any]:
-    def apply(left: Any, right: Any, like: torch.Tensor) -> Any:
-        def lift(value: Any) -> torch.Tensor:
-            return value if isinstance(value, torch.Tensor) else torch.full_like(like, value)
-
-        return tensor_function(lift(left), lift(right))
-
-    return apply
 
 
 def _lifted_math() -> dict[str, Callable[..., Any]]:
@@ -168,8 +159,8 @@ class _Float(builtins.float, metaclass=_NumberType):
 _MATH = _lifted_math()
 _MATH_MODULE = types.SimpleNamespace(**{**vars(math), **_MATH})
 _BUILTINS = {
-    "max": _extremum(builtins.max, _pair(torch.maximum)),
-    "min": _extremum(builtins.min, _pair(torch.minimum)),
+    "max": _extremum(builtins.max, torch.maximum),
+    "min": _extremum(builtins.min, torch.minimum),
     "abs": _lift(builtins.abs, torch.abs),
     "float": _Float,
 }

@@ -1,7 +1,5 @@
 """Schedule-free SGD and AdamW: averaging in place of a learning-rate schedule."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -8,8 +8,6 @@ Example:
     tensor([0.7000, 1.1000])
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

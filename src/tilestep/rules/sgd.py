@@ -1,7 +1,5 @@
 """Stochastic gradient descent with momentum."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """SOAP: Adam in the eigenbasis of Shampoo's preconditioner."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

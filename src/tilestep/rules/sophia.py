@@ -1,7 +1,5 @@
 """Sophia: momentum divided by a diagonal Hessian estimate, clipped element by element."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

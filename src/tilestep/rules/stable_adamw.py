@@ -1,7 +1,5 @@
 """StableAdamW: AdamW with Adafactor's update clipping."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

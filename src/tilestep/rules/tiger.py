@@ -1,7 +1,5 @@
 """Tiger: sign momentum with a learning rate relative to each tensor's size."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -138,20 +138,22 @@ def _factor(pair: int) -> int:
 _FACTORS = (0x735A2D97, 0x1D0B14E5, 0x6E73E373)
 
 
+def _loads(*names: str) -> list[Term]:
+    build = Builder()
+    return [Term(build, build.load(name, dtype="int32")) for name in names]
+
+
 @functools.cache
 def keys_graph() -> tuple[Value, Value]:
     """`stream_keys` of loads of `low`, `high` and `count`."""
-    build = Builder()
-    keys = stream_keys(*(Term(build, build.load(name, dtype="int32")) for name in ("low", "high", "count")))
-    return keys[0].value, keys[1].value
+    first, second = stream_keys(*_loads("low", "high", "count"))
+    return first.value, second.value
 
 
 @functools.cache
 def bits_graph(slot: int) -> Value:
     """`random_bits` of loads of `key_0`, `key_1`, `low` and `high`."""
-    build = Builder()
-    names = ("key_0", "key_1", "low", "high")
-    return random_bits(slot, *(Term(build, build.load(name, dtype="int32")) for name in names)).value
+    return random_bits(slot, *_loads("key_0", "key_1", "low", "high")).value
 
 
 def random_tensor(stream: int, count: int, slot: int, index: torch.Tensor) -> torch.Tensor:
