@@ -513,7 +513,10 @@ class _Reduction:
     def __init__(self, build: Builder, operand: Value, dim: Any, keepdim: bool) -> None:
         self.build, self.shape = build, build.shape
         self.number = build.apply("number", operand) if operand.is_bool else operand
-        named = self._named(dim)
+        dims = len(self.shape)
+        is_given = dim is not None and dim != []
+        listed = ([dim] if isinstance(dim, int) else dim) if is_given and dims else range(dims)
+        named = {axis % dims for axis in listed}
         self.is_total = named == set(range(len(self.shape)))
         if not self.is_total and not keepdim:
             raise Unsupported("a reduction over some of the dimensions without keepdim=True")
@@ -523,28 +526,18 @@ class _Reduction:
             )
         varies = self.number.level not in SCALAR_LEVELS
         # Without dimensions a number and a broadcast number look alike, so the graph is valid for 0-dim tensors only.
-        is_given = dim is not None and dim != []
         build.reads_shape |= is_given or (build.dims == 0 and not varies)
         extent = {axis for axis in named if self.shape[axis] != 1}
         over = self.number.over or (0, 0)
         self.combined = {axis for axis in extent if varies and not over[0] <= axis < over[1]}
         self.repeated = extent - self.combined
         self.target: Over | None = None
-        if self.combined and not self.is_total:
-            self.target = self._block(self.combined | set(range(*over)))
-
-    def _named(self, dim: Any) -> set[int]:
-        dims = len(self.shape)
-        if dim is None or dim == [] or dims == 0:
-            return set(range(dims))
-        return {axis % dims for axis in ([dim] if isinstance(dim, int) else dim)}
-
-    def _block(self, dims: set[int]) -> Over | None:
         """The dimensions that are reduced; None for all."""
-        first, stop = min(dims), max(dims) + 1
-        if len(dims) != stop - first:
-            raise Unsupported(f"a reduction that leaves dimensions between the reduced ones, {sorted(dims)}")
-        return None if len(dims) == self.build.dims else (first, stop)
+        if self.combined and not self.is_total:
+            reduced = sorted(self.combined | set(range(*over)))
+            if len(reduced) != reduced[-1] + 1 - reduced[0]:
+                raise Unsupported(f"a reduction that leaves dimensions between the reduced ones, {reduced}")
+            self.target = None if len(reduced) == build.dims else (reduced[0], reduced[-1] + 1)
 
     def apply(self, operation: str) -> Value:
         """Reduce over the combined dimensions."""

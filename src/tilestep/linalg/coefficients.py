@@ -141,16 +141,17 @@ def rows_of(coefficients: Any, steps: Any = None, safety: float = SAFETY) -> lis
     """
     if wrong := refusal(coefficients):
         raise RuleError(f"orthogonalize: coefficients={coefficients!r}; {wrong}")
-    table = _TABLES.get(coefficients) if isinstance(coefficients, str) else None
-    if safety != SAFETY and not (table and table.scales):
+    if isinstance(coefficients, str):
+        table, what = _TABLES[coefficients], repr(coefficients)
+    elif _is_row(coefficients):
+        table, what = _Table((tuple(coefficients),), STEPS, "last"), ""
+    else:
+        table = _Table(tuple(map(tuple, coefficients)), len(coefficients))
+        what = f"a list of {len(coefficients)} coefficients"
+    if safety != SAFETY and not table.scales:
         raise RuleError(f"orthogonalize: safety={safety:g} is for coefficients='polar_express' and 'cans'")
     if not safety >= 1:
         raise RuleError(f"orthogonalize: safety={safety:g}; it must be at least 1, or singular values diverge")
-    what = repr(coefficients) if isinstance(coefficients, str) else f"a list of {len(coefficients)} coefficients"
-    if table is None and _is_row(coefficients):
-        table = _Table((tuple(coefficients),), STEPS, "last")
-    elif table is None:
-        table = _Table(tuple(map(tuple, coefficients)), len(coefficients))
     count = table.steps if steps is None else _whole(steps, table.steps)
     if count != table.steps and not table.further:
         raise RuleError(f"orthogonalize takes {table.steps} steps with {what}, not {count}")

@@ -78,7 +78,12 @@ def inspect(entries: Sequence[Entry], written: WrittenMemory, gradients: Sequenc
         if gradient is None:
             continue
         original = gradient = ready(gradient)
-        _check_kind(entry, gradient)
+        if gradient.layout is torch.strided and not is_zero_tensor(gradient) and not has_memory(gradient):
+            kind = type(gradient).__name__
+            raise GradientError(
+                f"the gradient of {entry.share.label} has {_FREED if kind in _PLAIN else f'the type {kind}'}; kernels "
+                "read memory: give it a plain tensor with the values"
+            )
         gradient = resolved(gradient)
         _check(entry, gradient)
         if not is_dense(gradient) or (entry.ordered and not same_walk(gradient, entry.param)):
@@ -119,17 +124,8 @@ def _in_order(gradient: torch.Tensor, entry: Entry) -> torch.Tensor:
     return torch.empty_like(entry.param, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
 
 
+_PLAIN = ("Tensor", "Parameter")
 _FREED = "no memory: its storage was freed, or it is inside of a function transform (torch.func.grad, vmap)"
-
-
-def _check_kind(entry: Entry, gradient: torch.Tensor) -> None:
-    if gradient.layout is torch.strided and not is_zero_tensor(gradient) and not has_memory(gradient):
-        kind = type(gradient).__name__
-        what = _FREED if kind in ("Tensor", "Parameter") else f"the type {kind}"
-        raise GradientError(
-            f"the gradient of {entry.share.label} has {what}; kernels read memory: give it a plain tensor with the "
-            "values"
-        )
 
 
 def _check(entry: Entry, gradient: torch.Tensor) -> None:

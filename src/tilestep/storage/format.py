@@ -175,13 +175,12 @@ def values_of(
     codec = codec_of(storage)
     loads = {array.name: tensors[own.name] for array, own in zip(codec.arrays, storage.arrays(name))}
     if codec.has_blocks:
-        first = codec.arrays[0]
-        shape = tuple(loads[first.name].shape) if shape is None else tuple(shape)
+        codes = loads[codec.arrays[0].name]
+        shape, device = tuple(codes.shape if shape is None else shape), codes.device
         columns = rows_of(shape)[1]
         if not math.prod(shape):
-            return torch.zeros(shape, dtype=compute, device=loads[first.name].device)
+            return torch.zeros(shape, dtype=compute, device=device)
         # An offloaded optimizer has codes on the host, and scales on the device.
-        device = loads[first.name].device
         loads = {array.name: cut(loads[array.name].to(device), columns, array.elements) for array in codec.arrays}
         (values,) = evaluated((codec.loaded,), loads, torch.float32)
         return joined(values, shape, columns).to(compute)
@@ -202,22 +201,20 @@ def stored_in(
     storage = getattr(storage, "nearest", storage) if random is None else storage
     codec = codec_of(storage)
     number = values if codec.is_plain else values.to(torch.float32)
-    if codec.has_blocks:
-        own = storage.arrays(name)
-        shape = tuple(tensors[own[0].name].shape) if shape is None else tuple(shape)
-        columns = rows_of(shape)[1]
-        if math.prod(shape):
-            blocks = {"number": cut(number.expand(shape), columns)}
-            blocks.update({} if random is None else {"random": cut(random, columns)})
-            kept = evaluated(codec.stored, blocks, number.dtype)
-            for array, entries in zip(own, kept):
-                tensor = tensors[array.name]
-                tensor.copy_(joined(entries, tensor.shape, columns, array.elements))
-        return
     elements = {"number": number} if random is None else {"number": number, "random": random}
-    for array, element in zip(storage.arrays(name), evaluated(codec.stored, elements, number.dtype)):
+    arrays, columns = storage.arrays(name), 0
+    if codec.has_blocks:
+        shape = tuple(tensors[arrays[0].name].shape if shape is None else shape)
+        columns = rows_of(shape)[1]
+        if not math.prod(shape):
+            return
+        elements["number"] = number.expand(shape)
+        elements = {key: cut(element, columns) for key, element in elements.items()}
+    for array, entries in zip(arrays, evaluated(codec.stored, elements, number.dtype)):
         if array.name in tensors:
-            tensors[array.name].copy_(element)
+            tensor = tensors[array.name]
+            in_blocks = codec.has_blocks
+            tensor.copy_(joined(entries, tensor.shape, columns, array.elements) if in_blocks else entries)
 
 
 def evaluated(roots: tuple[Value, ...], loads: Mapping[Any, torch.Tensor], compute: torch.dtype) -> list[torch.Tensor]:
