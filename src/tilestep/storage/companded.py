@@ -16,6 +16,7 @@ from .format import (
     where,
     with_sign_of,
 )
+from .states import Blocks
 from .stochastic import whole_at_random
 
 _ROUND = 1.5 * 2.0**23
@@ -142,3 +143,21 @@ def root_scale(number: Term, rounds_up: bool = False) -> Term:
     most = (number + 0.0).bits().function("block_max").of_bits().named("most").function("sqrt")
     most = _raised(most.bits() & 0x7FFFFFFF).of_bits() if rounds_up else most
     return most.element(torch.bfloat16).named("scale")
+
+
+class CodeBlocks(Blocks):
+    """Base of formats of codes: of signed numbers, or of the roots of numbers that are never negative."""
+
+    levels = (127, 255)  # of both variants
+
+    def number_of(self, code: Term, scale: Term) -> Term:
+        """The number that a code stands for."""
+        return expanded(code, scale, self.levels[0]) if self.signed else squared(code, scale, self.levels[1])
+
+    def code_of(self, value: Term, random: Term | None, plus: int = 0) -> tuple[Term, Term]:
+        """The code of a number in the lowest bits, plus an even integer if it is signed, and the scale."""
+        if self.signed:
+            scale = scale_of(value, random is not None, keeps_infinity=False)
+            return compressed(value, scale, self.levels[0], random, plus), scale
+        scale = root_scale(value, random is not None)
+        return counted(value, scale, self.levels[1], random), scale

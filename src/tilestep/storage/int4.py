@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .companded import CodeBlocks
 from .format import Term
-from .int8 import Int8Blocks
 from .states import blocks_format
 
 
 @blocks_format("int4")
-class Int4Blocks(Int8Blocks):
+class Int4Blocks(CodeBlocks):
     """Companded blocks as `Int8Blocks`, two neighbours in a byte: the first in its lower half.
 
     A signed number is stored as -7 to 7 plus 8, the root of a number that is never negative as 0 to 15, 0 for zero
