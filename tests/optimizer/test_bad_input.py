@@ -221,7 +221,7 @@ def test_parameters_that_interleave_are_no_overlap() -> None:
             TypeError,
             r"got an unexpected keyword argument 'weight_decy'; did you mean weight_decay",
         ),
-        ({"state_dtype": "fp8"}, ValueError, r"Invalid state_dtype: 'fp8'.*'int8'.*; did you mean float8_e4m3\?"),
+        ({"state_dtype": "fp8"}, ValueError, r"Invalid state_dtype: 'fp8'.*'int8'; did you mean float8_e4m3\?"),
         ({"state_dtype": "bf16"}, ValueError, r"Invalid state_dtype: 'bf16'.*'int8'; did you mean bfloat16\?"),
     ],
 )

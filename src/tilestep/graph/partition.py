@@ -232,7 +232,7 @@ class SliceCutter:
     def _ordered(self, stage: int) -> list[TilePass]:
         at_stage = [tile for tile in self._passes.values() if tile.stage == stage and not tile.is_empty]
         ordered: list[TilePass] = []
-        for tile in sorted(at_stage, key=lambda tile: _extent(tile.over), reverse=True):
+        for tile in sorted(at_stage, key=lambda tile: -_extent(tile.over)):
             first, *views = self._views(tile)
             ordered += views if tile.over is None else [*views, first]
         return ordered
