@@ -72,6 +72,9 @@ def test_hyperparameters_that_change_kernels(name: str, tmp_path: Path) -> None:
         optimizer = getattr(plain, name)([torch.nn.Parameter(torch.ones(2))])
         optimizer.param_groups[0].update(settings)
         optimizer.step()
+    if name == "AdamW":
+        with pytest.raises(ValueError, match=r"betas_2=.* this file was made for betas_2=None"):
+            plain.AdamW([torch.nn.Parameter(torch.ones(2))], betas=(0.9, 0.99, 0.999))
 
 
 FORMATS: list[dict[str, Any]] = [
@@ -252,6 +255,14 @@ def test_other_code_may_not_change_what_kernels_read(tmp_path: Path) -> None:
     assert optimizer.identities(optimizer.members()) != known
     with pytest.raises(ValueError, match=r"exp_avg is \(torch.float32"):
         optimizer.step()
+    for replaced in ("step", "exp_avg"):
+        param, optimizer = begun()
+        looks(optimizer)
+        assert optimizer.identities(optimizer.members()) == optimizer.known
+        optimizer.state[param][replaced] = optimizer.state[param][replaced].clone()
+        assert optimizer.identities(optimizer.members()) != optimizer.known, replaced
+    optimizer.build({}, torch.device("cpu"))  # a rank without gradients joins the sum of the norm
+    assert optimizer.add_up(optimizer.norm).item() == 0
     with pytest.warns(UserWarning, match="duplicate"):
         twice = module.AdamW([param, param])
     with pytest.raises(ValueError, match="listed twice"):

@@ -412,11 +412,9 @@ def _signature(request: Request) -> str:
 def ejected_test(request: Request, module: str) -> str:
     """The text of a file that tests the ejected one, which is imported as `module`."""
     rule = request.rule
-    formats = any(not codec_of(storage).is_plain for kind in request.kinds for storage in kind.storages.values())
-    narrow = any(storage.precision.itemsize < 4 for storage in request.kinds[0].storages.values())
     own = getattr(torch.optim, rule.name, None)
     limit = 'LIMIT: dict[str, Any] = {"max_grad_norm": 0.5}' if request.clip else "LIMIT: dict[str, Any] = {}"
-    tolerance = 0.02 if formats or narrow or request.state_dtype else 4e-6
+    tolerance = 0.02 if request.state_dtype or request.masters else 4e-6
     header = f"""# Made by tilestep {__version__}:
 #     {request.command} --test
 # Run it with pytest beside {module}.py."""

@@ -35,23 +35,9 @@ def functions_of(source: str) -> list[Function]:
 def update_functions(spec: KernelSpec, *, clip: bool) -> list[Function]:
     """The kernels of a spec and what belongs to it alone; tensors are walked in memory order, without a loss scale."""
     functions = functions_of(triton_source.source(spec))
-    kept = [(name, lines) for name, lines in functions if not name.endswith("_strided")]
-    kept = [(name, [_always(line, clip=clip) for line in lines]) for name, lines in kept if name != "gradient_scale_of"]
-    narrowed = [(name, _narrowed(lines, keeps_sums=bool(spec.reduction_count))) for name, lines in kept]
+    kept = [(name, lines) for name, lines in functions if not re.search("_strided$|^gradient_scale_of$", name)]
+    narrowed = [(name, _narrowed(lines, clip=clip, keeps_sums=bool(spec.reduction_count))) for name, lines in kept]
     return [(name, _numbered(lines) if "_tile_pass_" in name else lines) for name, lines in narrowed]
-
-
-def _always(line: str, *, clip: bool) -> str:
-    """A line of a step that is never skipped, and that has one limit of the norm at most."""
-    line = line.replace("tl.where(skip, 0.0, 1.0)", "1.0").replace("(skip == 0.0) & ", "")
-    line = line.replace(" & (skip == 0)", "").replace("if (grad_address != 0):", "if grad_address != 0:")
-    scale = re.fullmatch(
-        r"    (\w+) = gradient_scale_of\(tl\.load\(control \+ 0\), .*?, (tl\.load\(base \+ .*\))\)", line
-    )
-    if scale is None:
-        return line
-    factor = f"gradient_scale_of(tl.load(total_norm), {scale[2]})" if clip else "tl.full((1,), 1.0, tl.float64)"
-    return f"    {scale[1]} = {factor}"
 
 
 def _numbered(lines: Sequence[str]) -> list[str]:
@@ -62,27 +48,26 @@ def _numbered(lines: Sequence[str]) -> list[str]:
     return [*lines[:2], *(renamed([line], names)[0] + comments.get(line, "") for line in lines[2:])]
 
 
-def _narrowed(lines: Sequence[str], *, keeps_sums: bool) -> list[str]:
-    """A kernel without strides, loss scales and, where nothing is reduced, sums."""
-    narrowed: list[str] = []
-    skipping = False
-    for line in lines:
-        if skipping:
-            skipping = False
-            continue
-        if line.strip() == "if UNSCALE:":
-            skipping = True
-        elif not re.match(r"\s+(layout_row|inverse_scale) = ", line):
-            narrowed.append(line.replace(" & (layout_row < 0)", ""))
-    narrowed = _without_unused(narrowed)
+_CUT = r""" & \(skip == 0\)|\(skip == 0\.0\) & | & \(layout_row < 0\)|, UNSCALE: tl\.constexpr
+^ +if UNSCALE:\n.*\n
+^ +(?:layout_row|inverse_scale) = .*\n"""
+"""What a step has no use for that is never skipped, unscales nothing and walks no strides."""
+
+
+def _narrowed(lines: Sequence[str], *, clip: bool, keeps_sums: bool) -> list[str]:
+    """A kernel without skipped steps, strides, loss scales, more than one limit and, where nothing is reduced, sums."""
+    text = re.sub("|".join(_CUT.split("\n")), "", "\n".join(lines), flags=re.MULTILINE)
+    text = text.replace("tl.where(skip, 0.0, 1.0)", "1.0").replace("if (grad_address != 0):", "if grad_address != 0:")
+    scale = r"gradient_scale_of\(tl\.load\(control \+ 0\), .*?, (tl\.load\(base \+ .*\))\)$"
+    factor = r"gradient_scale_of(tl.load(total_norm), \1)" if clip else "tl.full((1,), 1.0, tl.float64)"
+    narrowed = _without_unused(re.sub(scale, factor, text, flags=re.MULTILINE).splitlines())
     body = "\n".join(narrowed[2:])
     heading = re.sub(r"\bcontrol\b", "control" if "control" in body else "total_norm", narrowed[1])
     unused = ["layout_index", *([] if keeps_sums else ["partials"])]
     for name in (*unused, "numel", "sizes", "sums", "global_parts", "totals", "total_norm"):
         if not re.search(rf"\b{name}\b", body):
             heading = re.sub(rf"(?<=[(,]) ?{name},", "", heading)
-    heading = re.sub(r", UNSCALE: tl\.constexpr", "", heading).replace("( ", "(")
-    return [narrowed[0], heading, *narrowed[2:]]
+    return [narrowed[0], heading.replace("( ", "("), *narrowed[2:]]
 
 
 def _without_unused(lines: Sequence[str]) -> list[str]:
