@@ -43,11 +43,6 @@ _END_SECONDS = 2.0
 _FOLDER = Path(__file__).parent
 
 
-def _sources() -> str:
-    """The text of all source files, for the cache key."""
-    return "".join((_FOLDER / name).read_text() for name in ("tensors.h", "arrivals.h", "scan.cpp"))
-
-
 @functools.lru_cache(maxsize=1)
 def layout_flags() -> list[str]:
     """Compiler flags with the layout of a tensor's Python object as torch's headers declare it; empty if unknown."""
@@ -74,7 +69,8 @@ def _file_name() -> str | None:
     interpreter = sysconfig.get_config_var("EXT_SUFFIX") or ""
     version = f"{torch.__version__} {torch.version.git_version}"
     try:
-        key = content_key(_sources(), " ".join([*_FLAGS, *layout_flags()]), compiler_version(), version, interpreter)
+        sources = "".join((_FOLDER / name).read_text() for name in ("tensors.h", "arrivals.h", "scan.cpp"))
+        key = content_key(sources, " ".join([*_FLAGS, *layout_flags()]), compiler_version(), version, interpreter)
     except BuildError:
         return None
     return f"scan-{key}.so"
