@@ -315,14 +315,14 @@ def _digamma(number: Term) -> Term:
     return where(number.same(0.0), pole, where(is_left, reflected, total))
 
 
-@formula
-def _nan_to_num(number: Term, nan: Any = 0.0, posinf: Any = None, neginf: Any = None) -> Term:
+def _nan_to_num(build: Builder, value: Any, nan: Any = 0.0, posinf: Any = None, neginf: Any = None) -> Value:
+    number = Term(build, _number(build, value))
     largest, number.build.reads_dtype = torch.finfo(number.build.dtype).max, True
     bounded = _clamped(number, -largest if neginf is None else None, largest if posinf is None else None)
     for limit, sign in ((posinf, "gt"), (neginf, "lt")):
         if limit is not None:
             bounded = where(number.function("isinf") & number.function(sign, 0.0), _term(number, limit), bounded)
-    return where(number.function("isnan"), _term(number, nan or 0.0), bounded)
+    return where(number.function("isnan"), _term(number, nan or 0.0), bounded).value
 
 
 def _same(build: Builder, value: Any, *_: Any, **__: Any) -> Value:
