@@ -518,11 +518,13 @@ def _write(
         source = own if start.init == "param" else own.new_full((), _start(start, group), dtype=torch.float64)
     names = [name] if storage is None else [array.name for array in storage.arrays(name)]
     buffers = {key: as_real(local_part(state[key])) for key in names}
-    begun = buffers if fresh is None else {key: torch.empty_like(buffer) for key, buffer in buffers.items()}
-    if storage is None:
-        begun[name].copy_(source)
-    else:
+    if storage is not None:
+        begun = buffers if fresh is None else {key: torch.empty_like(buffer) for key, buffer in buffers.items()}
         stored_in(storage, begun, name, source.to(begun[names[0]].device), shape=param.shape)
+    elif fresh is None:
+        buffers[name].copy_(source)
+    else:
+        begun = {name: source.to(buffers[name].device, buffers[name].dtype)}
     if fresh is None:
         return
     for key, buffer in buffers.items():
