@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from ..backends.decision import clip_coefficient
-from ..devices import has_streams, upload
+from ..devices import has_streams
 from ..errors import GradientError
 from ..native.table import CHANGED, Table, addresses_of, count_writes
 from .table import norm_table
-from .tiles import DTYPES, combine
+from .tiles import DTYPES, combine, upload
 
 Positions = Callable[[], Sequence[int]]  # the places of tensors in messages
 

@@ -6,13 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
 from ..backends.registry import build_passes, load_ahead
 from ..compat import fake_mode_is_active, has_memory, is_fake, resolved
-from ..devices import synchronize, upload
+from ..devices import synchronize
 from ..devices.garbage import without_collections
 from ..errors import GradientError, MatrixError
 from ..graph import Graph
@@ -123,7 +122,7 @@ def build_engines(
         if len(made) > 1:
             # Bitwise that of one engine: its tensors are added up in their order.
             place_of = {id(entry): at for at, entry in enumerate(one for engine in made for one in engine.entries)}
-            order = upload(np.array([place_of[id(entry)] for _, entry in pairs], dtype=np.int64), device)
+            order = torch.tensor([place_of[id(entry)] for _, entry in pairs], dtype=torch.int64, device=device)
             joint = GradNorm(device, [entry for _, entry in pairs], [engine.grads for engine in made], order)
             for engine in made:
                 engine.norm = joint

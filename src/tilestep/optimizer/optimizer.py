@@ -385,9 +385,7 @@ class Optimizer(torch.optim.Optimizer):
         # State that an evaluation under inference_mode makes must be writable in steps.
         if self.plan is not None:
             self.plan.require_unbroken()
-        parking = self._parking
-        given_back = parking.given_back(self) if parking is not None and parking.is_full else nullcontext()
-        with torch.inference_mode(False), torch.no_grad(), self.execution.making_plan(), given_back:
+        with torch.inference_mode(False), torch.no_grad(), self.execution.making_plan():
             self.drop_plan()
             self.control.flat_part = flat_part(self)
             self.control.take_number(self.param_groups)
@@ -993,7 +991,7 @@ class Optimizer(torch.optim.Optimizer):
         """Move state that `park()` has moved to the host back to its device.
 
         Raises:
-            GradientError: for parameters that cannot be updated. Their state is on the device then.
+            GradientError: for parameters that cannot be updated. Nothing is changed then.
 
         Example:
             >>> import tilestep

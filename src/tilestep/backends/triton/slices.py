@@ -9,7 +9,6 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from ...devices import upload
 from ...graph import TilePass
 from ...kernels.launch import EXACT, TableLaunch, launch_of
 from ...kernels.spec import KernelSpec, tile_traffic
@@ -110,7 +109,7 @@ def build_options(
 
 def device_table(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """A copy on a device of a table, which has an entry at least."""
-    tensor = upload(array, device)
+    tensor = torch.from_numpy(np.ascontiguousarray(array)).to(device)
     return tensor if tensor.numel() else tensor.new_zeros(1)
 
 
