@@ -133,6 +133,13 @@ def local(param: Any) -> torch.Tensor:
     return (param.to_local() if isinstance(param, DTensor) else param).detach()
 
 
+def _later(read: torch.Tensor, param: Any) -> str:
+    """Whether a value that was read is that of an idle device, for the message of a comparison that fails."""
+    if read.is_cuda:
+        torch.cuda.synchronize()
+    return "the update was wrong" if torch.equal(read, local(param)) else "it was read too early"
+
+
 class Pair:
     """The same model twice on every rank."""
 
@@ -159,7 +166,8 @@ class Pair:
 
     def compare(self) -> None:
         for (name, param), (_, wanted) in zip(self.overlapped.named_parameters(), self.serial.named_parameters()):
-            assert torch.equal(local(param), local(wanted)), name
+            mine, right = local(param).clone(), local(wanted)
+            assert torch.equal(mine, right), (self.optimizer.execution.during, name, mine, right, _later(mine, param))
         states, wanted = self.optimizer.state_dict()["state"], self.reference.state_dict()["state"]
         for key, state in wanted.items():
             for name, value in state.items():
