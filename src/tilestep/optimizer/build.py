@@ -11,7 +11,6 @@ from torch.nn.parameter import is_lazy
 
 from ..backends.registry import build_passes, load_ahead
 from ..compat import fake_mode_is_active, has_memory, is_fake, resolved
-from ..devices import synchronize
 from ..devices.garbage import without_collections
 from ..errors import GradientError, MatrixError
 from ..graph import Graph
@@ -272,13 +271,8 @@ class Builder:
             self._plan(share, saved.get(share.param, {}), None if live is None else live.get(share.param, {}))
             for share in shares
         ]
-        self._arriving = fill_buffers(self.requests, self._optimizer.memory)
+        fill_buffers(self.requests, self._optimizer.memory)
         return made
-
-    def wait(self) -> None:
-        """Wait for copies of values to the buffers that were made."""
-        for device in self._arriving:
-            synchronize(device)
 
     def _plan(self, share: Share, values: Mapping[str, Any], live: Mapping[str, Any] | None) -> Planned:
         """A share with its kernels and state; `values` and `live` are those of `StateTemplate.begin`."""
@@ -422,7 +416,6 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
         sums = [SharedSums(mesh_ranks, engine.passes) for engine in engines]
         plan.shared_sums, plan.deciders.ranks = sums, mesh_ranks
         plan.deciders.sends = bool(exchanges) or any(one.sends for one in sums)
-    build.wait()  # the rest of the plan was made meanwhile
     return plan
 
 
@@ -492,10 +485,7 @@ def loaded_states(
     ]
     optimizer.memory.begin([(one.label, one.holder) for one in begun])
     begun = [one for one in begun if has_states and not one.param.is_meta]
-    build = Builder(optimizer)
-    states = {one.share.param: one.shown() for one in build.planned(begun, saved, optimizer.state)}
-    build.wait()
-    return states
+    return {one.share.param: one.shown() for one in Builder(optimizer).planned(begun, saved, optimizer.state)}
 
 
 def _engines(

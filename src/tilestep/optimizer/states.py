@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..compat import is_zero_tensor, zero_all
+from ..devices import synchronize
 from ..errors import StateError
 from ..graph import Graph, flat_numbers, never_negative
 from ..native.table import address_of
@@ -533,8 +534,8 @@ def _write(
         bits.copy_(torch.where(fresh.to(bits.device), begun[key].view(bits.dtype), bits))
 
 
-def fill_buffers(requests: Sequence[BufferRequest], home: StateMemory) -> set[torch.device]:
-    """Make all requested buffers, with their first values; the host waits for none of the copies to these devices."""
+def fill_buffers(requests: Sequence[BufferRequest], home: StateMemory) -> None:
+    """Make all requested buffers, with their first values."""
     # Name by name, so that buffers that a pass reads one after the other are neighbours in memory: a CPU's prefetcher
     # continues from one into the next, which saves a quarter of the time for tensors of 8,192 elements.
     by_name: dict[str, list[BufferRequest]] = {}
@@ -571,7 +572,8 @@ def fill_buffers(requests: Sequence[BufferRequest], home: StateMemory) -> set[to
         storage, state = one.blocks or (None, one.array.name)
         if storage is None or one.array.name == storage.arrays(state)[0].name:
             _write(one.state, state, one.start, one.share.local, one.share.group, storage, source=one.source)
-    return arriving
+    for device in arriving:
+        synchronize(device)
 
 
 def _scalar(value: Any, dtype: torch.dtype, copies: bool) -> torch.Tensor:
