@@ -101,12 +101,14 @@ class DeviceControl(Control):
 
     def update(self, inputs: StepInputs, *, captured: bool = False) -> None:
         """Write the control numbers of a step."""
-        was_trivial, self._was_trivial = self._was_trivial, not inputs.needs_norm and inputs.is_trivial
-        if self._was_trivial:
-            # After a capture the host does not know whether a graph was replayed since, nor its decision.
-            if captured or not was_trivial:
-                self.numbers[: UNSCALE + 1].copy_(self._plain)
+        is_trivial = not inputs.needs_norm and inputs.is_trivial
+        if is_trivial and captured:
+            # The host does not know whether a graph was replayed since, nor its decision.
+            self.numbers[: UNSCALE + 1].copy_(self._plain)
             return
+        if is_trivial and self._was_trivial:
+            return
+        self._was_trivial = is_trivial
         if self._kernels is not None:
             self._kernels.decide_on_device(decide, self.numbers, inputs, self.launchers)
             return

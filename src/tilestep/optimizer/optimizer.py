@@ -500,9 +500,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def power_sum(self, *, prepared: bool = False) -> torch.Tensor | None:
         """The gradients' sum of squares as a step computes it, float64[1]; `prepared` if the plan is up to date."""
-        if prepared and self.plan is not None:
+        if not prepared:
+            self.execution.complete_gradients(self)
+        elif self.plan is not None:
             return self.plan.deciders.power_sum_of_ranks()
-        self.execution.complete_gradients(self)
         plan = self.prepared()
         total = plan.deciders.power_sum_of_ranks()
         plan.release()

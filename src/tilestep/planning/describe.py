@@ -156,8 +156,7 @@ def _passes(spec: KernelSpec, backend: str) -> list[PassDescription]:
             sums = ", ".join(_reduced(value) for _, value in scalar.global_reductions)
             calls = ("torch, over all tensors",) * len(scalar.global_reductions)
             passes.append(PassDescription("across", f"over all tensors: {sums}", launches=calls))
-        tiles = (*program.slices_before(index), program.tiles[index])
-        passes += [_tile_pass(spec, tile, prefix, backend) for tile in tiles if tile is not None]
+        passes += [_tile_pass(spec, tile, prefix, backend) for tile in program.passes_of(index)]
         for matrix in program.matrices.passes[index : index + 1]:
             if matrix is not None:
                 names = [value.operation for value in matrix.values]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from itertools import accumulate, chain
 from typing import Any
 
@@ -445,10 +445,11 @@ class Conditions:
             numbers = [
                 GroupNumbers(self._groups[group], step=float(step)) for group in groups for step in sorted(following)
             ]
-            every = {condition for alternatives in matrix_pass.needed.values() for condition in alternatives}
-            possible = {condition for condition in every if _possible(condition, numbers)}
+            possible = cache(partial(_possible, numbers=numbers))
             self._skipped[key] = frozenset(
-                identity for identity, alternatives in matrix_pass.needed.items() if possible.isdisjoint(alternatives)
+                identity
+                for identity, alternatives in matrix_pass.needed.items()
+                if not any(map(possible, alternatives))
             )
         return self._skipped[key]
 

@@ -96,10 +96,12 @@ class HostBranches:
 
     def __init__(self, every: Sequence[Passes]) -> None:
         self._matrices = [passes.matrices for passes in every if passes.matrices and passes.matrices.waits]
-        self._skipped = [matrices.plain() or {} for matrices in self._matrices]
+        plain = [matrices.plain() for matrices in self._matrices]
+        assert None not in plain  # `require_no_branches` has refused them
+        self._skipped = [skipped for skipped in plain if skipped is not None]
         self._taking_part = [matrices.active for matrices in self._matrices]
         """The tensors that take part in the captured step."""
-        self._may_skip: list[bool] = []
+        self._may_skip = [False] * len(self._matrices)
 
     @contextmanager
     def left_out(self) -> Iterator[None]:

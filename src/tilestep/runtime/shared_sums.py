@@ -83,8 +83,7 @@ def _parts_of(group: ReductionGroup, sharded: Sequence[Passes], index: int, *, a
     parts: list[_Part] = []
     for each in sharded:
         segment, program = each.segment, each.segment.spec.program
-        tiles = program.passes_of(index) if index < len(program.tiles) else []
-        passes = [tile for tile in tiles if tile is not None]
+        passes = program.passes_of(index) if index < len(program.tiles) else []
         tensors = [(slot, value) for tile in passes for slot, value in tile.reductions if _adds(value) is adds]
         slices = [(slot, value) for tile in passes for slot, value in tile.parts if _adds(value) is adds]
         if (tensors or slices) and not each.has_kernels:

@@ -123,7 +123,7 @@ _watching: list[Any] = []
 def _look_at(module: nn.Module, name: str, param: Any) -> None:
     for publication in list(_publications):
         if id(param) in publication.of:
-            _guard(module, publication)
+            guard(module, publication)
 
 
 class CompiledRegion:
@@ -177,7 +177,7 @@ _guarded: weakref.WeakKeyDictionary[Publication, weakref.WeakSet[nn.Module]] = w
 """The modules that wait for something."""
 
 
-def _guard(module: nn.Module, publication: Publication) -> None:
+def guard(module: nn.Module, publication: Publication) -> None:
     guarded = _guarded.setdefault(publication, weakref.WeakSet())
     if module in guarded:
         return

@@ -292,7 +292,7 @@ def _remedy() -> str:
 
 
 _told: set[tuple[str, ...] | None] = set()
-"""Compilers of whose failures was warned; None for that there is none."""
+"""Compilers whose failures have been warned of; None if there is no compiler."""
 
 
 def warn_of_failure(error: BuildError) -> None:

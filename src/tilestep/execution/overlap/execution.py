@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...compat import before_gathering, is_capturing, opaque, uncompiled
+from ...compat import before_gathering, is_capturing, kept_parameters, opaque, uncompiled
 from ...errors import CaptureError, GradientError
 from ...native.table import memory_of, taken_gradients
 from ...optimizer import Optimizer
@@ -24,7 +24,7 @@ from ...optimizer.parameters import evaluating, iter_params, params_of, require_
 from ...optimizer.plan import StepPlan
 from ...placement.combinations import FSDP2, kind_of, refusal, refuse, split_kind
 from ...placement.local import is_distributed
-from ...timeline.guards import Publication, guard_forwards, guard_look_ups
+from ...timeline.guards import Publication, guard, guard_forwards, guard_look_ups
 from ...timeline.side_stream import SideStream, Ticket
 from ...timeline.timeline import refuse_taken_by_another
 from .groups import Grouping
@@ -300,6 +300,10 @@ def _publication(grouping: Grouping, lane: SideStream) -> Publication:
     """Let every look-up of a parameter, and every gather of FSDP2's, wait for the update of the parameter's group."""
     publication = Publication(lane)
     publication.of = grouping.of
+    for module in grouping.model.modules():
+        # Also where FSDP2 has gathered the parameters now: the optimizer's come back.
+        if kept_parameters(module):
+            guard(module, publication)
     guard_look_ups(publication, grouping.model)
     guard_forwards(publication)
 
