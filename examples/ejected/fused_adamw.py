@@ -337,7 +337,7 @@ def check(group: dict[str, Any]) -> None:
     """Raise for hyperparameters that are out of their ranges, or that this file has no kernels for."""
     made, own = entries_of(VALUES, type), entries_of(group, type)  # numbers may have any value
     for name in made | own:
-        if (value := own.get(name)) != (right := made.get(name)):
+        if (name in own, value := own.get(name)) != (name in made, right := made.get(name)):
             another = f"make another: tilestep eject AdamW --set {name}={value}"
             raise ValueError(f"{name}={value!r}: this file was made for {name}={right!r}; {another}")
     valid: dict[str, bool] = {
@@ -606,9 +606,9 @@ class AdamW(torch.optim.Optimizer):
                 tables.launch(*launch)
 
     def identities(self, found: dict[Any, list[Any]]) -> list[Any]:
-        """What tables are made for: the kinds, groups, shapes and addresses of parameters and their states."""
+        """What tables are made for: the kinds, groups and shapes of parameters, these tensors and their states."""
         return [
-            (kind, place, param.shape, param.stride(), *(local(one).data_ptr() for one in (param, *state.values())))
+            (kind, place, param.shape, param.stride(), [(id(x), local(x).data_ptr()) for x in (param, *state.values())])
             for kind, members in found.items()
             for param, _, state, place in members
         ]

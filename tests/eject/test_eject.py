@@ -75,6 +75,8 @@ def test_hyperparameters_that_change_kernels(name: str, tmp_path: Path) -> None:
     if name == "AdamW":
         with pytest.raises(ValueError, match=r"betas_2=.* this file was made for betas_2=None"):
             plain.AdamW([torch.nn.Parameter(torch.ones(2))], betas=(0.9, 0.99, 0.999))
+        with pytest.raises(ValueError, match=r"betas_2=None: this file was made for"):
+            plain.AdamW([torch.nn.Parameter(torch.ones(2))], betas=(0.9, 0.99, None))
 
 
 FORMATS: list[dict[str, Any]] = [

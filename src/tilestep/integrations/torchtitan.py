@@ -98,11 +98,11 @@ def tilestep_optimizer(
         >>> [group["weight_decay"] for group in optimizers.optimizers[0].param_groups]
         [0.0, 0.1]
     """
-    decays = {**({no_decay: 0.0} if no_decay else {}), r".*": weight_decay}
+    decays = [*([(no_decay, 0.0)] if no_decay else []), (r".*", weight_decay)]
     groups = [
         ParamGroupConfig(
             pattern=pattern, optimizer_name=name, optimizer_kwargs={"lr": lr, **arguments, "weight_decay": decay}
         )
-        for pattern, decay in decays.items()
+        for pattern, decay in decays
     ]
     return TilestepOptimizers.Config(param_groups=groups, max_norm=max_norm)

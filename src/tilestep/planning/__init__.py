@@ -16,6 +16,7 @@ import torch
 
 from ..execution.zero.buckets import default_sizes
 from ..kernels.spec import total_traffic
+from ..optimizer.masters import MasterWeights
 from ..optimizer.states import compute_dtype
 from ..placement.matrices import OWNED_IN_A_BUCKET
 from ..rules import Rule
@@ -27,7 +28,8 @@ _DEFAULTS = Path(__file__).with_name("constants.json")
 
 
 _KNOWN: dict[str, dict[str, Any]] = json.loads(_DEFAULTS.read_text())
-_Values: Any = dataclasses.make_dataclass("_Values", [*_KNOWN, "sources"], frozen=True)
+_SOURCES: Any = ("sources", dict[str, str], field(default_factory=dict))
+_Values: Any = dataclasses.make_dataclass("_Values", [*_KNOWN, _SOURCES], frozen=True)
 
 
 class Constants(_Values):  # type: ignore[misc]
@@ -85,11 +87,15 @@ def footprint(
     hyperparameters: Mapping[str, Any] | None = None,
     *,
     dtype: torch.dtype = torch.bfloat16,
+    master_weights: MasterWeights = False,
+    state_dtype: Any = None,
+    rounding: str = "nearest",
     grad_sync_dtype: torch.dtype | None = None,
-    **formats: Any,
 ) -> Footprint:
-    """Bytes that a rule stores and moves for the elements of a matrix, with the formats of `spec_for`."""
-    spec = spec_for(rule, hyperparameters, dtype=dtype, **formats)
+    """Bytes that a rule stores and moves for the elements of a matrix."""
+    spec = spec_for(
+        rule, hyperparameters, dtype=dtype, master_weights=master_weights, state_dtype=state_dtype, rounding=rounding
+    )
     graph, notes, state, work = spec.program.graph, [], 0.0, None
     for name, storage in spec.storages.items():
         if name in ("grad", *spec.program.matrices.scratch):
