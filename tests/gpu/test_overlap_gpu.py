@@ -25,6 +25,7 @@ from rank_processes import each_passes
 from torch import nn
 
 import tilestep
+from tilestep.execution.overlap import execution
 from tilestep.timeline.side_stream import SideStream
 
 DURING = ("backward", "forward")
@@ -172,7 +173,7 @@ def test_memory_of_an_optimizer_that_is_dropped_while_its_updates_run(during: st
     assert all(bool((tensor == 7).all()) for tensor in taken)
 
 
-def test_forward_waits_for_its_own_module_alone() -> None:
+def test_forward_waits_for_its_own_module_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the last layers' updates held up, the first layer's result is there."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).cuda()
@@ -183,26 +184,23 @@ def test_forward_waits_for_its_own_module_alone() -> None:
         optimizer.step()
     model(data).sum().backward()
     torch.cuda.synchronize()
-    make, late, made = optimizer.execution._work, torch.cuda.Event(), list[Any]()
+    update, late, begun = execution._update_later, torch.cuda.Event(), list[Any]()
 
-    def make_late(*given: Any) -> Any:
-        made.append(make(*given))
-
-        def held_up(work: Any = made[-1]) -> None:
-            torch.cuda._sleep(500_000_000)
-            work()
-
+    def held_up(*args: Any, **kwargs: Any) -> Any:
+        begun.append(args)
         # The first layer's weight and bias come first.
-        return held_up if len(made) == 3 else made[-1]
+        if len(begun) == 3:
+            torch.cuda._sleep(500_000_000)
+        return update(*args, **kwargs)
 
-    optimizer.execution._work = make_late  # type: ignore[method-assign]
+    monkeypatch.setattr(execution, "_update_later", held_up)
     optimizer.step()
     late.record(optimizer.execution.lane.stream)
     done = torch.cuda.Event()
     model[0](data)
     done.record()
     done.synchronize()
-    assert not late.query()
+    assert len(begun) > 2 and not late.query()
     optimizer.synchronize()
 
 

@@ -5,9 +5,9 @@ two seconds of a core for that. Ranks with GPUs are new interpreters, as CUDA ne
 all tests of a run share them, whichever files they are in: `pytest tests/gpu -m two_gpus -n 0`.
 
 On a machine with many cores several sets of ranks run at once, and each takes the next check when it is done with one:
-TILESTEP_RANK_SETS=4 says how many. TILESTEP_RANK_LOG names a file that gets a line for each check as soon as it is
-done, and TILESTEP_RANK_SECONDS says when checks that have not ended are given up, so that those before them have an
-outcome.
+TILESTEP_RANK_SETS=4 says how many. TILESTEP_RANK_LOG names a file that gets a line for each check, with its set, as
+soon as it is done, and TILESTEP_RANK_SECONDS says when checks that have not ended are given up, so that those before
+them have an outcome.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def _run(
         except BaseException:  # errors of distributed checkpoints are no `Exception`
             outcome = traceback.format_exc()
         Path(together, f"{number}.{rank}").write_text(outcome)
-        _log(name, rank, begin, outcome)
+        _log(f"{name}, set {own}", rank, begin, outcome)
         # Ranks that failed wait for the others here; if these wait for them elsewhere, all time out.
         dist.barrier()
         # What it has left is let go, and what it has imported is not looked through again.
