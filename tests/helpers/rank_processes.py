@@ -16,12 +16,14 @@ import faulthandler
 import gc
 import os
 import random
+import signal as signals
 import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -117,12 +119,16 @@ def _run_set(
         except (multiprocessing.ProcessExitedException, multiprocessing.ProcessRaisedException) as error:
             finished, reason = False, str(error)
         if not finished:
+            for process in context.processes:  # one that hangs writes where
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signals.SIGABRT)
+            time.sleep(0.5)
             for process in context.processes:
                 process.kill()
             stacks = "\n".join(each.read_text() for each in sorted(Path(folder).glob("stacks.*")))
-            reason = f"{reason}\n{stacks}"
+            ended_by_one, reason = "signal" in reason, f"{reason}\n{stacks}"
             begun = [each for each in Path(together).glob("begun.*") if each.read_text() == str(own)]
-            if "signal" in reason and not any(Path(together, f"{each.suffix[1:]}.0").exists() for each in begun):
+            if ended_by_one and not any(Path(together, f"{each.suffix[1:]}.0").exists() for each in begun):
                 signal = reason
                 for each in begun:
                     each.unlink()
