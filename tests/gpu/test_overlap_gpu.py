@@ -5,6 +5,7 @@ python -m pytest tests/gpu/test_overlap_gpu.py
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 from collections.abc import Callable, Iterator
@@ -26,6 +27,8 @@ from torch import nn
 
 import tilestep
 from tilestep.execution.overlap import execution
+from tilestep.optimizer.control import StepControl
+from tilestep.runtime.segment import Numbers
 from tilestep.timeline.side_stream import SideStream
 
 DURING = ("backward", "forward")
@@ -40,23 +43,49 @@ def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def delays(seed: int = 0) -> Iterator[None]:
-    """Updates and what comes after them begin later than they could, each time by another while."""
+    """Updates, what comes after them, and what new plans take over begin later than they could, by another while."""
     before, chance = SideStream.after, random.Random(seed)
+
+    def pause(most: int = 2_000_000) -> None:
+        torch.cuda._sleep(chance.randrange(most))
 
     @contextmanager
     def later(self: SideStream, *streams: torch.cuda.Stream) -> Iterator[None]:
         if chance.random() < 0.5:
-            torch.cuda._sleep(chance.randrange(2_000_000))
+            pause()
         with before(self, *streams):
             if chance.random() < 0.7:
-                torch.cuda._sleep(chance.randrange(5_000_000))
+                pause(5_000_000)
             yield
 
-    SideStream.after = later  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SideStream, "after", later)
+        plans_come_late(patch, pause)
         yield
-    finally:
-        SideStream.after = before  # type: ignore[method-assign]
+
+
+def plans_come_late(patch: pytest.MonkeyPatch, pause: Callable[[], None]) -> None:
+    """Have a stream pause before a new plan reads step counts, and numbers of the plan before."""
+
+    def late(function: Any) -> Any:
+        def called(*given: Any) -> Any:
+            pause()
+            return function(*given)
+
+        return called
+
+    patch.setattr(Numbers, "__init__", late(Numbers.__init__))
+    patch.setattr(StepControl, "carry_to", late(StepControl.carry_to))
+
+
+def spoil_in_backward(module: nn.Module) -> None:
+    """Memory that was given back too early gets other values where backward comes to a module."""
+    module.register_full_backward_pre_hook(lambda *_: spoil(1000))
+
+
+def spoil(count: int = 8) -> None:
+    # Kept until all are made, so that each is other memory.
+    _ = [torch.full((64,), float("nan"), device="cuda") for _ in range(count)]
 
 
 @both
@@ -75,10 +104,33 @@ def test_updates_that_come_late(during: str, make: Make) -> None:
             twins.step(step)
             if step % 7 == 3:
                 twins.compare()
-            # Memory that was given back too early gets other values in these allocations.
-            for _ in range(8):
-                torch.full((64,), float("nan"), device="cuda")
+            spoil()
     twins.compare()
+
+
+@pytest.mark.parametrize("make", [adamw, clipped], ids=lambda f: f.__name__)
+def test_plans_that_backward_makes_on_another_stream(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 has hooks run on its own stream: what a plan made there has read is let go, and memory of the main one."""
+    twins, side = Twins(make, "backward", later=True), torch.cuda.Stream()
+
+    def leave(_: torch.Tensor) -> None:
+        # Until the end of the gradient's hooks.
+        side.wait_stream(torch.cuda.current_stream())
+        torch.cuda.set_stream(side)
+
+    for param in twins.overlapped.parameters():
+        param.register_post_accumulate_grad_hook(leave)
+    spoil_in_backward(twins.overlapped.first)  # type: ignore[arg-type]
+    twins.attach()
+    twins.optimizer.register_step_pre_hook(lambda *_: torch.cuda.current_stream().wait_stream(side))
+    plans_come_late(monkeypatch, lambda: torch.cuda._sleep(100_000_000))
+    for step in range(6):
+        twins.step(step)
+        if step % 2:
+            for _, optimizer in twins.pairs:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    twins.compare()
+    assert int(twins.optimizer.skipped_steps) == 0
 
 
 @both
@@ -177,7 +229,7 @@ def test_forward_waits_for_its_own_module_alone(monkeypatch: pytest.MonkeyPatch)
     """With the last layers' updates held up, the first layer's result is there."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).cuda()
-    optimizer = tilestep.overlap(clipped(model.parameters()), model, "forward", bucket_cap_mb=0.2)
+    optimizer: Any = tilestep.overlap(clipped(model.parameters()), model, "forward", bucket_cap_mb=0.2)
     data = torch.ones(4, 256, device="cuda")
     for _ in range(3):
         model(data).sum().backward()
@@ -279,6 +331,23 @@ def late_on_ranks() -> None:
                     pair.compare()
 
 
+def late_plans_on_ranks() -> None:
+    with delays(torch.distributed.get_rank()):
+        for build in (overlapped_pairs.ddp, overlapped_pairs.fsdp):
+            for during in DURING:
+                for make in (adamw, clipped):
+                    pair = overlapped_pairs.Pair(make, during, build)
+                    for module in pair.overlapped.modules():
+                        if isinstance(module, nn.LayerNorm):
+                            spoil_in_backward(module)
+                    for step in range(6):
+                        pair.step(step)
+                        for _, optimizer in pair.both if step % 2 else ():
+                            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+                    pair.compare()
+                    assert int(pair.optimizer.skipped_steps) == 0
+
+
 def offloaded_parameters() -> None:
     """FSDP2's own offloading: parameters, gradients and update on the CPU."""
     from torch.distributed.fsdp import CPUOffloadPolicy
@@ -295,6 +364,7 @@ CHECKS: list[Callable[[], None]] = [
     *overlapped_meshes.CHECKS,
     *overlapped_meshes.WIDE_CHECKS,
     late_on_ranks,
+    late_plans_on_ranks,
     offloaded_parameters,
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ class Streams:
     @contextmanager
     def left(self) -> Iterator[None]:
         yield
+        self.next_mark()
 
     def next_mark(self) -> Event:
         self.marks.append(Event())
@@ -69,6 +71,12 @@ class Streams:
 
     def keep(self, *_: torch.Tensor) -> None:
         raise AssertionError("every group here has one stream")
+
+
+def put_beside(optimizer: Any, lane: Streams) -> None:
+    """Have an overlapped optimizer's work in another lane."""
+    schedule = optimizer.execution
+    schedule.lane = schedule.publication.lane = schedule.updates.timeline._lane = schedule.updates._held._line = lane
 
 
 def test_memory_goes_back_to_streams_that_have_waited() -> None:
@@ -104,8 +112,8 @@ def test_memory_goes_back_to_streams_that_have_waited() -> None:
         bucket_cap_mb=1e-6,
     )
     places = {id(layer.weight): place for place, layer in enumerate(layers)}
+    put_beside(optimizer, lane)
     schedule: Any = optimizer.execution
-    schedule.lane = schedule.publication.lane = schedule.updates.timeline._lane = schedule.updates._held._line = lane
 
     class Noting(dict[Any, Any]):
         def __setitem__(self, group: Any, ticket: Any) -> None:
@@ -118,3 +126,29 @@ def test_memory_goes_back_to_streams_that_have_waited() -> None:
     lane.now = lane.others[1]
     optimizer.step()
     assert let_go == dict.fromkeys(range(4), True)
+
+
+def test_what_a_plan_has_read_goes_back_to_streams_that_have_waited() -> None:
+    """FSDP2 calls hooks on its own stream: a plan made there reads what was loaded on another, and lets it go."""
+    model, lane = nn.Linear(4, 4), Streams()
+    optimizer = tilestep.overlap(tilestep.AdamW(model.parameters()), model, during="backward")
+    put_beside(optimizer, lane)
+
+    def train() -> None:
+        lane.now = lane.others[0]
+        loss = model(torch.ones(2, 4)).sum()
+        lane.now = lane.others[1]
+        loss.backward()
+        lane.now = lane.others[0]
+        optimizer.step()
+
+    train()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert optimizer.plan is None
+    plans, have_waited = len(lane.marks), list[bool]()
+    for state in [optimizer.state[param] for param in model.parameters()]:
+        loaded = state["step"].untyped_storage()
+        weakref.finalize(loaded, lambda: have_waited.append(lane.marks[plans] in lane.others[0].waited))
+    del loaded, state
+    train()
+    assert have_waited == [True, True]

@@ -81,6 +81,9 @@ class OverlapExecution(Execution):
                 self.publication.of = self.grouping.of
                 guard_look_ups(self.publication, self.grouping.model)
             yield
+        # FSDP2 calls gradient hooks on a stream of its own. What a plan made there has read, as step counts that were
+        # loaded, is memory of other streams, which is given back to them now.
+        self.lane.join_all()
 
     @property
     def applied_groups(self) -> tuple[str, ...]:
