@@ -1,1 +1,1 @@
-"""From a program to kernels: storages around the rule, one module a backend."""
+"""From a program to kernels: the rule with its storage formats, one module per backend."""

@@ -15,25 +15,25 @@ from .floats import Store, TracedLimit, floats_of, input_of, number_of
 
 
 class Decision(NamedTuple):
-    """What is decided of a step; every entry may be a traced number."""
+    """The decision of one step; every field may be a traced number."""
 
     norm: Any  # of the unscaled gradients; 0 without a norm pass
     skip: Any
-    inverse_scale: Any  # what takes the loss scale off gradients; 1 without one
-    clip: Any  # the norm to which limits clip; inf for no clip
-    overflow: Any  # whether gradients are not finite, as a scaler means it
+    inverse_scale: Any  # the factor that unscales gradients; 1 without a loss scale
+    clip: Any  # the norm that limits clip to; inf for no clip
+    overflow: Any  # whether a gradient is inf or NaN, as in torch.amp.GradScaler
 
 
 def clip_coefficient(norm: Any, limit: Any) -> Any:
-    """What clips gradients of a norm to a limit: min(1, limit / (norm + 1e-6)), NaN for a norm of NaN."""
+    """The clip coefficient, min(1, limit / (norm + 1e-6)); NaN for a norm of NaN."""
     coefficient = limit / (norm + 1e-6)
     return where(coefficient > 1, 1.0, coefficient)
 
 
 def gradient_scale(norm: Any, inverse_scale: Any, clip: Any, max_grad_norm: Any) -> Any:
-    """What gradients are multiplied by: one over the loss scale, times the clip coefficient of the unscaled norm.
+    """The factor of all gradients: one over the loss scale, times the clip coefficient of the unscaled norm.
 
-    A negative max_grad_norm asks for the limits' clip beside its own size.
+    A negative max_grad_norm means that a limit may clip, too; its size is the clip of the group.
     """
     limit = where(max_grad_norm < 0, where(-max_grad_norm < clip, -max_grad_norm, clip), max_grad_norm)
     return where(limit == math.inf, inverse_scale, inverse_scale * clip_coefficient(norm, limit))
@@ -41,13 +41,13 @@ def gradient_scale(norm: Any, inverse_scale: Any, clip: Any, max_grad_norm: Any)
 
 @functools.cache
 def graph_of(function: Callable[..., Any]) -> tuple[tuple[str, ...], Value]:
-    """The parameters of a function of floats, and its graph; kernels have the parameters under their names."""
+    """The parameters of a function of floats, and its graph; kernels use the names of the parameters."""
     build, names = Builder(), function.__code__.co_varnames[: function.__code__.co_argcount]
     return names, function(*(input_of(build, name) for name in names)).value
 
 
 def traced_decision(decide: Callable[..., Decision], inputs: Any) -> list[Store]:
-    """What the decision of steps with such inputs writes, worked out from what is in arrays, by their names."""
+    """The values that the decision writes, computed from the elements of named arrays."""
     build, start = Builder(), 1
     power_sum = input_of(build, "power_sum") if inputs.has_norm else None
     names = ("grad_scale", "found_inf", "loss")
@@ -70,5 +70,5 @@ def traced_decision(decide: Callable[..., Decision], inputs: Any) -> list[Store]
 
 
 def numbers_of(inputs: Any) -> list[float]:
-    """The numbers that kernels read of a policy and its limits."""
+    """The numbers of a policy and its limits that kernels read."""
     return [inputs.skip_above, *(number for limit in inputs.limits for number in floats_of(limit).values())]

@@ -19,7 +19,7 @@ from .decision import gradient_scale
 
 
 class EagerPasses(Passes):
-    """A graph that is evaluated with torch operations; arguments as for `Segment`."""
+    """Evaluates a graph with torch operations; arguments as for `Segment`."""
 
     has_kernels = False
 
@@ -40,7 +40,7 @@ class EagerPasses(Passes):
         self.hyper: list[list[float]] = []
 
     def scalar_calls(self, index: int) -> list[partial[Any]]:
-        """Everything runs at the last scalar pass; other passes have nothing to do."""
+        """The last scalar pass runs the whole graph; the other passes do nothing."""
         return [] if index < len(self._spec.program.scalars) - 1 else [partial(self._update_all)]
 
     def _update_all(self) -> None:
@@ -64,7 +64,7 @@ class EagerPasses(Passes):
         loads.update({name: matrix.clone() for name, matrix in entry.matrices.items()})
         numbers = {name: array[position] for name, array in self.segment.numbers.scalar_states.items()}
         loads.update({name: number.to(torch.float64, copy=True) for name, number in numbers.items()})
-        # An empty tensor only has new scalar states.
+        # Of an empty tensor only the scalar states change.
         outputs = {name: graph.outputs[name] for name in (graph.outputs if gradient.numel() else graph.scalar_states)}
         results = folded(outputs.values(), partial(self._apply, loads, position))
         for name, output in outputs.items():
@@ -83,7 +83,7 @@ class EagerPasses(Passes):
             gradient.mul_(float(self.segment.control.numbers[INVERSE_SCALE]))
 
     def _seen(self, entry: Entry, name: str) -> list[int]:
-        """The shape of a buffer as the rule sees it."""
+        """The shape in which the rule sees a buffer."""
         graph = self._spec.program.graph
         gone = range(*graph.slice_states.get(name, (0, 0)))
         return [1 if dim in gone else size for dim, size in enumerate(entry.here(graph.dims))]

@@ -21,7 +21,7 @@ _LONGEST_INLINE = 60
 
 
 def code(template: str) -> list[str]:
-    """The lines of a template at the margin. What `nested` has made is a line of its own, and gets its indentation."""
+    """The lines of a template without their common indentation; lines from `nested` are indented as their place."""
     lines: list[str] = []
     for line in textwrap.dedent(template).strip("\n").split("\n"):
         indent, mark, inside = line.partition(_NESTED)
@@ -34,12 +34,12 @@ _NESTED, _NEXT = "\0", "\1"
 
 
 def nested(lines: Iterable[str]) -> str:
-    """Lines, if there are any, as a part of a template."""
+    """Lines to insert into a template; nothing for no lines."""
     return _NESTED + _NEXT.join(lines)
 
 
 class Names:
-    """Hands out distinct identifiers; a language says which names it has for itself."""
+    """Makes unique identifiers; a subclass adds the reserved names of its language."""
 
     reserved: frozenset[str] = frozenset()
     slots = re.compile("(?!)")
@@ -81,13 +81,13 @@ class Writer:
     """Turns values into statements of a language, whose subclass declares variables and writes constants."""
 
     def __init__(self, kind: str, names: Names, spelling: Mapping[str, str]) -> None:
-        self.kind = kind  # the type that is computed in
+        self.kind = kind  # the compute type
         self.names = names
         self.spelling = spelling
         self.lines: list[str] = []
         self.expressions: dict[int, str] = {}
-        self.new: set[int] = set()  # the values that are written now, by identity
-        self.uses: Counter[int] = Counter()  # of values, among those
+        self.new: set[int] = set()  # the values being written, by identity
+        self.uses: Counter[int] = Counter()  # the uses of each of these values
 
     def declare(self, name: str, expression: str, value: Value) -> str:
         """The statement that gives a value a variable."""
@@ -102,7 +102,7 @@ class Writer:
         return self.template(value).format(*(self.expressions[id(arg)] for arg in value.args))
 
     def template(self, value: Value) -> str:
-        """The spelling of a value's operation; some have another one for integers, or for the dtype of the result."""
+        """The template of a value's operation, which may depend on the dtype of its result."""
         integers = any(arg.dtype == "int32" for arg in value.args)
         for key in (f"{value.operation} {'int32' if integers else ''}", f"{value.operation} to {value.dtype}"):
             if key in self.spelling:
@@ -114,14 +114,14 @@ class Writer:
         self.expressions[id(value)] = expression
 
     def name(self, value: Value, expression: str, wanted: str = "") -> str:
-        """Give a value a variable of its own."""
+        """Assign a value to a new variable."""
         name = self.names.fresh(wanted or value.name or value.operation)
         self.lines.append(self.declare(name, expression, value))
         self.bind(value, name)
         return name
 
     def write(self, values: Iterable[Value]) -> None:
-        """Write values in order; those already bound are left, single-use unnamed ones are inlined."""
+        """Write values in order. Bound values are skipped; unnamed values with a single use are inlined."""
         ordered = list(values)
         self.new = {id(value) for value in ordered if id(value) not in self.expressions}
         self.uses = Counter(id(arg) for value in ordered for arg in value.args)
@@ -139,8 +139,9 @@ class Writer:
                 self.bind(value, expression)
 
     def write_graph(self, roots: Iterable[Value], read: Mapping[int, str] | None = None) -> list[str]:
-        """Write what roots depend on, inputs under their names, and return the expressions of roots; values in `read`,
-        by identity, are expressions already."""
+        """Write the values that roots depend on, and return the expressions of roots.
+        Inputs keep their names; `read` holds, by identity, values that have an expression already.
+        """
         roots = list(roots)
         self.expressions.update(read or {})
         values = ancestors(roots, lambda value: id(value) in (read or {}))
@@ -157,7 +158,7 @@ class Writer:
 def write_scalars(
     writer: Writer, spec: KernelSpec, scalar_pass: ScalarPass, places: Mapping[str, str], states: Mapping[str, str]
 ) -> list[Value]:
-    """Write all that a scalar pass reads, and then what it computes; returns these values."""
+    """Write the inputs of a scalar pass, then its results; returns the results."""
     needed = scalar_needs(scalar_pass)
     for value in needed:
         source = _scalar_source(spec, value, places, states)
@@ -168,9 +169,10 @@ def write_scalars(
 
 
 def _scalar_source(spec: KernelSpec, value: Value, places: Mapping[str, str], states: Mapping[str, str]) -> str | None:
-    """Where a scalar pass reads a value that it does not compute; None for one that it computes."""
-    # `places` are a language's expressions of a reduction, a total, a size and a hyperparameter, with {} for the
-    # column, and of other numbers by name; {} in the gradient's scale is the clip's limit. `states`: scalar states.
+    """The expression of an input of a scalar pass; None for a value that the pass computes."""
+    # `places`: templates of a language for a reduction, a total, a size and a hyperparameter, where {} is the column,
+    # and for other numbers by name; in the template of the gradient's scale {} is the clip's limit. `states`: templates
+    # of scalar states.
     program, name = spec.program, value.attribute
 
     def hyper(name: str) -> str:
@@ -194,7 +196,7 @@ def _scalar_source(spec: KernelSpec, value: Value, places: Mapping[str, str], st
 
 
 def _stripped(expression: str) -> str:
-    """Without the outermost parentheses if they enclose the whole expression."""
+    """The expression without outer parentheses."""
     if not (expression.startswith("(") and expression.endswith(")")):
         return expression
     depth = 0

@@ -1,4 +1,4 @@
-"""Functions of floats as graphs: they run once for each way through their branches, which conditions choose between."""
+"""Functions of floats as graphs: a function runs once for each path through its branches; selects join the paths."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _reflected(operation: str) -> Any:
 
 
 class Number(Term):
-    """A float64 number or a truth value of a function that is traced."""
+    """A float64 number or a truth value in a traced function."""
 
     def _like(self, other: Any) -> Number:
         if isinstance(other, Number):
@@ -95,7 +95,7 @@ class Number(Term):
 
 
 def input_of(build: Builder, place: str, name: str = "") -> Number:
-    """A number that kernels read at a place."""
+    """A number that kernels read from a place in memory."""
     number = Number(build, build.hyper(place))
     number.value.name = name or place
     return number
@@ -107,7 +107,7 @@ def number_of(build: Builder, number: Any) -> Number:
 
 
 class _Way:
-    """One way through a function: the answers to its conditions."""
+    """One path through a function: the answers to its conditions."""
 
     def __init__(self, answers: Sequence[bool], most: int) -> None:
         self.conditions: list[Value] = []
@@ -115,7 +115,7 @@ class _Way:
         self._known: dict[int, bool] = {}
 
     def goes(self, condition: Number) -> bool:
-        """The answer to a condition: true where it was not asked before."""
+        """The answer to a condition; true for a condition that is new."""
         value = condition.value if condition.value.is_bool else (condition != 0).value
         if value.operation == "constant":
             return bool(value.attribute)
@@ -137,7 +137,7 @@ _way: ContextVar[_Way] = ContextVar("way")
 
 
 def joined(build: Builder, function: Callable[[], Sequence[Any]]) -> list[Number]:
-    """The results of a function of traced numbers, over all ways through its branches."""
+    """The results of a function of traced numbers, over all paths through its branches."""
     ways: list[tuple[_Way, list[Value]]] = []
     answers, like = list[bool](), Number(build, build.constant(0.0))
     while True:
@@ -167,7 +167,7 @@ def _merged(build: Builder, ways: Sequence[tuple[_Way, list[Value]]], depth: int
 
 
 def _choice(build: Builder, condition: Value, left: Value, right: Value) -> Value:
-    """The one value where a condition holds, else the other."""
+    """Select between two values by a condition."""
     if left is right or not (left.is_bool and right.is_bool):
         return build.apply("where", condition, left, right)
     opposite = build.apply("not", condition)
@@ -179,13 +179,13 @@ def _choice(build: Builder, condition: Value, left: Value, right: Value) -> Valu
 
 
 class TracedWindow:
-    """A `Window` whose numbers are a device's, in an array from a place on."""
+    """A `Window` in device memory: a range of an array."""
 
     def __init__(self, build: Builder, array: str, start: int, size: int, name: str) -> None:
         self.size, self.before = size, input_of(build, f"{array} + {start}", f"{name}_count")
         self.appended: Any = False
         self.number: Any = 0.0
-        # Elements: a name, and how many there are.
+        # Elements: a name, and their count.
         self._places = Number(build, build.load(f"place:{size}"))
         self._values = Number(build, build.load(f"{array} + {start + 1}:{size}"))
         self._values.value.name = name
@@ -207,7 +207,7 @@ class TracedWindow:
         return (held > 1).function("where", (squares / (held - 1)).function("sqrt"), math.nan)
 
     def _sums(self) -> tuple[Any, Any, Any]:
-        """The mean of its numbers, the sum of squares of what they are away from it, and how many there are."""
+        """The mean of the numbers, the sum of squared differences from the mean, and the count."""
         if self.appended is not False:
             raise _refuse("asks a window after its append of this step; ask it before")
         held = (self.before < self.size).function("where", self.before, self.size)
@@ -227,14 +227,14 @@ class Store(NamedTuple):
 
     place: str  # in an array: "control + 0"
     number: Number
-    offset: Number | None = None  # how far behind that place
+    offset: Number | None = None  # offset from that place
     condition: Number | None = None  # whether it is written
 
 
 class TracedLimit:
-    """A limit on traced numbers: kernels read its float64 numbers from memory, all else of it is in their text.
+    """A limit on traced numbers. Kernels read its float64 numbers from memory; the rest is part of their source.
 
-    `array` is the name of what it remembers; its own numbers begin at place `start` of the array `numbers`.
+    `array` is the name of the array of its memory; its numbers begin at index `start` of the array `numbers`.
     """
 
     def __init__(self, build: Builder, limit: Limit, array: str = "memory", start: int = 0) -> None:
@@ -252,7 +252,7 @@ class TracedLimit:
         vars(self._traced).update(named, decide=decide)
 
     def ask(self, norm: Any, loss: Any, memory: SimpleNamespace, skipped: Any) -> tuple[Any, Any]:
-        """What the limit decides, over all ways through it, which changes the memory."""
+        """The limit's decision, over all paths; it changes the memory."""
         before = self.remembered
 
         def one_way() -> list[Any]:
@@ -266,7 +266,7 @@ class TracedLimit:
 
     @property
     def remembered(self) -> list[Any]:
-        """What is in its memory; of a window whether a number was appended, and which."""
+        """The memory's contents; for a window whether a number was appended, and which."""
         return [getattr(*cell) for cell in self._cells]
 
     def _take(self, remembered: Sequence[Any]) -> None:
@@ -274,7 +274,7 @@ class TracedLimit:
             setattr(*cell, number)
 
     def stores(self) -> Iterator[Store]:
-        """What keeps the memory of after the decision."""
+        """The stores that keep the memory after the decision."""
         place = 0
         for name, _, size in layout_of(self.limit):
             entry, array = getattr(self.memory, name), f"{self._array} + {place}"
@@ -287,13 +287,13 @@ class TracedLimit:
 
 
 def floats_of(limit: Limit) -> dict[str, float]:
-    """The numbers of a limit that its kernel reads from memory; a kernel serves all of them."""
+    """The numbers of a limit that its kernel reads from memory: limits that differ only in these share a kernel."""
     own = {field.name: getattr(limit, field.name) for field in fields(limit)}  # type: ignore[arg-type]
     return {name: number for name, number in own.items() if type(number) is float}
 
 
 def _results(limit: Limit, ask: Callable[..., Any], norm: Any, loss: Any, memory: Any, skipped: Any) -> tuple[Any, Any]:
-    """What a limit's code decides; errors have its file, its line and its name."""
+    """The decision of a limit's code; errors name its file, line and function."""
     where, name = _code_of(limit), type(limit).__name__
     try:
         skips, clip = ask(norm, loss, memory, skipped)
@@ -323,23 +323,23 @@ def _code_of(limit: Limit) -> str:
 
 
 class Outcome(NamedTuple):
-    """What a limit can do."""
+    """The effects that a limit may have."""
 
     skips: bool  # it may skip a step
     clips: bool  # it may clip a step
-    reads_loss: bool  # what it does depends on the loss
+    reads_loss: bool  # its decision depends on the loss
 
 
 @functools.lru_cache(maxsize=256)
 def outcome_of(limit: Limit) -> Outcome:
-    """What a limit can do; raises `RuleError` for one that a device cannot run."""
+    """The effects that a limit may have; raises `RuleError` for a limit that a device cannot run."""
     kind = type(limit)
     if not is_dataclass(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise RuleError(f"{_code_of(limit)}: limit {kind.__name__} is no frozen dataclass: say @dataclass(frozen=True)")
     asked = []
     with refusing_chance([kind.decide], f"in limit {kind.__name__}"):
         for loss in (None, 1.0):
-            # The first step as a host takes it: where Python raises, as for a division by zero, devices do not.
+            # Run a first step on the host: Python raises where devices do not, as for a division by zero.
             _results(limit, limit.ask, 1.0, loss, limit.remembered(first_numbers(limit)), False)
             build = Builder()
             traced, given = TracedLimit(build, limit), None if loss is None else input_of(build, "loss")

@@ -30,16 +30,16 @@ class PassOutputs:
         return bool(self.roots)
 
     def of(self, *kinds: str) -> list[str]:
-        """The buffers of which leaves of these kinds are read."""
+        """The buffers that have leaves of these kinds."""
         return list(dict.fromkeys(buffer for kind, buffer, _ in self.leaves if kind in kinds))
 
     @property
     def compared(self) -> list[int]:
-        """The places of the parameter's arrays whose elements are compared with those before the step."""
+        """The indices of the parameter's arrays whose elements are compared with their values before the step."""
         return [array for kind, _, array in self.leaves if kind == "changed"]
 
     def write(self, writer: Writer, root: Value, leaf: Callable[[str, str, int], str], names: dict[Leaf, str]) -> str:
-        """Write a value after the leaves that it reads, which get a name each; returns its expression."""
+        """Write a value after its leaves, each into a variable; returns its expression."""
         values = ancestors([root])
         for value in values:
             if value.operation == "load":
@@ -52,7 +52,7 @@ class PassOutputs:
 
     @property
     def move_values(self) -> list[Value]:
-        """The values from which `moves` is computed, in order, without those of the pass."""
+        """The values that `moves` is computed from, in order, without values of the pass."""
         if self.moves is None:
             return []
         own = {id(value) for value in self.tile.values()}
@@ -60,12 +60,12 @@ class PassOutputs:
 
 
 def reports(outputs: tuple[Output, ...]) -> list[str]:
-    """The names of the outputs that are numbers of tensors, in the order of their table's columns."""
+    """The names of the outputs with one number per tensor, in the order of their table's columns."""
     return [output.name for output in outputs if output.reduce != "or"]
 
 
 def moves_of(spec: KernelSpec) -> Value | None:
-    """Whether the rule adds something to the parameter; None if the graph does not show it.
+    """Whether the rule adds a nonzero term to the parameter; None if the graph does not show it.
 
     No product of the rule is used in it: a compiler that finds one used beside a sum does not fuse the two, and
     steps that measure would round otherwise than those that do not.
@@ -76,7 +76,7 @@ def moves_of(spec: KernelSpec) -> Value | None:
 
 
 def _moves(build: Builder, value: Value, tile: TilePass) -> Value | None:
-    """Whether a sum that begins with the parameter has other terms than 0."""
+    """Whether a sum that begins with the parameter has nonzero terms."""
     if value.operation == "load" and value.attribute == "param" and id(value) not in tile.loads:
         return build.constant(False)
     if tile.leaves(value):
@@ -96,7 +96,7 @@ def _moves(build: Builder, value: Value, tile: TilePass) -> Value | None:
 
 
 def _is_something(build: Builder, value: Value, tile: TilePass) -> Value:
-    """Whether a term is not 0: of a product, whether no factor is, but for what is too small for the type."""
+    """Whether a term is nonzero: for a product, whether all factors are, up to underflow."""
     if not tile.leaves(value):
         if value.operation == "mul":
             return build.apply("and", *(_is_something(build, arg, tile) for arg in value.args))

@@ -1,4 +1,4 @@
-"""The backend for each type of device: the only module that knows all of them."""
+"""The backend of each device type: the only module that knows all backends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ interpreting = False
 
 
 def interpret_on_cpu() -> None:
-    """Let the rest of this process run the GPU's code on CPU tensors; Triton must be in its interpreter."""
+    """Run GPU code on CPU tensors for the rest of the process; needs Triton's interpreter."""
     global interpreting
     if not launch.available():
         raise BuildError("Triton is not installed")
@@ -52,7 +52,7 @@ BACKENDS: dict[str, Callable[[], type[Passes]]] = {"cuda": _triton, "cpu": _cpp}
 
 
 def passes_class(device: torch.device) -> type[Passes]:
-    """The passes for tensors on a device; the eager ones if no kernels can be built for it."""
+    """The class of passes for a device; eager passes if no kernel can be built for it."""
     if interpreting:
         return _triton()
     backend = BACKENDS.get(device.type, _eager)
@@ -60,7 +60,7 @@ def passes_class(device: torch.device) -> type[Passes]:
 
 
 def build_passes(device: torch.device, *args: object) -> Passes:
-    """The passes of a segment; on the CPU those of eager PyTorch if its kernel can neither be built nor loaded."""
+    """The passes of a segment; on the CPU eager passes if its kernel can neither be built nor loaded."""
     chosen: Callable[..., Passes] = passes_class(device)
     try:
         return chosen(*args)
@@ -73,9 +73,9 @@ def build_passes(device: torch.device, *args: object) -> Passes:
 
 
 def load_ahead(spec: KernelSpec, device: torch.device, *, gaps: bool) -> None:
-    """Build or load what the first step on a CPU would wait for; a GPU's kernels are built beside each other later.
+    """Build or load the kernels of the first step on a CPU; GPU kernels are built in parallel later.
 
-    gaps: whether tensors lie in memory so that they are walked by coordinates.
+    gaps: whether tensors have gaps in memory, and kernels must walk them by coordinates.
     """
     if passes_class(device).__name__ == "CppPasses":
         from .cpp.run import load
@@ -85,7 +85,7 @@ def load_ahead(spec: KernelSpec, device: torch.device, *, gaps: bool) -> None:
 
 
 def control_kernels(control: torch.Tensor) -> Any:
-    """The module whose functions write control numbers on a GPU; None if the host writes them."""
+    """The module with the kernels that write control numbers on a GPU; None if the host writes them."""
     if not control.is_cuda:
         return None
     from .triton import run

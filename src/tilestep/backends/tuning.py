@@ -1,4 +1,4 @@
-"""How kernels are cut into tiles: looked up by device and signature, measured beforehand by `tilestep tune`.
+"""Tile shapes of kernels, by device and signature; `tilestep tune` measures them beforehand.
 
 Nothing is ever measured inside a step. Without a measured table the defaults below hold.
 """
@@ -27,16 +27,16 @@ from ..storage import dtype_name, is_coarse
 
 @dataclass(frozen=True)
 class TileShape:
-    """How a tile pass is cut up."""
+    """The tile shape of a pass."""
 
-    tile: int  # elements worked on at once
+    tile: int  # elements of a tile
     warps: int = 1  # warps of a GPU program; 1 on the CPU
-    tiles: int = 1  # tiles that a program walks, one after the other
-    stages: int = 1  # tiles that are computed or on their way at once, where a GPU program walks blocks
+    tiles: int = 1  # tiles of a program, in sequence
+    stages: int = 1  # software pipeline stages, where a GPU program walks blocks
 
     @property
     def span(self) -> int:
-        """Elements of a program."""
+        """Elements per program."""
         return self.tile * self.tiles
 
     def __str__(self) -> str:
@@ -75,18 +75,18 @@ _forced: ContextVar[TileShape | None] = ContextVar("forced_shape", default=None)
 
 
 def signature(spec: KernelSpec) -> str:
-    """The properties on which the fastest shape depends: bytes moved, arrays' dtypes, sums over tiles, random bits."""
+    """The properties that the fastest shape depends on: bytes moved, dtypes of arrays, sums over tiles, random bits."""
     read, written = total_traffic(spec)
     dtypes = Counter(dtype_name(array.dtype) for array in [spec.grad, *spec.arrays])
     arrays = ", ".join(f"{count} {name}" for name, count in sorted(dtypes.items()))
     sums = f", {spec.reduction_count} reductions" if spec.reduction_count else ""
-    # Hashes of elements take registers and time that bytes say nothing of.
+    # Hashes of elements take registers and time that the byte count does not show.
     draws = ", rounded at random" if spec.draws else ""
     return f"{read} B read, {written} B written; {arrays}{sums}{draws}"
 
 
 def candidates(spec: KernelSpec, device: torch.device) -> tuple[TileShape, ...]:
-    """What to measure for a spec on a device, likely ones first: stages where they mean something."""
+    """The shapes to measure for a spec on a device, likely candidates first."""
     shapes = CANDIDATES[device.type]
     if spec.has_blocks and (not has_streams(device) or torch.cuda.get_device_capability(device) >= _PIPELINED):
         return STAGED[device.type] + shapes
@@ -94,7 +94,7 @@ def candidates(spec: KernelSpec, device: torch.device) -> tuple[TileShape, ...]:
 
 
 def default_shape(spec: KernelSpec | None, device_type: str) -> TileShape:
-    """The shape where nothing was measured; on GPUs, what is fastest on an H200."""
+    """The shape without a measurement; on GPUs, the fastest on an H200."""
     if device_type == "cpu":
         return TileShape(16_384)
     if spec is None:
@@ -105,14 +105,14 @@ def default_shape(spec: KernelSpec | None, device_type: str) -> TileShape:
         many = len(spec.arrays) > 6
         if has_master and len(wide) == 1:
             return TileShape(1024, 4, 8, 3)
-        # Sixteen elements a thread: what is of a block, and of the loop, is worked out for twice as many.
+        # Sixteen elements per thread halve the cost of work per block and per loop iteration.
         has_pairs = any(array.elements == 2 for array in spec.arrays)
         if not wide and (has_pairs or (spec.draws and not many)):
             return TileShape(512, 1, 16, 3)
         return TileShape(512, 2, 16, 3) if wide or many else TileShape(1024, 4, 8, 3)
-    # Another cut adds sums up in another order: what has sums keeps those that it had.
+    # Another shape would change the order of sums, and their bits.
     if not spec.reduction_count and spec.grad.dtype.itemsize == 2 and not spec.draws:
-        # Exact divisions are what a remainder's step waits for.
+        # A step with remainders is bound by exact divisions.
         if not wide and len(spec.arrays) > 3 and not is_coarse(spec.storages["param"]):
             return TileShape(512, 2, 6)
         if has_master and len(wide) > 2:
@@ -120,13 +120,13 @@ def default_shape(spec: KernelSpec | None, device_type: str) -> TileShape:
         if has_master and len(wide) == 1 and len(spec.arrays) > 3:
             return TileShape(512, 2, 4)
     if spec.draws and all(array.dtype.itemsize == 2 for array in spec.arrays):
-        # More elements a thread: their hashes run beside each other, where few programs fit for registers.
+        # More elements per thread: their hashes overlap where registers limit the number of programs.
         return TileShape(512, 2, 6)
     return TileShape(512, 4, 3)
 
 
 def tile_shape(spec: KernelSpec, device: torch.device) -> TileShape:
-    """The shape of a spec's tiles on a device: forced, measured, or the default."""
+    """The tile shape of a spec on a device: forced, measured, or the default."""
     forced = _forced.get()
     if forced is not None:
         return forced
@@ -137,7 +137,7 @@ def tile_shape(spec: KernelSpec, device: torch.device) -> TileShape:
 
 @contextmanager
 def forced_shape(shape: TileShape) -> Iterator[None]:
-    """A block in which every kernel is cut into tiles of this shape."""
+    """A context in which every kernel has this tile shape."""
     token = _forced.set(shape)
     try:
         yield
@@ -146,7 +146,7 @@ def forced_shape(shape: TileShape) -> Iterator[None]:
 
 
 def device_key(device: torch.device) -> str:
-    """The name that tables are kept under: a GPU's, or the CPU's model."""
+    """The key of a device's table: the GPU's name or the CPU's model."""
     if has_streams(device):
         return torch.cuda.get_device_name(device)
     return _cpu_name() if is_host(device) else device.type
@@ -168,7 +168,7 @@ def _file_name(device_name: str) -> str:
 
 @functools.lru_cache(maxsize=16)
 def known_table(device_name: str, device_type: str) -> Mapping[str, TileShape]:
-    """The measured shapes of a device, by signature; read once a process."""
+    """The measured shapes of a device, by signature; read once per process."""
     file = open_cached(_file_name(device_name))
     if file is None:
         return {}
@@ -184,7 +184,7 @@ def _parsed(content: str | bytes) -> Any:
 
 
 def _usable(content: Any, device_name: str, device_type: str) -> dict[str, TileShape]:
-    """The shapes in a file of this device and version; anything else in it is ignored."""
+    """The valid shapes in a table file of this device and version; all else is ignored."""
     if not isinstance(content, dict) or content.get("device") != device_name or content.get("tilestep") != __version__:
         return {}
     measured = {tuple(asdict(shape).items()): shape for shape in CANDIDATES[device_type] + STAGED[device_type]}
@@ -198,7 +198,7 @@ def _usable(content: Any, device_name: str, device_type: str) -> dict[str, TileS
 
 
 def save_shapes(device: torch.device, shapes: Mapping[str, TileShape]) -> Path:
-    """Add measured shapes to a device's table in the cache; other processes' additions stay."""
+    """Add measured shapes to a device's table in the cache; keeps shapes that other processes have added."""
     name = device_key(device)
 
     def merged(text: str | None) -> str:
