@@ -51,7 +51,7 @@ RETRY_SECONDS = 300.0
 
 @functools.lru_cache(maxsize=1)
 def compiler() -> tuple[str, ...] | None:
-    """The C++ compiler's command: `CXX` if it is set, else the first of g++, clang++, c++; None if it is not there."""
+    """The C++ compiler's command: `CXX` if set, else the first of g++, clang++, c++; None without a compiler."""
     wanted = shlex.split(os.environ.get("CXX", ""))
     for command in (wanted,) if wanted else (["g++"], ["clang++"], ["c++"]):
         path = shutil.which(command[0])
@@ -62,7 +62,7 @@ def compiler() -> tuple[str, ...] | None:
 
 @functools.lru_cache(maxsize=1)
 def compiler_version() -> str:
-    """The compiler's own description of itself."""
+    """The compiler's version text."""
     command = compiler()
     if command is None:
         return ""
@@ -111,7 +111,7 @@ def user_flags() -> tuple[str, ...]:
 
 
 def load_library(title: str, source: str, extra_flags: Sequence[str] = ()) -> ctypes.CDLL:
-    """Build C++ source, or take the built library from the cache, and load it."""
+    """Build C++ source, or take the library from the cache, and load it."""
     flags = (*FLAGS, *extra_flags, *user_flags())
     key = content_key(source, " ".join(flags), platform.machine(), _cpu_features())
     command = compiler()
@@ -138,7 +138,7 @@ def _attempt(subject: Any, action: Callable[[], T]) -> T:
         return action()
     except (BuildError, OSError) as error:
         failure = error if isinstance(error, BuildError) else BuildError(f"cannot build a kernel: {error}")
-        # A compiler that hangs would cost as long for each kernel.
+        # A compiler that hangs would cost the timeout again for each kernel.
         subjects = [subject, compiler()] if isinstance(failure, BuildTimeout) else [subject]
         _failures.update({key: (time.monotonic() + RETRY_SECONDS, str(failure)) for key in subjects})
         raise failure from error
@@ -234,7 +234,7 @@ def compile_source(command: Sequence[str], source: str, target: Path, libraries:
             f"{command[0]} has not finished {target.name} in {seconds:.0f} s; TILESTEP_BUILD_TIMEOUT sets another limit"
         ) from error
     except KeyboardInterrupt:
-        _kill_group(process)  # at once; the caller removes what it has written
+        _kill_group(process)  # immediately; the caller removes partial output
         raise
     finally:
         _stop(process)
@@ -243,18 +243,18 @@ def compile_source(command: Sequence[str], source: str, target: Path, libraries:
         errors = ""
         with contextlib.suppress(OSError):
             errors = (folder / "errors").read_text(encoding="utf-8", errors="replace")
-        # A full disk takes no message either.
+        # On a full disk the message cannot be written either.
         free = shutil.disk_usage(folder.parent).free >> 20
         errors = errors[-4000:] or f"no message; {folder.parent} has {free} MiB left"
         raise BuildError(f"{' '.join(command)} failed with status {status}:\n{errors}")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a compiler, if it runs, with what it has written."""
+    """Stop a compiler if it runs, and remove its output."""
     assert process.stdin is not None
     with contextlib.suppress(OSError):
         if process.poll() is None:
-            process.stdin.write(b"\n")  # a forked process may hold the other end open
+            process.stdin.write(b"\n")  # a forked process may hold the other end of the pipe open
         process.stdin.close()
     try:
         process.wait(5)
@@ -270,13 +270,13 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 
 @atexit.register
 def stop_all() -> None:
-    """End all compilers that run."""
+    """Stop all running compilers."""
     for process in list(_running):
         _stop(process)
 
 
 def _after_fork() -> None:
-    """A forked process has its own builds; the parent's end is what ends the parent's."""
+    """A forked process starts its own builds; the builds of the parent end with the parent."""
     for process in _running:
         if process.stdin is not None:
             process.stdin.close()

@@ -1,4 +1,4 @@
-"""Passes on the CPU: one ctypes call for each pass, as many threads as torch uses, one after a fork."""
+"""Passes on the CPU: one ctypes call per pass, with torch's number of threads, or one thread after a fork."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def block_of(matrices: int, rows: int, columns: int) -> Block:
 
 
 class CpuSlices:
-    """The tables of a segment's slices, and the record that points at them."""
+    """The tables of a segment's slices, and the launch record that points to them."""
 
     def __init__(self, spec: KernelSpec, entries: Sequence[Entry]) -> None:
         compute = np.dtype(np.float64 if spec.compute.itemsize == 8 else np.float32)
@@ -65,7 +65,7 @@ class CpuSlices:
         self.argument = ctypes.byref(self._launch)
 
     def slot(self, slot: int) -> torch.Tensor:
-        """The array of all slices of a slot, in the memory that passes write."""
+        """The array of all slices of a slot, in memory that passes write."""
         return torch.from_numpy(self._slots[slot])
 
 
@@ -79,7 +79,7 @@ _FEW_COPIES = ("--param", "max-completely-peel-times=4")
 
 
 def load(spec: KernelSpec, *, gaps: bool = False) -> ctypes.CDLL:
-    """The kernels of a spec, built or from the cache; those for tensors with gaps take twice as long to build."""
+    """The kernels of a spec, built or from the cache; kernels for tensors with gaps take twice as long to build."""
     key = (id(spec), gaps, user_flags())
     if key not in _libraries:
         _libraries[key] = load_library(spec.name, source.source(spec, gaps=gaps), (*_FEW_COPIES, *_flags(spec)))
@@ -93,7 +93,7 @@ def _flags(spec: KernelSpec) -> tuple[str, ...]:
 
 
 def _point(launch: Launch, tables: Mapping[str, Table]) -> None:
-    """Let a launch record point at tables, which must stay."""
+    """Point a launch record to tables; the caller keeps them alive."""
     for name, table in tables.items():
         setattr(launch, name, table.data_ptr() if isinstance(table, torch.Tensor) else table.ctypes.data)
 
@@ -150,7 +150,7 @@ class CppPasses(Passes):
         return bool((self.arrays.layout_index >= 0).any())
 
     def _take_gaps(self) -> None:
-        """Load kernels for tensors with gaps when the first gradient has some."""
+        """Load kernels for tensors with gaps at the first gradient with gaps."""
         if self._gaps or not self._has_gaps:
             return
         try:
@@ -175,7 +175,7 @@ class CppPasses(Passes):
         ]
 
     def upload(self) -> None:
-        """Point the launch record at the tables as they are now."""
+        """Point the launch record to the current tables."""
         self._take_gaps()
         for calls, functions in zip(self._calls, self._tile):
             calls[:] = [partial(function, *arguments) for function, arguments in functions]
@@ -201,7 +201,7 @@ class CppPasses(Passes):
         return launch
 
     def take_threads(self) -> None:
-        """Let passes have the threads that torch has now."""
+        """Give passes torch's current number of threads."""
         self._launch.threads = 1 if devices.is_forked else torch.get_num_threads()
 
     @property

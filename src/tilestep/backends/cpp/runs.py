@@ -1,4 +1,4 @@
-"""The code for runs of consecutive elements, in place or copied, and for what a pass leaves besides the update."""
+"""The code for runs of consecutive elements, in place or copied, and for a pass's outputs."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class RunBody:
         return [*lines, *self.outputs.last(self), *self._back(self.written)]
 
     def numbers(self, names: Iterable[str]) -> list[str]:
-        """In blocks: arrays for the numbers of buffers with a conversion loop of their own; read ones are filled."""
+        """In blocks: arrays for the numbers of buffers with a separate conversion loop; filled if they are read."""
         apart = [name for name in names if not self._is_computed_with(name)]
         room = [f"float {name}_values[{BLOCK}];" for name in apart]
         read = [name for name in self.reads if name in apart]
@@ -113,7 +113,7 @@ class RunBody:
         begun = [line for array in arrays for line in self._begin(array)]
         if self.in_blocks:
             return [f"const bool copies = layout != nullptr || count < {BLOCK};", *begun]
-        # Loops over blocks go beyond the elements of a short one, others do not.
+        # Only loops over blocks run past the elements of a short block.
         copied = [f"{a.name}_run = copied<false>({a.name}_array, {a.name}_spare, {self._at(a)});" for a in arrays]
         return code(f"""
             {nested(begun)}
@@ -125,7 +125,7 @@ class RunBody:
         """)
 
     def loop(self, clause: str, statements: Iterable[str], *, exact: bool = False) -> list[str]:
-        """A loop over all elements; an exact one over a block goes beyond the end of a short block."""
+        """A loop over all elements; an exact loop over a block runs past the end of a short block."""
         head = f"int64_t j = 0; j < {BLOCK if exact else 'count'}; ++j"
         if self.in_place:
             head = "int64_t i = first; i < first + count; ++i"
@@ -210,7 +210,7 @@ class RunBody:
         return ["#pragma omp simd", f"for ({head}) {statement}"]
 
     def join(self, name: str, entry: str = "entry") -> list[str]:
-        """The statements that convert the stored codes of a block to numbers; "kept" for those of before the step."""
+        """The statements that convert the stored codes of a block to numbers; "kept" for codes from before the step."""
         storage, elements, lines = self.spec.storages[name], [], []
         for array in read_arrays(storage, name):
             if array.elements == 2:
@@ -279,7 +279,7 @@ class RunBody:
 
 
 class OutputText:
-    """Writes what a run does for a pass's outputs: before elements are written, and when they are."""
+    """Writes the code of a run for a pass's outputs: before elements are written, and after."""
 
     def __init__(self, spec: KernelSpec, tile: TilePass) -> None:
         self._outputs = outputs = PassOutputs(spec, tile)
@@ -302,7 +302,7 @@ class OutputText:
         return ["uint32_t* seen_words = launch->words + launch->first_word[t];"] if self._outputs.marks else []
 
     def run_lines(self, body: RunBody) -> list[str]:
-        """The first statements of a run: what is remembered of its elements until all are stored, and flags."""
+        """The first statements of a run: values kept until all elements are stored, and flags."""
         lines: list[str] = []
         if self.is_apart:
             kinds = [(f"old_{name}", self._scalar) for name in self._old]
@@ -323,7 +323,7 @@ class OutputText:
         return [f"const {kind} seen_{name} = {value};" for kind, name, value in seen]
 
     def after(self, body: RunBody, writer: Writer) -> None:
-        """Write what is done with an element once it is written; or remember it until all of a run are."""
+        """Write the outputs of a stored element, or keep it until the whole run is stored."""
         writer.write(self._outputs.move_values)
         moves = None if self._outputs.moves is None else writer[self._outputs.moves]
         given = {name: writer[self._outputs.tile.stores[name]] for name in self._given}
@@ -334,7 +334,7 @@ class OutputText:
         writer.lines += [f"seen_movess[{body.place}] = {moves};"] if moves is not None else []
 
     def last(self, body: RunBody) -> list[str]:
-        """The last statements of a run: where outputs have a loop of their own, this loop."""
+        """The last statements of a run: the loop of outputs, if they have a separate loop."""
         lines: list[str] = []
         if self.is_apart:
             writer, place = CppWriter(self._scalar, body.writer.names.within()), body.place
@@ -355,7 +355,7 @@ class OutputText:
         return clause_of({one.chunk: one.reduction for one in self.reported})
 
     def _accumulate(self, body: RunBody, writer: Writer, given: Mapping[str, str], moves: str | None) -> None:
-        """Write the outputs of an element that was written; `given` are numbers before they are rounded."""
+        """Write the outputs of a stored element; `given` are numbers before rounding."""
 
         def leaf(kind: str, buffer: str, place: int) -> str:
             arrays = self._storages[buffer].arrays(buffer)
@@ -381,7 +381,7 @@ class OutputText:
         return names
 
     def skipped(self, body: RunBody) -> list[str]:
-        """The statements of a run in a skipped step, of elements that stay as they are."""
+        """The statements of a run in a skipped step, whose elements do not change."""
         storages = {name: self._storages[name] for name in self.reads}
         arrays = [array for name, storage in storages.items() for array in read_arrays(storage, name)]
         writer = CppWriter(self._scalar, body.writer.names.within())

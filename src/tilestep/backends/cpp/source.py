@@ -46,7 +46,7 @@ def scalar_function(spec: KernelSpec, index: int, scalar_pass: ScalarPass) -> li
     stores = [f"row[{column}] = {writer[value]};" for column, value in scalar_pass.rows]
     parts = {slot: f"launch->global_parts[t * {spec.global_count} + {slot}]" for slot, _ in reductions}
     stores += [f"{parts[slot]} = {writer[value.args[0]]};" for slot, value in reductions]
-    # A tensor without gradient adds nothing to reductions over all tensors.
+    # A tensor without a gradient adds nothing to reductions over all tensors.
     neutrals = {slot: "0" if value.operation == "global_sum" else "-INFINITY" for slot, value in reductions}
     if scalar_pass.is_last:
         stores += [f"if (!skip) {states[name]} = {writer[value]};" for name, value in scalar_pass.stores.items()]
@@ -108,7 +108,7 @@ class _SlicePass:
             self._bind(slot, value)
 
     def _bind(self, slot: int, value: Value) -> None:
-        """Bind a value read from another pass: once a row, matrix or tile if it is the same there."""
+        """Bind a value from another pass: once per row, matrix or tile where it is constant."""
         place, array = self.tile.place(value), f"slot_{slot}"
         name = self.scalars.names.fresh(value.name or describe(value))
         if place == "column":
@@ -300,7 +300,7 @@ def _run_loop(body: RunBody, statements: list[str]) -> list[str]:
 
 
 def source(spec: KernelSpec, *, gaps: bool = True) -> str:
-    """The translation unit of a spec; without `gaps` only for tensors whose memory has none."""
+    """The translation unit of a spec; without `gaps` for tensors without gaps only."""
     functions = [
         *format_functions(spec.storages.values()),
         *(random_functions(spec.draws.values()) if spec.draws else ()),

@@ -1,4 +1,4 @@
-"""The hand-written part of generated C++: conversions, NaN-keeping functions, the launch record, tables, tiles."""
+"""The hand-written part of generated C++: conversions, NaN-propagating functions, the launch record, tables, tiles."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Launch(ctypes.Structure):
 
 
 def _vector_functions(of_one: Sequence[str], of_two: Sequence[str]) -> str:
-    """Prototypes that tell the compiler which functions glibc's libmvec has for whole vectors."""
+    """Prototypes of functions for which glibc's libmvec has vector variants."""
     lines = []
     for scalar, suffix in (("float", "f"), ("double", "")):
         for name in (*of_one, *of_two):

@@ -1,4 +1,4 @@
-"""How C++ is written: free names, operations, numbers, the statements of one element, storage formats."""
+"""C++ text: free names, operations, constants, the statements of an element, storage formats."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ measure are functions of storage formats; numbered ones are reductions'."""
 
 
 class CppNames(Names):
-    """Hands out identifiers for a C++ function."""
+    """Makes unique identifiers for a C++ function."""
 
     reserved, slots = _RESERVED, _MACRO_OR_SLOT
 
@@ -149,7 +149,7 @@ OPERATIONS = {"reduce_sum": "Add", "reduce_amax": "Larger", "reduce_amin": "Smal
 
 
 def accumulate(reduction: Value, total: str, expression: str) -> str:
-    """The statement that adds an element to a reduction in the compute type."""
+    """The statement that accumulates an element into a reduction, in the compute type."""
     if reduction.operation == "reduce_sum":
         return f"{total} += {expression};"
     return f"{total} = {'maximum' if reduction.operation == 'reduce_amax' else 'minimum'}({total}, {expression});"
@@ -157,7 +157,7 @@ def accumulate(reduction: Value, total: str, expression: str) -> str:
 
 @dataclass(frozen=True)
 class Reduced:
-    """A reduction over the elements of tensors: of a run in the type computed in, of a tile and a tensor in float64."""
+    """A reduction over the elements of tensors: a run in the compute type, a tile and a tensor in float64."""
 
     reduction: Value
     slot: int  # its column in the tables of partial results and totals
@@ -199,14 +199,14 @@ def clause_of(reductions: Mapping[str, Value]) -> str:
 
 
 def layout_line(spec: KernelSpec, gaps: bool) -> str:
-    """The layout of a tensor with gaps, if there are such tensors."""
+    """The statement that reads the layout of a tensor with gaps, if there are such tensors."""
     width = f"(1 + MAX_DIMS * {2 + len(spec.arrays) + bool(spec.draws)})"
     row = f"launch->layout_index[t] < 0 ? nullptr : launch->layouts + launch->layout_index[t] * {width}"
     return f"const int64_t* layout = {row if gaps else 'nullptr'};"
 
 
 def scalars_of(spec: KernelSpec, tile: TilePass) -> Writer:
-    """A writer that has read the numbers of scalar passes that a tile pass uses, each into a variable."""
+    """A writer with the numbers of scalar passes that a tile pass uses, each in a variable."""
     suffixes = ("array", "spare", "run", "values", "codes", "entry", "kept", "size", "largest")
     buffers = dict.fromkeys([*(array.name for array in [spec.grad, *spec.arrays]), *spec.storages])
     names = CppNames(f"{buffer}_{suffix}" for buffer in buffers for suffix in suffixes)
@@ -244,7 +244,7 @@ def first_lines(spec: KernelSpec, tile: TilePass, scalars: Writer) -> list[str]:
 
 
 def over_tensors(statements: Iterable[str]) -> list[str]:
-    """A loop over the tensors that take part."""
+    """A loop over tensors that have gradients."""
     return code(f"""
         #pragma omp parallel for schedule(static) num_threads(launch->threads)
         for (int64_t t = 0; t < launch->tensors; ++t) {{

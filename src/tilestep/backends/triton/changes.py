@@ -1,4 +1,4 @@
-"""Triton kernels that list which bits of a table are set, and the weights that these stand for."""
+"""Triton kernels that list the set bits of a table, and the weights of these bits."""
 
 # mypy: allow-untyped-defs
 
@@ -9,14 +9,14 @@ import triton.language as tl
 
 from .support import INTERPRETED, libdevice, loop_bound
 
-WORDS = 512  # words that a program reads: 16,384 weights
+WORDS = 512  # words per program: 16,384 weights
 
 POINTERS = ["words_table", "blocks", "counts", "indices", "values"]
 
 
 @triton.jit
 def bits_in(words):
-    """How many bits of each word are set."""
+    """The number of set bits of each word."""
     if INTERPRETED:
         pairs = words - ((words >> 1) & 0x55555555)
         fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)

@@ -1,4 +1,4 @@
-"""The text of the kernel that decides a step."""
+"""The source of the kernel that decides a step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def decision_source(decide: Callable[..., Decision], inputs: Any) -> str:
         if value.operation in ("hyper", "load"):
             writer.name(value, _loaded(value, has_partials=bool(inputs.partials)))
     writer.write(values)
-    # What is in windows has been read by all threads.
+    # All threads have read the windows.
     lines = ["tl.debug_barrier()"] if any(value.operation == "load" for value in values) else []
     for place, number, offset, condition in stores:
         if number.value.attribute != place:
@@ -44,7 +44,7 @@ def decision_source(decide: Callable[..., Decision], inputs: Any) -> str:
 
 
 def _loaded(value: Value, *, has_partials: bool) -> str:
-    """The expression of a number that the kernel reads, or of as many as a window has."""
+    """The expression of a number that the kernel reads, or of a window's numbers."""
     name, _, size = value.attribute.partition(":")
     places = f"tl.arange(0, {1 << (int(size or 1) - 1).bit_length()})"
     if name == "place":

@@ -1,4 +1,4 @@
-"""Passes on a GPU: tables in device memory, one Triton launch a pass, nothing read back."""
+"""Passes on a GPU: tables in device memory, one Triton launch per pass, nothing read back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .source import source
 
 _SCALAR_BLOCK = 128
 _FINISH_BLOCK = 1024
-_REPORT_RUN = 256  # tiles whose reports one program combines
+_REPORT_RUN = 256  # tiles whose reports a program combines
 _MOST_SPANS, _ENOUGH_PROGRAMS = 8, 8192
 """Spans that a program walks which measures, and how many programs there are for each of them: what it has accumulated
 is reduced once."""
@@ -46,8 +46,8 @@ _RUNS_REGISTERS, _MOST_REGISTERS = 112, 128
 codes share a byte, and where states are three."""
 _FEW_ARRAYS, _MANY_ARRAYS, _MOST_ARRAYS = 6, 8, 10
 """Arrays of a parameter, its master and two, three and four states in blocks; kernels with more have what they need."""
-_MOST_RUNS = 4  # of a thread, in a block
-_LOAD = 16  # bytes that a thread loads of the widest array at once: so many neighbours are a run
+_MOST_RUNS = 4  # runs of a thread in a block
+_LOAD = 16  # bytes of the widest array that a thread loads at once: these neighbours are a run
 _DECIDE_BLOCK = 8192
 _modules: dict[int, ModuleType] = {}
 
@@ -60,7 +60,7 @@ def _module(spec: KernelSpec) -> ModuleType:
 
 
 def tile_options(spec: KernelSpec, shape: TileShape) -> tuple[dict[str, int], dict[str, int]]:
-    """The constants of a pass over elements, but for what it unscales, and the options that limit its registers."""
+    """The constants of a pass over elements, without UNSCALE, and the options that limit its registers."""
     constants = {"TILE": shape.tile, "SPAN": shape.span}
     if not spec.has_blocks:
         return constants, {}
@@ -71,17 +71,17 @@ def tile_options(spec: KernelSpec, shape: TileShape) -> tuple[dict[str, int], di
 
 
 def _run_of(spec: KernelSpec) -> int:
-    """Elements of a warp of which each thread has one run of neighbours."""
+    """Elements per warp where each thread has one run of neighbours."""
     return 32 * _LOAD // spec.widest
 
 
 def _registers(spec: KernelSpec, runs: int) -> int:
-    """Registers of a thread of a pass over blocks that has so many runs of a block."""
+    """Registers per thread of a pass over blocks, by the number of a thread's runs in a block."""
     count = len(spec.arrays)
     if spec.widest > 2:
         return _MORE_REGISTERS if count <= _MANY_ARRAYS else _WIDE_REGISTERS
     if runs > 1:
-        # Two codes in a byte are worked out side by side.
+        # Both codes of a byte are computed in parallel.
         has_pairs = any(array.elements == 2 for array in spec.arrays)
         draws_more = spec.draws and (has_pairs or len(spec.draws) > 2)
         return _MOST_REGISTERS if draws_more or count > _FEW_ARRAYS else _RUNS_REGISTERS
@@ -95,7 +95,7 @@ class TritonPasses(Passes):
     """Tables in device memory and passes that are Triton kernels; arguments as for `Segment`."""
 
     can_be_captured = True
-    _strided_tiles = 0  # tiles of tensors that are walked by coordinates
+    _strided_tiles = 0  # tiles of tensors with gaps, walked by coordinates
 
     def __init__(self, spec: KernelSpec, entries: Sequence[Entry], *arguments: Any) -> None:
         self._spec, self._device = spec, entries[0].param.device
@@ -118,7 +118,7 @@ class TritonPasses(Passes):
         self._tables = device_tables(tables, device)
         self._sum_reports: _Launches = []
         self._scalar: _Launches = []  # the list stays: calls read it
-        self._cut: tuple[Tiles, dict[str, torch.Tensor]] | None = None  # the tiles of passes that measure
+        self._cut: tuple[Tiles, dict[str, torch.Tensor]] | None = None  # the tiles of passes that measure statistics
         self._list_strided_tiles()
 
     def leave(self, measured: tuple[Output, ...]) -> None:
@@ -131,11 +131,11 @@ class TritonPasses(Passes):
         self._launches()
 
     def _cut_measured(self) -> tuple[dict[str, torch.Tensor], Tiles, int]:
-        """Tables, tiles and strided tiles of passes that measure; what combines their partials is made with them."""
+        """Tables, tiles and strided tiles of passes that measure; and the launch that combines their results."""
         segment, outputs = self.segment, self.outputs
         assert outputs is not None
         spans = min(max(segment.tiles.count // _ENOUGH_PROGRAMS, 1), _MOST_SPANS)
-        # Sums that the update itself needs, and ranges of tiles, keep the tiles of the other passes.
+        # Sums that the update needs, and ranges of tiles, use the tiles of the other passes.
         spans = 1 if self._spec.reduction_count or segment.streamer is not None else spans
         if self._cut is None:
             cut = cut_tiles(segment.tiles.numel.tolist(), segment.tiles.size * spans)
@@ -153,11 +153,11 @@ class TritonPasses(Passes):
         return {**self._tables, **tables, "tile_list": device_table(listed, self._device)}, cut, len(listed)
 
     def _strided_in(self, tile_tensor: np.ndarray) -> np.ndarray:
-        """The places of the tiles of these tensors that are walked by coordinates."""
+        """The indices of tiles that are walked by coordinates."""
         return np.nonzero(self.arrays.layout_index[tile_tensor] >= 0)[0].astype(np.int32)
 
     def _report_sums(self, cut: Tiles, partials: torch.Tensor) -> _Launches:
-        """What combines the reports of tiles: of neighbours first, as a tensor may have a million; then of those."""
+        """The launches that combine the reports of tiles: neighbours first, as a tensor may have a million tiles."""
         from .support import sum_up_reports
 
         outputs, device = self.outputs, self._device
@@ -220,10 +220,10 @@ class TritonPasses(Passes):
         strided_tiles: int,
         span: int,
     ) -> _Launches:
-        """A tile pass over elements: over all tiles that these tables have, then over those walked by coordinates."""
+        """The launches of a tile pass over elements: tiles in memory order, then tiles walked by coordinates."""
         if not tiles:
             return []
-        # What measures has no registers left for more than one tile.
+        # A pass that measures has registers for one tile only.
         stages = self.shape.stages if spec is self._spec else 1
         constants, _ = tile_options(spec, replace(self.shape, warps=self._warps(spec), stages=stages))
         grids = {
@@ -234,8 +234,8 @@ class TritonPasses(Passes):
         return [self._prepare(spec, name, grid, constants, tables) for name, grid in grids.items()]
 
     def _warps(self, spec: KernelSpec) -> int:
-        """Warps of a tile pass: where it measures blocks, enough for one run of neighbours a thread."""
-        # Sums that the update needs are added up in one order, measured or not.
+        """Warps of a tile pass: where it measures blocks, enough for one run of neighbours per thread."""
+        # Sums that the update needs have the same order with and without measures.
         if spec is self._spec or not spec.has_blocks or spec.reduction_count:
             return self.shape.warps
         return max(self.shape.warps, self.shape.tile // _run_of(spec))
@@ -287,7 +287,7 @@ class TritonPasses(Passes):
         for launcher, arguments in launches:
             launcher.build(*arguments)
         if self.matrices is not None:
-            # Matrix libraries set themselves up at their first call; a capture is too late for that.
+            # Matrix libraries initialize at their first call, which a capture would not allow.
             self.matrices.build()
 
     @property
@@ -360,7 +360,7 @@ def decide_on_device(
     *,
     build_only: bool = False,
 ) -> None:
-    """Write the control numbers of a GPU step, and what its limits remember, with one small launch."""
+    """Write the control numbers of a GPU step and the memory of its limits, with one small launch."""
     launcher, arguments = decision_launch(decide, control, inputs, launchers)
     (launcher.build if build_only else launcher)(*arguments)
 
@@ -371,7 +371,7 @@ def decision_launch(
     """The launch of `decide_on_device`; arguments as there."""
     sums = inputs.partials or (inputs.power_sum,)
     numbers = (*sums, inputs.grad_scale, inputs.found_inf, inputs.loss, inputs.overflow)
-    # A launcher takes numbers of the dtypes that it was first called with.
+    # A launcher expects the dtypes of its first call.
     dtypes = tuple(None if number is None else number.dtype for number in numbers)
     key = (dtypes, inputs.skip_above, inputs.skip_nonfinite, inputs.check_overflow, inputs.limits)
     memories = [inputs.memory.of(limit, control.device) for limit in inputs.limits if inputs.memory]

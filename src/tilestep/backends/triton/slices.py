@@ -1,4 +1,4 @@
-"""Launches of the passes that work on rows and columns on a GPU: tables, and the arrays passes hand on."""
+"""Launches of passes over rows and columns on a GPU: tables, and the arrays that passes hand on."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ...kernels.spec import KernelSpec, tile_traffic
 from ...runtime.passes import Table
 from ...runtime.segment import Block, Entry, SliceTables, ViewTiles
 
-_PROGRAMS = 4096  # programs that a large segment is cut into at least: 32 for each processor of the largest GPUs
+_PROGRAMS = 4096  # least number of programs of a large segment: 32 for each processor of the largest GPUs
 
 _FEWEST_ELEMENTS, _MOST_ELEMENTS = 4096, 32768
 """Bounds on the elements of a tile that a program walks sub-block by sub-block. The fewer tiles, the fewer table loads
 and parts of columns; the bits of a reduction depend on the tiles, so a segment's own sizes alone decide."""
 
-_WHOLE_ELEMENTS = 1024  # elements of a tile that is held at once: small matrices, or a few rows
+_WHOLE_ELEMENTS = 1024  # elements of a tile held at once: small matrices, or a few rows
 
 _HELD_BYTES, _FEWEST_HELD, _MOST_HELD = 4096, 512, 2048
 """Bytes that the sub-blocks of all arrays read by a pass hold together, where tiles have more rows, and bounds on their
 elements."""
 
-_STAGES = 3  # sub-blocks of a tile that are computed or being read; those behind the first wait in shared memory
+_STAGES = 3  # sub-blocks of a tile in flight; all but the first wait in shared memory
 
 _FEW_BYTES = 2
 """A pass that reads no more than this of an element computes about as long as it reads: the three instructions an
@@ -44,7 +44,7 @@ _WIDEST, _WIDE = 128, 1024
 
 _LONGEST = 1024  # columns of the tiles of one long row
 
-_SPANNED = 2**31  # elements that lie from the first of a tile to its last at most: kernels count them in 32 bits
+_SPANNED = 2**31  # greatest distance between two elements of a tile: kernels compute it in 32 bits
 
 _SIDES = (1, 4, 16, 64)
 _FINISH_BLOCK = 1024
@@ -52,17 +52,17 @@ _COMBINED_SLICES, _COMBINED_PARTS = 128, 8
 
 
 def elements_of(total: int) -> int:
-    """Elements of a tile that a program walks."""
+    """Elements of a tile."""
     return min(max(_power_below(total // _PROGRAMS), _FEWEST_ELEMENTS), _MOST_ELEMENTS)
 
 
 def _power_below(number: int) -> int:
-    """The largest power of two that is not larger; 1 for less than that."""
+    """The largest power of two up to a number; 1 for numbers below 1."""
     return 1 << (max(number, 1).bit_length() - 1)
 
 
 def block_of(elements: int, in_blocks: bool = False) -> Callable[[int, int, int], Block]:
-    """A function from matrices, rows and columns of a tensor to its tiles' block: one of few, as each is built."""
+    """A function from a tensor's matrices, rows and columns to the block of its tiles: few, as each is compiled."""
 
     def side(size: int, most: int) -> int:
         return min(next((side_length for side_length in _SIDES if size <= side_length), most), most)
@@ -78,12 +78,12 @@ def block_of(elements: int, in_blocks: bool = False) -> Callable[[int, int, int]
         height = min(side(rows, held), _power_below(_SPANNED // max(columns, 1)))
         return side(matrices, held // height if matrices * rows * columns < _SPANNED else 1), height, width
 
-    # Many tensors have few shapes.
+    # Many tensors share few shapes.
     return functools.cache(choose)
 
 
 def held_rows(block: Block, bytes_read: float) -> int:
-    """Rows of a tile that are held at once: enough bytes in flight, few enough registers."""
+    """Rows of a tile held at once: enough bytes in flight, few enough registers."""
     matrices, rows, columns = block
     elements = min(max(_power_below(int(_HELD_BYTES // max(bytes_read, 1))), _FEWEST_HELD), _MOST_HELD)
     return rows if matrices > 1 else min(rows, max(elements // columns, 1))
@@ -92,7 +92,7 @@ def held_rows(block: Block, bytes_read: float) -> int:
 def build_options(
     spec: KernelSpec, tile: TilePass, block: Block, unscale: bool
 ) -> tuple[dict[str, int], dict[str, int | bool]]:
-    """The constants that a pass is built with for tiles of a block, and the compiler's options."""
+    """The constants and compiler options of a pass for tiles of a block."""
     bytes_read = tile_traffic(spec, [tile]).bytes_read
     held = held_rows(block, bytes_read)
     walks = held < block[1]
@@ -108,7 +108,7 @@ def build_options(
 
 
 def device_table(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy on a device of a table, which has an entry at least."""
+    """A copy of a table on a device, with at least one entry."""
     tensor = torch.from_numpy(np.ascontiguousarray(array)).to(device)
     return tensor if tensor.numel() else tensor.new_zeros(1)
 
@@ -119,7 +119,7 @@ def device_tables(tables: Mapping[str, Table], device: torch.device) -> dict[str
 
 
 class CudaSlices:
-    """Tables of a segment's slices on its device, and what the passes leave for each other."""
+    """Tables of a segment's slices on its device, and the arrays that passes hand on."""
 
     def __init__(self, spec: KernelSpec, entries: Sequence[Entry], device: torch.device) -> None:
         self.spec, self.device = spec, device
@@ -155,7 +155,7 @@ class CudaSlices:
     def launches(
         self, module: ModuleType, tile: TilePass, tables: Mapping[str, torch.Tensor], unscale: bool, strided: np.ndarray
     ) -> Iterator[TableLaunch]:
-        """The launches of a pass: one for each block that its tiles have, then what finishes its reductions."""
+        """The launches of a pass: one for each block of its tiles, then launches that finish its reductions."""
         # Imported here because it needs Triton.
         from .support import combine_parts
 

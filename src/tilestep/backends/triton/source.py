@@ -82,7 +82,7 @@ all of them. With a number for each element, a kernel's registers would leave ro
 
 
 class OutputText:
-    """Writes what a kernel does for a pass's outputs, around its math, which also returns `seen_moves`."""
+    """Writes the code for a pass's outputs, around its math, which also returns `seen_moves`."""
 
     def __init__(self, math: TileMath) -> None:
         self._math, self.outputs, self._in_blocks = math, PassOutputs(math.spec, math.tile), math.spec.has_blocks
@@ -94,7 +94,7 @@ class OutputText:
         self.pointers = pointers_of(*(kind for kind, wanted in kinds.items() if wanted))
 
     def _totals(self) -> Iterator[tuple[str, int, str, Traced]]:
-        """Accumulators, which block passes also have for masked tiles: name, slot and size; and the outputs in them."""
+        """Accumulators (name, slot, size), which block passes also have for masked tiles; and the outputs in them."""
         sizes = {"report": "TILE", **({"report_rest": str(BLOCK)} if self._in_blocks else {})}
         return ((name, slot, size, entry) for name, size in sizes.items() for slot, entry in self.outputs.reports)
 
@@ -109,7 +109,7 @@ class OutputText:
         return [*lines, f"seen_keep = (tl.zeros({shape}, tl.float64) + skip) == 0.0"] if lines else []
 
     def before(self, body: TileBody, *, scatters: bool) -> list[str]:
-        """Load what the pass itself does not load, and keep the old elements of the parameter's arrays."""
+        """Load arrays that the pass does not load, and keep the old elements of the parameter's arrays."""
         outputs = self.outputs
         loaded = {buffer: name for name, buffer in reversed(self._math.inputs)}
         names = outputs.of("old", "update", *(["new"] if body.keeps else []))
@@ -132,7 +132,7 @@ class OutputText:
         return lines
 
     def after(self, body: TileBody, *, scatters: bool, strided: bool) -> list[str]:
-        """Write the outputs of elements that were written: accumulate them, and set bits, if `scatters` one by one."""
+        """Write the outputs of stored elements: accumulate them, and set bits; with `scatters` bit by bit."""
         outputs, leaf, names = self.outputs, partial(self._leaf, body), dict[Leaf, str]()
         writer = TritonWriter(self._math.type, self._math.names.within())
         for slot, entry in outputs.reports:
@@ -160,7 +160,7 @@ class OutputText:
         return writer.lines
 
     def _leaf(self, body: TileBody, kind: str, buffer: str, place: int) -> str:
-        """The expression of what an output reads; 0 or false where elements are masked, the old where skipped."""
+        """The expression of a value that an output reads; 0 or false for masked elements, the old value if skipped."""
         inside, mask = " & ".join(filter(None, (body.keeps, body.mask))), body.mask
         storage = self._math.spec.storages[buffer]
         codec = codec_of(storage)
@@ -182,11 +182,11 @@ class OutputText:
             kept = f"join_{storage.title}({elements}).to(tl.{self._math.type})"
         old = f"seen_old_{buffer}" if body.keeps else "0.0"
         kept = f"tl.where({inside}, {kept}, {old})" if inside else kept
-        # Codes behind a short block are not those of 0.
+        # Codes past a short block do not stand for 0.
         return f"tl.where({mask}, {kept}, 0.0)" if codec.has_blocks and mask else kept
 
     def _kept(self, name: str) -> str:
-        """The expression that is stored to a buffer of one array."""
+        """The expression stored to a buffer of one array."""
         spec = self._math.spec
         if name in spec.draws:
             return f"{name}_element"
@@ -205,7 +205,7 @@ class OutputText:
 
 
 def _accumulated(entry: Traced) -> tuple[str, Value]:
-    """The function that accumulates an output of elements, and what it takes."""
+    """The function that accumulates an output of elements, and its arguments."""
     root = entry.root
     if entry.output.reduce == "max":
         return "add_largest", root
@@ -215,7 +215,7 @@ def _accumulated(entry: Traced) -> tuple[str, Value]:
 
 
 class TileMath:
-    """One tile pass: its math as a function, with arguments and results; and the tables that its kernels take."""
+    """One tile pass: its math as a function, with arguments and results, and the tables of its kernels."""
 
     def __init__(self, spec: KernelSpec, tile: TilePass, name: str) -> None:
         self.spec, self.tile, self.name = spec, tile, f"{spec.name}_{name}"
@@ -289,7 +289,7 @@ class TileMath:
         return [f"{of}_index = origin + ({place})", *low_and_high] if self.draws else []
 
     def table_loads(self) -> list[str]:
-        """Loads of the numbers of the tensor and of its addresses."""
+        """Loads of the tensor's numbers and addresses."""
         lines = [f"row = rows + t * {self.spec.columns}"]
         lines += [f"{name} = tl.load(row + {column})" for name, column in self.scalars]
         if self.unscales:
@@ -306,7 +306,7 @@ class TileMath:
         return [*lines, *(f"{a.name}_address = tl.load({addresses} + {position - 1})" for position, a in used)]
 
     def finish(self, name: str, kind: str, constants: str, stop: str) -> list[str]:
-        """The kernel that combines the tiles' parts of each tensor up to `stop`, in tile order."""
+        """The kernel that combines the partial results of each tensor's tiles up to `stop`, in tile order."""
         count, sums = self.spec.reduction_count, []
         for slot, reduction in self.tile.reductions:
             neutral, combine = REDUCTIONS[reduction.operation]
@@ -416,7 +416,7 @@ class _SliceKernel(TileMath):
         )
 
     def _prologue(self) -> list[str]:
-        """All table loads, and which matrices, rows and columns the tile covers."""
+        """All table loads, and the matrices, rows and columns of the tile."""
         kinds, count, spans = sorted(set(self.kinds.values())), len(self.all_slices.kinds), self.all_slices.spans
         tables = [f"start_{kind} = tl.load(starts + t * {count} + {kind})" for kind in kinds]
         for _, value in self.slices:
@@ -458,7 +458,7 @@ class _SliceKernel(TileMath):
         """)
 
     def kernel(self) -> list[str]:
-        """The kernel over tensors that lie row by row: a loop over full rows that are aligned, one for all others."""
+        """The kernel over row-major tensors: a loop over full, aligned rows, and another loop for the rest."""
         together = " | ".join(f"{array.name}_address" for _, array in self.used if array.elements < BLOCK) or "0"
         # Elements of the narrowest array in 16 bytes.
         sizes = [array.dtype.itemsize / array.elements for _, array in self.used if array.elements < BLOCK]
@@ -524,7 +524,7 @@ class _SliceKernel(TileMath):
         ]
 
     def strided_kernel(self) -> list[str]:
-        """The kernel over tensors that must be walked by coordinates."""
+        """The kernel over tensors with gaps, walked by coordinates."""
         codes = ["index = corner + code_place", *self._walked_arrays("code")] if self.block_arrays else []
         return code(f"""
             {self._head("_strided", "strided")}
@@ -544,7 +544,7 @@ class _SliceKernel(TileMath):
         """)
 
     def _walked_arrays(self, index: str) -> list[str]:
-        """Pointers into arrays of an entry for each element: of buffers in blocks for a "code", else of others."""
+        """Pointers into arrays with one entry per element: for a "code" buffers in blocks, else the other buffers."""
         of_codes = index == "code"
         arrays = [
             (position, array)
@@ -560,7 +560,7 @@ class _SliceKernel(TileMath):
         return [*walked, *_arrays(pointers), *self.element_index(f"at_{len(self.arrays)}", index)]
 
     def _before_loops(self) -> list[str]:
-        """Loads that all rows of the tile share, and the accumulators of columns and of the tile."""
+        """Loads shared by all rows of the tile, and the accumulators of columns and of the tile."""
         shared = [pair for pair in self.slices if self.tile.place(pair[1]) in ("column", "matrix")]
         lines = [f"{name} = {self._load_slice(value, masked=True)}" for name, value in shared]
         neutrals = {name: REDUCTIONS[reduction.operation][0] for name, reduction in self.reduced}
@@ -645,7 +645,7 @@ class _Kernel(TileMath):
         return head(f"{self.spec.name}_tile_pass_{self.index}{suffix}", pointers, constants)
 
     def _prologue(self) -> list[str]:
-        """All table loads before the first branch: they overlap; a return between them would serialize them."""
+        """All table loads before the first branch, so that they overlap; a return between them would serialize them."""
         first_word = ["seen_first = tl.load(first_word + t)"] if "first_word" in self.outputs.pointers else []
         return code(f"""
             t = tl.load(tile_tensor + tile).to(tl.int64)
@@ -677,11 +677,11 @@ class _Kernel(TileMath):
     def _whole_pointers(self) -> list[str]:
         """Pointers to the elements of a tile that lies inside its tensor."""
         sizes = (array.dtype.itemsize for _, array in self.used if array.elements == 1)
-        # A pass may read nothing but pairs of codes.
+        # A pass may read pairs of codes only.
         widest, pointers = max(sizes, default=1), {}
         start, lane = "tl.multiple_of(start, TILE)", f"block_lane * {BLOCK} + lane" if self.in_blocks else "lane"
         for _, array in self.used:
-            # Of blocks a thread has as many neighbours of each array: numbers would change threads otherwise.
+            # In blocks a thread has equally many neighbours of each array; else numbers would move between threads.
             aligned = 16 * array.dtype.itemsize // widest // array.elements if self.in_blocks else 16
             base = f"tl.multiple_of({pointer_to(array)}, {aligned})"
             pointers[array] = f"{base} + ({start} + {lane})" if self.in_blocks else f"{base} + {start} + {lane}"
@@ -721,7 +721,7 @@ class _Kernel(TileMath):
         """Load, call, store, and accumulate."""
         keeps = "seen_keep" if self.measures and mask else ""
         body = TileBody(self.spec, mask, None, keeps, in_pairs=bool(self.outputs.outputs))
-        # Whether bits are set one by one, because elements do not begin at a byte.
+        # Whether bits are set one by one, because elements do not begin at a byte boundary.
         scatters = strided or (self.in_blocks and bool(mask))
         # What all elements of a buffer become is a number for each lane then. Not by a broadcast: Triton would move it
         # behind instructions that take four elements at a time.
@@ -743,7 +743,7 @@ class _Kernel(TileMath):
         return lines
 
     def _before_loops(self) -> list[str]:
-        """Initial accumulators; block passes have their own for masked tiles."""
+        """Initial accumulators; block passes have separate accumulators for masked tiles."""
         shapes = {"part": "(TILE,)"}
         if self.in_blocks:  # a row for each block; with a mask one block, as its indices take registers
             shapes = {"part": BLOCKS_SHAPE, "rest": "lane.shape"}
@@ -769,18 +769,18 @@ class _Kernel(TileMath):
 
     @property
     def _runs(self) -> str:
-        """Whether a program has work: where it reports, in a skipped step too."""
+        """Whether a program has work: a pass that reports also runs in a skipped step."""
         return "(grad_address != 0)" if self.measures else "(skip == 0.0) & (grad_address != 0)"
 
     def kernel(self) -> list[str]:
-        """The kernel over all tensors that are walked in memory order.
+        """The kernel over all tensors in memory order.
 
         A program walks SPAN elements of one tensor in tiles: the chain of table loads is paid once a span, and the loop
         keeps registers, and with them the number of programs in flight, as for one tile.
         """
         alike = [array for _, array in self.used if array.elements != BLOCK]
         together = " | ".join(f"{array.name}_address" for array in alike) or "grad_address"
-        # Rows that end inside of a block are walked with a mask.
+        # Rows that end inside a block need a mask.
         is_even = ["aligned = aligned & (columns_of_row >= tl.load(numel + t))"] if self.in_blocks else []
         applied = ["aligned = aligned & (skip == 0.0)"] if self.measures else []
         whole = """
@@ -815,7 +815,7 @@ class _Kernel(TileMath):
         """)
 
     def strided_kernel(self) -> list[str]:
-        """The kernel over the tiles of tensors that must be walked by coordinates."""
+        """The kernel over tiles of tensors with gaps, walked by coordinates."""
         walked = [(position, array) for position, array in self.walked if array is None or array.elements == 1]
         arrays = {array: f"{pointer_to(array)} + at_{position}" for position, array in walked if array is not None}
         pointers = [*_walked_to(position for position, _ in walked), *_arrays(arrays), *self._block_pointers()]
@@ -851,14 +851,14 @@ def source(spec: KernelSpec) -> str:
                 kernel, name, kind = _SliceKernel(spec, tile), f"{tile.title}_finish", "finish slices"
                 constants, stop = "BLOCK", "tl.load(tile_count + t)"
             parts += [kernel.math(), kernel.kernel()]
-            # Slices of other sides than rows and columns have no elements of a parameter.
+            # Only slices along rows and columns hold elements of a parameter.
             parts += [kernel.strided_kernel()] if tile.over is None else []
             parts += [kernel.finish(name, kind, constants, stop)] if tile.reductions else []
     return module_text(spec.header("#", "Triton"), parts)
 
 
 def module_text(header: str, parts: Iterable[Iterable[str]]) -> str:
-    """A module of functions, with what they call."""
+    """A module of functions, with the functions that they call."""
     listed = [list(part) for part in parts]
     if any("gradient_scale_of(" in line for part in listed for line in part):
         listed.insert(0, number_function("gradient_scale_of", gradient_scale))
@@ -876,7 +876,7 @@ _NO_BREAK = "\0=\0"
 
 
 def _folded(line: str) -> list[str]:
-    """A long call, definition or import in lines of at most 120 columns, each inside its parentheses."""
+    """A long call, definition or import, wrapped inside its parentheses to lines of at most 120 columns."""
     starts = ("def ", "@triton.jit", "from ")
     if len(line) <= _LONGEST_LINE or not (line.startswith(starts) or "_math_" in line):
         return [line]

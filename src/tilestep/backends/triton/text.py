@@ -1,4 +1,4 @@
-"""How Triton is written: free names, operations, numbers, loads and stores of a tile, storage formats."""
+"""Triton text: free names, operations, constants, loads and stores of a tile, storage formats."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ _BYTES = {"int8": "int8", "uint8": "uint8", "float8_e4m3fn": "uint8"}
 
 
 class TritonWriter(Writer):
-    """Writes Triton statements that compute in a type.
+    """Writes Triton statements in a compute type.
 
     quick: numbers may be two units in the last place off. fuses: products that are only added to something are fused
     with that, in every kernel of a rule alike.
@@ -126,7 +126,7 @@ class TritonWriter(Writer):
     def spelled(self, value: Value) -> str:
         chosen = self._fused(value) if self._fuses else ""
         if not chosen and self._quick and value.operation == "div" and value.args[1].level in SCALAR_LEVELS:
-            # The reciprocal of a tensor's number is made once, not for each element.
+            # Compute the reciprocal of a per-tensor number once, not per element.
             chosen = f"({self[value.args[0]]} * (1.0 / {self[value.args[1]]}))"
         return chosen or self._of_bytes(value) or super().spelled(value)
 
@@ -147,7 +147,7 @@ class TritonWriter(Writer):
         return ""
 
     def _fused(self, value: Value) -> str:
-        """A sum with a product, a quotient by a square root, and a root that one instruction takes."""
+        """Spell a sum with a product, a quotient by a square root, or a fast root as one operation."""
         if value.operation in ("add", "sub") and not value.dtype and value.level not in SCALAR_LEVELS:
             place = next((place for place in (1, 0) if self._is_product(value.args[place])), None)
             return "" if place is None else self._fused_sum(value, place)
@@ -184,7 +184,7 @@ class TritonWriter(Writer):
 
 
 def _is_larger(value: Value) -> bool:
-    """Whether a value is the larger of two, the second where one is NaN."""
+    """Whether a value is the larger of two, with the second for NaN."""
     return value.operation == "where" and value.args[0].operation == "gt" and value.args[0].args == value.args[1:]
 
 
@@ -219,7 +219,7 @@ def is_16_bits(spec: KernelSpec, tile: TilePass) -> bool:
 
 
 def head(name: str, pointers: Sequence[str], constants: str) -> str:
-    """The first lines of a kernel with these pointer parameters: one build serves all addresses."""
+    """The first lines of a kernel with these pointer parameters, which are not specialized by alignment."""
     listed = ", ".join(f'"{pointer}"' for pointer in pointers)
     parameters = ", ".join([*pointers, *(f"{constant}: tl.constexpr" for constant in constants.split())])
     return nested([f"@triton.jit(do_not_specialize_on_alignment=[{listed}])", f"def {name}({parameters}):"])
@@ -231,7 +231,7 @@ def pointers_of(*kinds: str) -> list[str]:
 
 
 def pointer_to(array: Array) -> str:
-    """The array's address as a pointer to its elements."""
+    """An array's address as a pointer to its elements."""
     # By its bits, which every GPU has.
     kind = "uint8" if array.dtype is torch.float8_e4m3fn else dtype_name(array.dtype)
     return f"{array.name}_address.to(tl.pointer_type(tl.{kind}))"
@@ -253,12 +253,12 @@ REDUCTIONS = {
 
 @dataclass(frozen=True)
 class TileBody:
-    """The loads and stores of a tile's buffers, whose pointers are `<array>_array`."""
+    """Loads and stores of a tile's buffers through pointers named `<array>_array`."""
 
     spec: KernelSpec
     mask: str  # of its elements, or empty
     shapes: tuple[str, str] | None = None  # of it, and of its numbers in rows of blocks, where a tile is none of these
-    keeps: str = ""  # what is true where a step is not skipped, if the kernel reports even so
+    keeps: str = ""  # the condition that a step is not skipped, if the kernel also reports in skipped steps
     in_pairs: bool = False
 
     def _mask(self, array: Array) -> str:
@@ -308,7 +308,7 @@ class TileBody:
         elements = [f"{array.name}_element" for array in arrays]
         number, index = f"({value}).to(tl.float32)", "element"
         if codec.has_blocks and self.mask:
-            # Elements behind a short block are no part of it.
+            # Elements past a short block are not part of it.
             number = f"tl.where({self.mask}, {number}, 0.0)"
         if codec.has_blocks and self.shapes is not None:
             number = f"tl.reshape(tl.broadcast_to({number}, {self.shapes[0]}), {self.shapes[1]})"
@@ -359,7 +359,7 @@ its slots, reductions and arrays."""
 
 
 class TritonNames(Names):
-    """Hands out identifiers for a Triton function and the kernels that call it."""
+    """Makes unique identifiers for a Triton function and the kernels that call it."""
 
     reserved, slots = _RESERVED, _CONSTANT_OR_SLOT
 
