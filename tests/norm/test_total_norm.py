@@ -192,14 +192,21 @@ def test_drawn_shapes_and_strides(data: st.DataObject) -> None:
 
 
 FORK = """
-    import os, sys, torch
+    import os, signal, sys, tilestep, torch
     from tilestep.norm import total_norm
     torch.set_num_threads(4)
+    tilestep.devices.thread_count = torch.get_num_threads  # scripts are forks too, of a server without threads
     tensors = [torch.ones(1_000_000)]
     before = total_norm(tensors).item()
+    param = torch.nn.Parameter(torch.ones(1_000_000))
+    param.grad = torch.ones_like(param)
+    optimizer = tilestep.SGD([param], lr=0.25)
+    optimizer.step()
     child = os.fork()
     if child == 0:
-        os._exit(0 if total_norm(tensors).item() == before == 1000 else 1)
+        signal.alarm(30)  # a child that waits for threads of its parent ends
+        optimizer.step()
+        os._exit(0 if total_norm(tensors).item() == before == 1000 and param[:9].eq(0.5).all() else 1)
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 

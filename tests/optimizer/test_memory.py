@@ -21,8 +21,8 @@ from twins import assert_close, assert_unchanged, everything, make_params, set_g
 
 import tilestep
 from tilestep import GradientError, StateError, native
-from tilestep.backends.cpp.run import CppPasses
 from tilestep.native.table import CHANGED, SAME, Table
+from tilestep.optimizer.plan import StepPlan
 
 Change = Callable[[torch.Tensor], Any]
 
@@ -505,18 +505,18 @@ def test_gradients_are_held_for_the_step(monkeypatch: pytest.MonkeyPatch) -> Non
     """Another thread replaces them when kernels have their addresses and have not read them."""
     mine, theirs = make_params([(400,), (300, 3)]), make_params([(400,), (300, 3)])
     ours, torchs = tilestep.AdamW(mine, lr=0.1), torch.optim.AdamW(theirs, lr=0.1)
-    run, freed = CppPasses.take_threads, []
+    run, freed = StepPlan.update, []
 
-    def replaced(*args: Any) -> None:
+    def replaced(*args: Any, **options: Any) -> None:
         storages = [param.grad.untyped_storage().data_ptr() for param in mine if param.grad is not None]
         for param in mine:
             param.grad = torch.full_like(param, 1e34)
         freed.append(storages)
         junk = [torch.full_like(param, 1e34) for param in mine for _ in range(4)]
         assert not {tensor.data_ptr() for tensor in junk} & set(storages)
-        run(*args)
+        run(*args, **options)
 
-    monkeypatch.setattr(CppPasses, "take_threads", replaced)
+    monkeypatch.setattr(StepPlan, "update", replaced)
     for step in range(6):
         set_gradients(mine, theirs, step=step)
         ours.step()

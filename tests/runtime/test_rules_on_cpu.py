@@ -98,6 +98,22 @@ def test_a_step_repeats_to_the_bit_on_any_number_of_threads(name: str) -> None:
         assert all(torch.equal(left, right) for left, right in zip(first, again, strict=True))
 
 
+def test_a_step_has_the_threads_that_torch_has_then() -> None:
+    run, before = Run(registry["AdamW"], torch.float32, False), torch.get_num_threads()
+    taken = []
+    try:
+        for threads in (3, 3, 2):
+            torch.set_num_threads(threads)
+            run.set_gradients()
+            run.optimizer.step()
+            assert run.optimizer.plan is not None
+            passes: Any = run.optimizer.plan.engines[0].passes[0]
+            taken.append(passes._launch.threads)
+    finally:
+        torch.set_num_threads(before)
+    assert taken == [3, 3, 2]
+
+
 def test_a_state_set_from_hyperparameters_alone_is_kept_for_every_tensor() -> None:
     @tilestep.rule(states={"seen": tilestep.State(shape="scalar")})
     def remember(param: Any, grad: Any, seen: Any, *, lr: Any = 0.5, step: Any) -> tuple[Any, ...]:

@@ -60,25 +60,14 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-is_forked = False
-"""Whether this process was forked, possibly from a process with OpenMP threads."""
+thread_count: Callable[[], int] = torch.get_num_threads
+"""The number of threads for C++: torch's. A fork replaces this: call it as an attribute of the module."""
 
 
 def _note_fork() -> None:
-    global is_forked
-    is_forked = True
+    # OpenMP's threads may be those of the parent: a forked child would wait for them forever.
+    global thread_count
+    thread_count = functools.partial(int, 1)
 
 
 os.register_at_fork(after_in_child=_note_fork)
-
-
-def thread_count() -> int:
-    """Number of threads for C++: torch's, or 1 after a fork, which has no OpenMP threads.
-
-    A forked child would wait for them forever.
-
-    Example:
-        >>> thread_count() >= 1
-        True
-    """
-    return 1 if is_forked else torch.get_num_threads()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import inspect
 import linecache
 import os
 import sys
@@ -188,10 +187,10 @@ def launch_of(
     tables: Mapping[str, torch.Tensor],
     **options: Any,
 ) -> TableLaunch:
-    """The launch of a kernel with those of the constants and tables that its parameters name."""
-    names = inspect.signature(kernel.fn).parameters
-    own = {name: constants[name] for name in names if name in constants}
-    return Launcher(kernel, grid, device, own, **options), [tables[name] for name in names if name not in own]
+    """The launch of a kernel with all of the constants, which are its last parameters, and the tables that it names."""
+    pointers = len(kernel.arg_names) - len(constants)
+    own = {name: constants[name] for name in kernel.arg_names[pointers:]}
+    return Launcher(kernel, grid, device, own, **options), [tables[name] for name in kernel.arg_names[:pointers]]
 
 
 def build_together(launches: Sequence[Launch], device: torch.device) -> None:

@@ -12,6 +12,7 @@ import re
 import sysconfig
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -41,6 +42,9 @@ _END_SECONDS = 2.0
 """Seconds that the end of a process waits for the thread."""
 
 _FOLDER = Path(__file__).parent
+
+bump: Callable[[list[torch.Tensor]], object] = torch.autograd.graph.increment_version
+"""Bumps the version of each tensor, as in-place writes do; in C++ once that is loaded: call it as `build.bump`."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -170,6 +174,8 @@ def _loaded() -> ModuleType | None:
         except ImportError:
             return None
         module.__file__ = str(file.path)
+        global bump
+        bump = module.bump
         return module
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from .. import native
+from .. import devices, native
 from ..compat import (
     DTENSOR_PARTS,
     addresses_equal,
@@ -31,7 +31,7 @@ from ..compat import (
     tensor_guards,
     version_of,
 )
-from ..devices import copy_to, is_host, thread_count
+from ..devices import copy_to, is_host
 
 SAME, MOVED, CHANGED = 0, 1, 2
 """Results of a look: no tensor has changed; addresses have changed; something else has changed."""
@@ -138,7 +138,7 @@ class Table:
     def threads(self) -> int:
         """The number of threads that look; on a CPU those that update the tensors are awake."""
         most = _MOST_LOOKING if self._target is None else _MOST_WOKEN
-        return min(thread_count(), most) if self.is_large else 1
+        return min(devices.thread_count(), most) if self.is_large else 1
 
     def refresh(self, gradients: Sequence[torch.Tensor | None] | None, threads: int = 1) -> int:
         """Look at all tensors once, and update the addresses unless something else has changed.
@@ -327,15 +327,6 @@ def survey(params: list[torch.Tensor]) -> Survey:
     return Survey(sum(map(version_of, params)), any_gradient, bytes([param.requires_grad for param in params]))
 
 
-def count_writes(tensors: list[torch.Tensor]) -> None:
-    """Bump the version of each tensor, as in-place writes do."""
-    module = native.module(len(tensors))
-    if module is None:
-        torch.autograd.graph.increment_version(tensors)
-    else:
-        module.bump(tensors)
-
-
 def taken_gradients(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Remove the gradients from parameters and return them."""
     # `params` of a param group is a list, unless a user has replaced it.
@@ -370,14 +361,13 @@ class Writes:
         self.params = list(params)
         self._have_parts = not same_list(local_parts(self.params), self.params)
         self._places = {id(param): place for place, param in enumerate(self.params)}
-        self._bump: Callable[[list[torch.Tensor]], object] | None = None  # C++ that counts; a sharded step asks for it
         self.note()
         if known is not None and not all(known):
             self.known, self.total = np.asarray(known), -1  # -1: no sum of versions
 
     def note(self) -> None:
         """Remember the present versions."""
-        self.versions, self._counted = self._versions_of(self.params), 0
+        self.versions = self._versions_of(self.params)
         self.known = np.ones(len(self.params), dtype=bool)
         self.total = int(self.versions.sum())
 
@@ -401,22 +391,15 @@ class Writes:
 
     def take(self) -> list[int]:
         """The places of parameters that were written to; remembers their present versions."""
-        now = self._versions_of(self.params) - self._counted
+        now = self._versions_of(self.params)
         written = np.nonzero(self.known & (now != self.versions))[0]
         self.versions[written] = now[written]
         return written.tolist()
 
-    def count(self, params: list[torch.Tensor] | None = None) -> None:
-        """Bump the versions of parameters, by default of all, for a write of tilestep."""
-        chosen = self.params if params is None else params
-        if self._bump is None and (module := native.module(len(chosen))) is not None:
-            self._bump = module.bump
-        (self._bump or torch.autograd.graph.increment_version)(chosen)
-        self.total += len(chosen)
-        if params is None:
-            self._counted += 1
-        else:
-            self.versions[[self._places[id(param)] for param in chosen]] += 1
+    def attribute(self, params: Sequence[torch.Tensor]) -> None:
+        """Attribute writes that were added to `total` alone to these parameters, all of them as often."""
+        if params and (counted := self.total - int(self.versions.sum())):
+            self.versions[[self._places[id(param)] for param in params]] += counted // len(params)
 
     @contextmanager
     def own(self, params: Sequence[torch.Tensor] | None = None) -> Iterator[None]:

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from .. import devices
 from ..backends.cpp.compile import load_library, user_flags, warn_of_failure, wide_vectors
 from ..backends.cpp.support import ELEMENTS, STANDARD
 from ..backends.decision import clip_coefficient
-from ..devices import thread_count
 from ..errors import BuildError
 from ..kernels.spec import LARGEST_SUM
 from .tiles import DTYPES, NormTiles, Order, combine, cut, order_of
@@ -308,7 +308,7 @@ class CpuNorm(EagerNorm):
 
     @property
     def _threads(self) -> int:
-        return 1 if self._most_threads == 1 else min(self._most_threads, thread_count())
+        return 1 if self._most_threads == 1 else min(self._most_threads, devices.thread_count())
 
 
 def before_root(tensor: torch.Tensor, norm_type: float) -> float:

@@ -12,7 +12,8 @@ import torch
 from ..backends.decision import clip_coefficient
 from ..devices import has_streams
 from ..errors import GradientError
-from ..native.table import CHANGED, Table, addresses_of, count_writes
+from ..native import build
+from ..native.table import CHANGED, Table, addresses_of
 from .table import norm_table
 from .tiles import DTYPES, combine, upload
 
@@ -80,7 +81,7 @@ class Recipe:
         for part in self._parts:
             limit = max_norm.to(part.device) if isinstance(max_norm, torch.Tensor) else max_norm
             part.table.scale(part.addresses, norm.to(part.device), limit)
-        count_writes(tensors)
+        build.bump(tensors)
 
     def _dense(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         if not self._loose:

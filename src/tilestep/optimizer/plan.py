@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from .. import devices
 from ..compat import is_fake
+from ..devices import is_host
 from ..errors import GradientError, StateError
 from ..native.table import CHANGED, SAME, Table, same_list
 from ..placement import ReductionGroup, Share
@@ -156,6 +158,8 @@ class StepPlan:
         self._calls: dict[tuple[int, ...], Calls] = {}  # of the passes of some engines, by their places
         self._every = tuple(range(len(self.engines)))
         self._home_finishes = type(self.home).finish is not StateMemory.finish
+        self._on_host = [passes for one in self.engines if is_host(one.device) for passes in one.passes]
+        self._threads = 0  # those that passes on the host have
 
     def begin_states(self, optimizer: Optimizer, *, all_of_them: bool = False) -> None:
         """Let states that were made ahead begin again, with the values of parameters and groups at their first step."""
@@ -277,6 +281,10 @@ class StepPlan:
         if calls is None:
             shared = [self.shared_sums[place] for place in places] if self.shared_sums else ()
             calls = self._calls[places] = pass_calls(engines, shared, self.progress)
+        if self._on_host and self._threads != devices.thread_count():
+            self._threads = devices.thread_count()
+            for passes in self._on_host:
+                passes.take_threads(self._threads)
         self.progress.clear()
         # Passes of others read no tensor but those in tables.
         attended = [engine for engine in engines if measures or engine.gradients or not engine.table.finds]

@@ -49,7 +49,7 @@ def pass_calls(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums], pr
     """
     every = [passes for engine in engines for passes in engine.passes]
     note = [partial(progress.append, 1)]
-    calls: Calls = [*(passes.first_calls for passes in every), note]
+    calls: Calls = [note]
     for index in range(max((len(passes.segment.spec.program.scalars) for passes in every), default=0)):
         running = [passes for passes in every if index < len(passes.segment.spec.program.scalars)]
         segments = [passes.segment for passes in running]

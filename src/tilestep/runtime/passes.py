@@ -94,10 +94,8 @@ class Passes:
         """Whether every kernel of a step of the kind that was decided last is built."""
         return True
 
-    @property
-    def first_calls(self) -> list[partial[Any]]:
-        """Calls before all stages of a step."""
-        return []
+    def take_threads(self, count: int) -> None:
+        """Let passes on the host have so many threads from now on."""
 
     def scalar_calls(self, index: int) -> list[partial[Any]]:
         """The calls of scalar pass `index`, the same at every step."""

@@ -20,7 +20,7 @@ from sharded_twins import TINY, Elementwise, Pair, inputs, sgd, train, two_group
 import tilestep
 from tilestep import compat
 from tilestep.execution.zero import buckets as shard_buckets
-from tilestep.execution.zero import moves
+from tilestep.execution.zero import execution
 from tilestep.placement import Ranks, peers
 from tilestep.placement import reduction as groups
 from tilestep.timeline.side_stream import Mark, SideStream
@@ -40,8 +40,8 @@ def together() -> Iterator[list[int]]:
         return before(self, flats, sections)
 
     with pytest.MonkeyPatch.context() as patch:
-        group_buckets = moves.group_buckets
-        patch.setattr(moves, "group_buckets", lambda buckets, together: group_buckets(buckets, together=True))
+        group_buckets = execution.group_buckets
+        patch.setattr(execution, "group_buckets", lambda buckets, together: group_buckets(buckets, together=True))
         # Gloo, where several tensors in one message are of no use, has aborted processes that sent them beside others.
         patch.setattr(groups, "gather_together", lambda group, wholes, parts: (False, None))
         patch.setattr(Ranks, "all_gather", counted)
@@ -374,7 +374,7 @@ def test_groups() -> None:
             self.nbytes = numel * dtype.itemsize
 
     def sizes(buckets: list[Flat], worth: bool = True) -> list[int]:
-        return [len(group) for group in moves.group_buckets(buckets, worth)]  # type: ignore[arg-type]
+        return [len(group) for group in execution.group_buckets(buckets, worth)]  # type: ignore[arg-type]
 
     assert sizes([Flat(10) for _ in range(48)]) == [1, 1, 2, 4, 8, 8, 8, 8, 8]
     assert sizes([Flat(10) for _ in range(5)], worth=False) == [1] * 5

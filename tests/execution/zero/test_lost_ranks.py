@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import tilestep
-from tilestep.execution.zero.moves import ParameterSync
+from tilestep.execution.zero.execution import ParameterSync
 
 RANKS = 3
 TIMEOUT = timedelta(seconds=15)

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from ... import devices
-from ...devices import thread_count
 from ...errors import BuildError
 from ...kernels.spec import KernelSpec, Output
 from ...runtime.gradients import Stale
@@ -181,7 +180,7 @@ class CppPasses(Passes):
             calls[:] = [partial(function, *arguments) for function, arguments in functions]
         launch, segment, tiles = self._launch, self.segment, self.segment.tiles
         launch.tensors, launch.tiles, launch.tile_size = len(segment.entries), tiles.count, tiles.size
-        launch.hyper_count = self.hyper.shape[1]
+        launch.hyper_count, launch.threads = self.hyper.shape[1], devices.thread_count()
         self._tables = {**self.tables(), "scalar_states": self._state_addresses, "partials": self._partials}
         if (outputs := self.outputs) is not None:
             self._tables.update(report_sums=outputs.totals, report_partials=self._report_partials)
@@ -196,17 +195,11 @@ class CppPasses(Passes):
             launch.tensors, launch.tiles = len(tile_range.tensors), len(tile_range.tiles)
             _point(launch, tables)
             self._of_ranges[tile_range] = launch, tables
-        launch, _ = self._of_ranges[tile_range]
-        launch.threads = thread_count()
-        return launch
+        return self._of_ranges[tile_range][0]
 
-    def take_threads(self) -> None:
-        """Give passes torch's current number of threads."""
-        self._launch.threads = 1 if devices.is_forked else torch.get_num_threads()
-
-    @property
-    def first_calls(self) -> list[partial[Any]]:
-        return [partial(self.take_threads)]
+    def take_threads(self, count: int) -> None:
+        for launch in (self._launch, *(launch for launch, _ in self._of_ranges.values())):
+            launch.threads = count
 
     def scalar_calls(self, index: int) -> list[partial[Any]]:
         return [partial(self._scalar[index], self._argument)]

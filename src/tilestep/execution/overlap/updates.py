@@ -202,7 +202,9 @@ class GroupUpdates(Row):
         if not timeline.is_alone:
             refuse_another_taker(timeline)
         moved = self.follow_later() if self._later else NONE
-        plan = optimizer.fitting_plan()
+        plan = optimizer.plan
+        if plan is None or not plan.basis.fits(optimizer):
+            plan = optimizer.rebuild()
         control, scaler = optimizer.control, self._scaler
         scaled = control.gradients_scaled or (scaler is not None and scaler.is_enabled())
         if scaled or control.needs_norm(optimizer.param_groups):
