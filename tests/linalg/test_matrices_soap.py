@@ -16,7 +16,7 @@ import tilestep
 from tilestep import StateError
 from tilestep.backends.eager import EagerPasses
 from tilestep.optimizer import build
-from tilestep.runtime.batches import StepBounds
+from tilestep.runtime.batches import Conditions
 
 SHAPES = [(6, 7), (7, 6), (8, 8), (6, 7), (4, 4)]
 
@@ -397,15 +397,15 @@ class _Counts:
 
 def test_the_host_knows_counts_that_live_on_a_device() -> None:
     counts = _Counts([4.0, 0.0])
-    bounds = StepBounds(counts)  # type: ignore[arg-type]
+    bounds = Conditions([], counts)  # type: ignore[arg-type]
     active = np.asarray([True, False])
-    low, high = bounds.read()
+    low, high = bounds.look(active)
     assert (low.tolist(), high.tolist()) == ([4, 0], [4, 0])
     bounds.launched(active, may_skip=False)
-    low, high = bounds.read()
+    low, high = bounds.look(active)
     assert (low.tolist(), high.tolist()) == ([5, 0], [5, 0]) and counts.reads == 1
     counts.now, counts._version = np.asarray([9.0, 9.0]), 1  # a checkpoint was loaded
-    low, high = bounds.read()
+    low, high = bounds.look(active)
     assert (low.tolist(), high.tolist()) == ([9, 9], [9, 9]) and counts.reads == 2
 
 

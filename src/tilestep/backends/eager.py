@@ -53,7 +53,7 @@ class EagerPasses(Passes):
 
     def _update(self, position: int, gradient: torch.Tensor) -> None:
         entry, graph, compute = self.segment.entries[position], self._spec.program.graph, self._spec.compute
-        self.segment.numbers.step[position] += 1
+        self.segment.step[position] += 1
         loads: dict[str, torch.Tensor] = {"grad": gradient.to(compute)}
         for name, storage in self._spec.storages.items():
             if name != "grad" and name not in self._spec.program.matrices.scratch:
@@ -62,7 +62,7 @@ class EagerPasses(Passes):
             loads = {name: value.reshape(self._seen(entry, name)) for name, value in loads.items()}
         # Copies, as those of `values_of`: a rule may move a state's old value to another, which is written later.
         loads.update({name: matrix.clone() for name, matrix in entry.matrices.items()})
-        numbers = {name: array[position] for name, array in self.segment.numbers.scalar_states.items()}
+        numbers = {name: array[position] for name, array in self.segment.scalar_states.items()}
         loads.update({name: number.to(torch.float64, copy=True) for name, number in numbers.items()})
         # Of an empty tensor only the scalar states change.
         outputs = {name: graph.outputs[name] for name in (graph.outputs if gradient.numel() else graph.scalar_states)}
@@ -70,7 +70,7 @@ class EagerPasses(Passes):
         for name, output in outputs.items():
             value = results[id(output)]
             if name in graph.scalar_states:
-                self.segment.numbers.scalar_states[name][position] = value
+                self.segment.scalar_states[name][position] = value
             elif name in graph.matrix_states:
                 entry.matrices[name].copy_(value)
             else:
@@ -98,7 +98,7 @@ class EagerPasses(Passes):
             along = torch.arange(entry.param.shape[dim], device=entry.param.device) * stride
             index += along.view(-1, *[1] * (entry.param.dim() - dim - 1))
         stream = int(self.segment.group_rows.streams[position, 0])
-        return random_tensor(stream, int(self.segment.numbers.step[position]), self._spec.draws[name], index)
+        return random_tensor(stream, int(self.segment.step[position]), self._spec.draws[name], index)
 
     def _apply(self, loads: Mapping[str, torch.Tensor], position: int, value: Value, args: list[Any]) -> Any:
         name = value.operation
@@ -132,7 +132,7 @@ class EagerPasses(Passes):
 
     def _number(self, name: str, position: int) -> float:
         if name == "step":
-            return float(self.segment.numbers.step[position])
+            return float(self.segment.step[position])
         if name == "machine_epsilon":
             return self._spec.machine_epsilon
         if name == "numel" or size_from_end(name):

@@ -41,7 +41,7 @@ from ..placement.local import (
 from ..rules import Rule
 from ..rules.protocol import MATRIX_OPTIONS
 from ..runtime import READABLE, DeviceEngine, Entry, GradNorm, grad_dtype, is_dense, kernel_spec
-from ..runtime.shared_sums import SharedSums
+from ..runtime.shared_sums import shared_sums
 from ..storage import dtype_name, entries_of
 from .control import Deciders, DeviceControl
 from .groups import about_group, check_flags, deciding_keys
@@ -413,9 +413,9 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
         ahead=[one.share for one in planned if state[one.share.param].is_ahead],
     )
     if mesh_ranks is not None:
-        sums = [SharedSums(mesh_ranks, engine.passes) for engine in engines]
+        sums = [shared_sums(mesh_ranks, engine.passes) for engine in engines]
         plan.shared_sums, plan.deciders.ranks = sums, mesh_ranks
-        plan.deciders.sends = bool(exchanges) or any(one.sends for one in sums)
+        plan.deciders.sends = bool(exchanges) or any(map(any, sums))
     return plan
 
 

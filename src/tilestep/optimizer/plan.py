@@ -22,7 +22,6 @@ from ..runtime import DeviceEngine, Stale, StepInputs, pass_calls, run_marked
 from ..runtime.engine import CALL, Calls
 from ..runtime.gradients import GRAD
 from ..runtime.hypers import GroupNumbers
-from ..runtime.shared_sums import SharedSums
 from ..stats import Reports
 from .control import Deciders
 from .masters import Masters
@@ -153,7 +152,9 @@ class StepPlan:
     broken_by: str = ""  # what has interrupted an update between two of its passes
 
     def __post_init__(self) -> None:
-        self.shared_sums: Sequence[SharedSums] = ()  # for each engine its reductions over tensors on several ranks
+        self.shared_sums: Sequence[
+            Calls
+        ] = ()  # for each engine, by tile pass: reductions over tensors of several ranks
         self.progress: list[int] = []  # of the last update: nothing, one number while passes run, two after them
         self._calls: dict[tuple[int, ...], Calls] = {}  # of the passes of some engines, by their places
         self._every = tuple(range(len(self.engines)))

@@ -300,7 +300,7 @@ class _Chunk:
 
     def _number(self, value: Value) -> torch.Tensor:
         """A number for each tensor, [matrices, 1, 1]; a constant without dimensions."""
-        table = self._segment.numbers.rows
+        table = self._segment.rows
         if value.operation == "constant":
             dtype = torch.bool if value.is_bool else table.dtype
             return torch.full((), value.attribute, dtype=dtype, device=table.device)
@@ -327,51 +327,6 @@ class _Chunk:
 
 SkippedValues = dict[tuple[int, int], frozenset[int]]
 """Identities of values that are not computed, by the indices of matrix pass and batch."""
-
-
-class StepBounds:
-    """The least and the greatest value that each step count can have."""
-
-    def __init__(self, steps: torch.Tensor) -> None:
-        self.steps = steps
-        self._version = -1
-        self._low = self._high = self._since = np.zeros(len(steps), dtype=np.int64)
-        self._copy: torch.Tensor | None = None
-        self._arrival: torch.cuda.Event | None = None
-
-    def read(self) -> tuple[np.ndarray, np.ndarray]:
-        """The current bounds of the counts, int64[tensors] each."""
-        if not self.steps.is_cuda:
-            now = self.steps.numpy().astype(np.int64)
-            return now, now
-        if self._version != self.steps._version:
-            self._version = self.steps._version
-            self._low = self._high = self.steps.cpu().numpy().astype(np.int64)
-            self._arrival = None
-        elif self._arrival is not None and self._arrival.query():
-            assert self._copy is not None
-            copied = self._copy.numpy().astype(np.int64)
-            self._low = np.maximum(self._low, copied)
-            self._high = np.minimum(self._high, copied + self._since)
-            self._arrival = None
-        return self._low, self._high
-
-    def launched(self, active: np.ndarray, may_skip: bool) -> None:
-        """A step was launched."""
-        if not self.steps.is_cuda:
-            return
-        self._high = self._high + active
-        self._since = self._since + active
-        if not may_skip:
-            self._low = self._low + active
-        elif self._arrival is None:
-            if self._copy is None:
-                self._copy = torch.empty(self.steps.shape, dtype=self.steps.dtype, device="cpu", pin_memory=True)
-            self._copy.copy_(self.steps, non_blocking=True)
-            self._arrival = torch.cuda.Event()
-            self._arrival.record()
-            # The step that is being launched has not counted itself yet.
-            self._since = active.astype(np.int64)
 
 
 _LOOKED_AHEAD = 1000  # following steps that are searched for one in which the host waits for nothing
@@ -407,20 +362,51 @@ def work_of(matrices: MatrixProgram, group: Mapping[str, Any], rows: int, column
 class Conditions:
     """The host's bounds of the step counts, which tell what the next step needs."""
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        self._groups = groups
-        self.bounds = StepBounds(torch.zeros(0))
-        self._low = self._high = np.zeros(0, dtype=np.int64)
+    def __init__(self, groups: Sequence[Mapping[str, Any]], steps: torch.Tensor) -> None:
+        self._groups, self._steps = groups, steps
+        self._version = -1
+        self._least = self._most = self._since = np.zeros(len(steps), dtype=np.int64)
+        self._copy: torch.Tensor | None = None
+        self._arrival: torch.cuda.Event | None = None
+        self._low = self._high = self._least  # the bounds at the last look
         self._active = np.zeros(0, dtype=bool)
         self._skipped: dict[tuple[int, tuple[int, ...], frozenset[int]], frozenset[int]] = {}
 
-    def look(self, steps: torch.Tensor, active: np.ndarray) -> None:
-        """Update the bounds of the step counts."""
-        if self.bounds.steps is not steps:
-            self.bounds = StepBounds(steps)
-        self._low, self._high = self.bounds.read()
-        self._active = active
+    def look(self, active: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Update the bounds of the step counts: the least and the greatest that each can be, int64[tensors]."""
+        steps = self._steps
+        if not steps.is_cuda:
+            self._least = self._most = steps.numpy().astype(np.int64)
+        elif self._version != steps._version:
+            self._version = steps._version
+            self._least = self._most = steps.cpu().numpy().astype(np.int64)
+            self._arrival = None
+        elif self._arrival is not None and self._arrival.query():
+            assert self._copy is not None
+            copied = self._copy.numpy().astype(np.int64)
+            self._least = np.maximum(self._least, copied)
+            self._most = np.minimum(self._most, copied + self._since)
+            self._arrival = None
+        self._low, self._high, self._active = self._least, self._most, active
         self._skipped.clear()  # hyperparameters may have changed
+        return self._low, self._high
+
+    def launched(self, active: np.ndarray, may_skip: bool) -> None:
+        """A step was launched."""
+        if not self._steps.is_cuda:
+            return
+        self._most = self._most + active
+        self._since = self._since + active
+        if not may_skip:
+            self._least = self._least + active
+        elif self._arrival is None:
+            if self._copy is None:
+                self._copy = torch.empty(self._steps.shape, dtype=self._steps.dtype, device="cpu", pin_memory=True)
+            self._copy.copy_(self._steps, non_blocking=True)
+            self._arrival = torch.cuda.Event()
+            self._arrival.record()
+            # The step that is being launched has not counted itself yet.
+            self._since = active.astype(np.int64)
 
     def skipped_values(self, matrix_pass: MatrixPass, members: Sequence[int], groups: Sequence[int]) -> frozenset[int]:
         """The identities of values that these tensors certainly do not need in this step."""
@@ -493,7 +479,7 @@ class MatrixBatches:
         self.waits = any(_waits(value) for matrix_pass in work for value in matrix_pass.values)
         """Whether the host waits for the device in steps that need all values."""
         conditional = any(matrix_pass.needed for matrix_pass in work)
-        self.conditions = Conditions(self.groups) if conditional else None
+        self.conditions = Conditions(self.groups, segment.step) if conditional else None
         """Decides on the host which values a step does not need; None if it always needs all."""
         records = self._records()
         apart = {index: entry.exchange for index, entry in enumerate(self.entries) if entry.exchange is not None}
@@ -600,7 +586,7 @@ class MatrixBatches:
             return {}
         if self.conditions is None:
             return None
-        self.conditions.look(self.segment.numbers.step, self._active())
+        self.conditions.look(self._active())
         skipped: SkippedValues = {}
         for place, batch in enumerate(self.batches):
             skipped_values = self.conditions.later(list(self.passes.values()), self._groups(batch))
@@ -612,7 +598,7 @@ class MatrixBatches:
     def suffices(self, skipped_values: SkippedValues, active: np.ndarray) -> bool:
         """Whether the next step does not need these values."""
         assert self.conditions is not None
-        self.conditions.look(self.segment.numbers.step, active)
+        self.conditions.look(active)
         for (index, place), values in skipped_values.items():
             batch = self.batches[place]
             takes_part = active[batch.members].any()
@@ -674,7 +660,7 @@ class MatrixBatches:
         if self.conditions is not None:
             self.active = self._active()
             if decides:
-                self.conditions.look(self.segment.numbers.step, self.active)
+                self.conditions.look(self.active)
 
         def compute_batch(place: int, batch: Batch, known: SkippedValues | None) -> None:
             idle = self.conditions is not None and not self.active[batch.members].any()
@@ -702,5 +688,5 @@ class MatrixBatches:
         else:
             self.shared.run(matrix_pass, self.batches, compute)
         if self.conditions is not None and decides and is_last:
-            self.conditions.bounds.launched(self.active, self.segment.control.may_skip)
+            self.conditions.launched(self.active, self.segment.control.may_skip)
         self.is_built = self.is_built or is_last

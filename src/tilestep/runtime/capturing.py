@@ -125,4 +125,4 @@ class HostBranches:
         """Take note that the captured step was launched."""
         for matrices, active, may_skip in zip(self._matrices, self._taking_part, self._may_skip):
             if matrices.conditions is not None:
-                matrices.conditions.bounds.launched(active, may_skip)
+                matrices.conditions.launched(active, may_skip)

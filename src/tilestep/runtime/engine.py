@@ -25,7 +25,6 @@ from .norms import GradNorm
 from .overlaps import WrittenMemory
 from .passes import Passes
 from .segment import Entry, Segment
-from .shared_sums import SharedSums
 
 Calls = list[Sequence["partial[Any]"]]
 """The calls of a step, in order; a segment replaces those in its lists when its kernels are others."""
@@ -42,7 +41,7 @@ def run_marked(calls: Calls, engines: Sequence[DeviceEngine]) -> None:
         deque(map(CALL, chain.from_iterable(calls)), 0)
 
 
-def pass_calls(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums], progress: list[int]) -> Calls:
+def pass_calls(engines: Sequence[DeviceEngine], shared: Sequence[Calls], progress: list[int]) -> Calls:
     """The calls of a step: for each k scalar pass k, its reductions over all tensors, tile pass k and matrix pass k.
 
     They put a number into `progress` before the first pass, and another one after the last.
@@ -60,7 +59,7 @@ def pass_calls(engines: Sequence[DeviceEngine], shared: Sequence[SharedSums], pr
             [partial(segment.streamer.run, index)] if segment.streamer else passes.tile_calls(index)
             for passes, segment in zip(running, segments)
         ]
-        calls += [sums.calls(index) for sums in shared]
+        calls += [sums[index] for sums in shared if index < len(sums)]
         calls += [[partial(passes.matrices.run, index)] for passes in running if passes.matrices]
     return [*calls, note]
 
@@ -85,13 +84,13 @@ def _meet(segments: Sequence[Segment], index: int) -> None:
     for members in by_rule.values():
         for slot, value in members[0].spec.program.scalars[index].global_reductions:
             adds = value.operation == "global_sum"
-            parts = [segment.numbers.global_parts[:, slot] for segment in members]
+            parts = [segment.global_parts[:, slot] for segment in members]
             if adds:
                 total = combined([part.sum() for part in parts])
             else:
                 total = combined([part.amax() for part in parts], torch.maximum)
             for segment in members:
-                segment.numbers.totals[slot].copy_(moved(total, segment.device))
+                segment.totals[slot].copy_(moved(total, segment.device))
 
 
 def build_ahead(engines: Sequence[DeviceEngine], unscales: bool, deciding: Callable[[], list[Launch]]) -> None:

@@ -44,7 +44,7 @@ class Passes:
 
     def tables(self) -> dict[str, Table]:
         """The tables that kernels read and write, by the names that kernels have for them; arrays are on the host."""
-        segment, numbers = self.segment, vars(self.segment.numbers)
+        segment = self.segment
         return {
             "tile_tensor": segment.tiles.tile_tensor,
             "first_tile": segment.tiles.first_tile,
@@ -59,7 +59,7 @@ class Passes:
             "layouts": self.arrays.layouts,
             "hyper": self.hyper,
             "control": segment.control.numbers,
-            **{name: table for name, table in numbers.items() if name != "scalar_states"},
+            **{name: getattr(segment, name) for name in ("step", "sums", "global_parts", "totals", "rows")},
         }
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -317,44 +316,6 @@ class GroupRows:
         return tensors
 
 
-class Numbers:
-    """Step counts and scalar states of a segment's tensors, and numbers that passes compute for later passes.
-
-    Args:
-        spec: of the kernels that update the tensors.
-        entries: the tensors, whose step counts and scalar states become views of the arrays here.
-        device: the device.
-    """
-
-    def __init__(self, spec: KernelSpec, entries: Sequence[Entry], device: torch.device) -> None:
-        count, zeros = len(entries), partial(torch.zeros, dtype=torch.float64, device=device)
-        self.step = zeros(count, dtype=torch.float32)
-        """float32[tensors], step counts."""
-        names = spec.program.graph.scalar_states
-        self.scalar_states = {name: zeros(count, dtype=spec.scalar_dtype(name)) for name in names}
-        """[tensors] for each scalar state."""
-        self.sums = zeros(count, max(spec.reduction_count, 1))
-        """float64[tensors][reductions], reductions over one tensor; eager PyTorch works them out by itself."""
-        self.global_parts = zeros(count, max(spec.global_count, 1))
-        """float64[tensors][slots], what a scalar pass leaves to be combined over all tensors."""
-        self.totals = zeros(max(spec.global_count, 1))
-        """float64[slots], the combined values."""
-        self.rows = zeros(count, spec.columns, dtype=spec.compute)
-        """[tensors][columns], numbers that scalar passes compute for tile and matrix passes."""
-        for name, array in {"step": self.step, **self.scalar_states}.items():
-            numbers = {index: entry.scalars[name] for index, entry in enumerate(entries) if name in entry.scalars}
-            for device in {number.device for number in numbers.values()}:
-                # One copy for all: an assignment for each number would be a launch for each.
-                indices = [index for index, number in numbers.items() if number.device == device]
-                values = torch.stack([numbers[index] for index in indices]).to(array.device, array.dtype)
-                if len(indices) == len(entries):
-                    array.copy_(values)
-                else:
-                    array[torch.tensor(indices, device=array.device)] = values
-            for entry, view in zip(entries, array.unbind()):
-                entry.scalars[name] = view
-
-
 class ArrayTable:
     """Addresses and layouts of the arrays of a segment's tensors; all arrays must exist.
 
@@ -464,11 +425,25 @@ class Segment:
         self.tiles = cut_tiles(numels, tile_size)
         self.sizes = np.asarray([_sizes(entry.shape, spec.sizes) for entry in self.entries], dtype=np.int64)
         self.group_rows = GroupRows(spec, self.entries, groups)
-        self.numbers = Numbers(spec, self.entries, self.device)
+        count, names = len(entries), spec.program.graph.scalar_states
+        self.step = self.zeros(count, dtype=torch.float32)
+        """float32[tensors], step counts."""
+        self.scalar_states = {name: self.zeros(count, dtype=spec.scalar_dtype(name)) for name in names}
+        """[tensors] for each scalar state."""
+        self.sums = self.zeros(count, max(spec.reduction_count, 1))
+        """float64[tensors][reductions], reductions over one tensor; eager PyTorch works them out by itself."""
+        self.global_parts = self.zeros(count, max(spec.global_count, 1))
+        """float64[tensors][slots], what a scalar pass leaves to be combined over all tensors."""
+        self.totals = self.zeros(max(spec.global_count, 1))
+        """float64[slots], the combined values."""
+        self.rows = self.zeros(count, spec.columns, dtype=spec.compute)
+        """[tensors][columns], numbers that scalar passes compute for tile and matrix passes."""
+        for name, array in {"step": self.step, **self.scalar_states}.items():
+            _take_numbers(name, array, self.entries)
 
-    def zeros(self, *shape: int) -> torch.Tensor:
-        """float64 zeros on the device."""
-        return torch.zeros(shape, dtype=torch.float64, device=self.device)
+    def zeros(self, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """Zeros on the device."""
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def element_at(self, place: int, counted: int) -> int:
         """The element of a tensor at which tiles count so many, if rows that end inside of a block count as longer."""
@@ -477,6 +452,21 @@ class Segment:
             return min(counted, numel)
         line, column = divmod(counted, -(-columns // BLOCK) * BLOCK)
         return min(line * columns + min(column, columns), numel)
+
+
+def _take_numbers(name: str, array: torch.Tensor, entries: Sequence[Entry]) -> None:
+    """Copy a number of each tensor into an array, of which it becomes a view."""
+    numbers = {index: entry.scalars[name] for index, entry in enumerate(entries) if name in entry.scalars}
+    for device in {number.device for number in numbers.values()}:
+        # One copy for all: an assignment for each number would be a launch for each.
+        indices = [index for index, number in numbers.items() if number.device == device]
+        values = torch.stack([numbers[index] for index in indices]).to(array.device, array.dtype)
+        if len(indices) == len(entries):
+            array.copy_(values)
+        else:
+            array[torch.tensor(indices, device=array.device)] = values
+    for entry, view in zip(entries, array.unbind()):
+        entry.scalars[name] = view
 
 
 def strides_of(entry: Entry) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -46,28 +47,19 @@ class _Part:
         self.numbers.index_copy_(0, self.places, values.to(self.numbers.dtype))
 
 
-class SharedSums:
-    """Combines after each tile pass what it has summed up per tensor and slice: one all-reduce for all sums."""
-
-    def __init__(self, group: ReductionGroup, every: Sequence[Passes]) -> None:
-        sharded = [passes for passes in every if not all(is_whole(entry.handle) for entry in passes.segment.entries)]
-        depth = max((len(passes.segment.spec.program.tiles) for passes in sharded), default=0)
-        self._group = group
-        self._parts = [
-            [_parts_of(group, sharded, index, adds=adds) for adds in (True, False)] for index in range(depth)
+def shared_sums(group: ReductionGroup, every: Sequence[Passes]) -> list[Sequence[partial[Any]]]:
+    """For each tile pass the calls that combine what it sums up per tensor and slice: one all-reduce for all sums."""
+    sharded = [passes for passes in every if not all(is_whole(entry.handle) for entry in passes.segment.entries)]
+    depth = max((len(passes.segment.spec.program.tiles) for passes in sharded), default=0)
+    kinds = (True, group.add), (False, group.largest)
+    return [
+        [
+            partial(_combine, parts, reduce)
+            for adds, reduce in kinds
+            if (parts := _parts_of(group, sharded, index, adds=adds))
         ]
-
-    @property
-    def sends(self) -> bool:
-        """Whether there is something to combine."""
-        return any(parts for kinds in self._parts for parts in kinds)
-
-    def calls(self, index: int) -> list[partial[None]]:
-        """What lets every segment know the reductions over whole tensors that tile pass `index` has begun."""
-        if index >= len(self._parts):
-            return []
-        kinds = zip(self._parts[index], (self._group.add, self._group.largest))
-        return [partial(_combine, parts, reduce) for parts, reduce in kinds if parts]
+        for index in range(depth)
+    ]
 
 
 def _combine(parts: Sequence[_Part], reduce: Callable[[torch.Tensor], None]) -> None:
@@ -94,7 +86,7 @@ def _parts_of(group: ReductionGroup, sharded: Sequence[Passes], index: int, *, a
             )
         if tensors:
             # What one rank has whole is in no segment of the others.
-            sums = segment.numbers.sums
+            sums = segment.sums
             listed = [
                 (place, entry, slot, value)
                 for place, entry in enumerate(segment.entries)

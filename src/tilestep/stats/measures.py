@@ -266,7 +266,7 @@ class _Part:
         table[self.rows[:, None], self.columns] = moved(self._outputs.totals, self._device)
         others = []
         for name in self._numbers:
-            number = self.segment.numbers.scalar_states[name].to(torch.float64).abs()
+            number = self.segment.scalar_states[name].to(torch.float64).abs()
             others.append((f"{name}_number_max", number))
         for name, factors in self._factors.items():
             exact = [{**entry.arrays, **entry.matrices}[name].detach().to(torch.float64) for entry in self._entries]

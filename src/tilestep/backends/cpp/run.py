@@ -111,7 +111,7 @@ class CppPasses(Passes):
         tiles = max(segment.tiles.count, self.slices.tables.most_tiles if self.slices else 0)
         self._partials = segment.zeros(tiles, max(spec.reduction_count, 1))
         self.hyper = np.zeros((len(segment.group_rows.indices), len(spec.hypers)))
-        states = segment.numbers.scalar_states.values()
+        states = segment.scalar_states.values()
         self._state_addresses = np.asarray([array.data_ptr() for array in states], dtype=np.int64)
         self._scalar = [getattr(library, f"scalar_pass_{index}") for index in range(len(program.scalars))]
         self._launch = Launch()

@@ -112,7 +112,7 @@ class TritonPasses(Passes):
             "counts": np.asarray([len(entries)], dtype=np.int64),
             "tile_list": np.zeros(1, dtype=np.int32),
             "partials": zeros(most_tiles if spec.reduction_count else 1, max(spec.reduction_count, 1)),
-            **{f"{name}_state": array for name, array in segment.numbers.scalar_states.items()},
+            **{f"{name}_state": array for name, array in segment.scalar_states.items()},
             **{name: zeros(1) for name in ("words", "first_word", "report_partials")},
         }
         self._tables = device_tables(tables, device)

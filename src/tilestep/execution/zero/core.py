@@ -19,7 +19,7 @@ from ...optimizer.parameters import iter_params
 from ...optimizer.states import TRAINING
 from ...placement import Listed, Placement, Ranks, ReductionGroup, Share
 from ...rules import Rule
-from ...runtime.shared_sums import SharedSums
+from ...runtime.shared_sums import shared_sums
 from ...storage import BLOCK, entries_before, entries_of, rows_of, shape_of_entries, states_in_blocks, values_of
 from .buckets import ALIGNMENT, Bucket, Item, Options, Slot, make_buckets, memory_order, view_of
 from .tensor_piece import ShardedTensorPiece
@@ -265,7 +265,7 @@ class Sharding(Placement):
             return min((entry.share.ordinal for entry in entries if entry.whole is not None), default=0)
 
         # In the same order on all ranks: a whole parameter may come first in a segment on one rank only.
-        plan.shared_sums = [SharedSums(plan.sharers, sorted(engine.passes, key=first_cut)) for engine in plan.engines]
+        plan.shared_sums = [shared_sums(plan.sharers, sorted(engine.passes, key=first_cut)) for engine in plan.engines]
 
     def lay_out(self, optimizer: Optimizer, names: dict[Any, str]) -> list[Bucket]:
         """Lay out new parameters in new buckets, with the first rank's values, and cut this rank's sections."""
