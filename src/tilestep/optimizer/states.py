@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, compress
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -242,12 +243,6 @@ def keeping_squares(optimizer: Optimizer) -> Iterator[None]:
             )
 
 
-class _Count:
-    """A count of changes; states share it instead of holding each other, so that their memory is freed at once."""
-
-    changes = 0
-
-
 def _noted(name: str) -> Callable[..., Any]:
     original = getattr(dict, name)
 
@@ -268,7 +263,7 @@ def _noted(name: str) -> Callable[..., Any]:
 class ParameterState(dict[str, Any]):
     """One parameter's state, which counts the tensors that are replaced or removed: kernels have the old addresses."""
 
-    count: _Count | None = None
+    count: Any = None  # as of a `WatchedState`
     is_ahead = False  # whether it was made before its first step, at which it begins again with that step's values
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -290,7 +285,8 @@ class WatchedState(defaultdict[Any, Any]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.count = _Count()  # how often an entry, or a tensor inside one, was set or removed
+        # Entries share it instead of holding this, so that their memory is freed at once.
+        self.count = SimpleNamespace(changes=0)  # how often an entry, or a tensor inside one, was set or removed
 
     def entry(self, values: Mapping[str, Any], *, is_ahead: bool = False) -> ParameterState:
         """A parameter's state whose changes this one counts too."""
