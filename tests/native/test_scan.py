@@ -16,6 +16,7 @@ import tilestep
 from tilestep import native
 from tilestep.compat import DTENSOR_PARTS
 from tilestep.devices.garbage import without_collections
+from tilestep.native import build
 from tilestep.native.build import layout_flags
 from tilestep.native.table import CHANGED, MOVED, SAME, Table, Writes, memory_of, rows_of, taken_gradients
 
@@ -264,8 +265,10 @@ def test_writes_of_other_code_are_told_from_own(
             params[7].mul_(2)
         assert not writes.are_none() and writes.take() == [7]
         plain = Writes(params[:20])
-        plain.count()
-        plain.count(params[3:5])
+        for own in (plain.params, plain.params, params[3:5]):
+            build.bump(own)
+            plain.total += len(own)
+            plain.attribute(own)
         assert plain.are_none() and plain.are_none(plain.total) and not plain.are_none(plain.total + 1)
         params[3].add_(1)
         assert not plain.are_none() and plain.take() == [3]

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import tilestep
+from tilestep.native import build
 from tilestep.native.table import Writes
 from tilestep.stats import Output
 
@@ -153,7 +154,9 @@ def plain_parameters_beside_dtensors_are_listed_exactly() -> None:
         listed = {name: indices.tolist() for name, indices, _ in optimizer.changes(gather=True)}
         assert listed == {"0.0": [3], "0.1": [0]}
     writes = Writes([plain, part])
-    writes.count()
+    build.bump(writes.params)
+    writes.total += 2
+    writes.attribute(writes.params)
     assert writes.are_none() and writes.take() == []
 
 
