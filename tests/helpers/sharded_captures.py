@@ -20,7 +20,7 @@ from rank_processes import all_pass
 from sharded_twins import TINY, Elementwise
 
 import tilestep
-from tilestep.execution.zero import execution, moves
+from tilestep.execution.zero import execution
 from tilestep.placement import Ranks, ReductionGroup
 from tilestep.timeline import side_stream
 
@@ -45,7 +45,7 @@ def graphs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         simulation = Simulation(patch)
-        for module in (execution, moves, side_stream):
+        for module in (execution, side_stream):
             patch.setattr(module, "is_capturing", lambda: simulation.graph is not None)
         patch.setattr(Ranks, "can_be_captured", True)
         gather = Ranks.all_gather
