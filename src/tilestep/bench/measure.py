@@ -143,10 +143,15 @@ class Row:
     share: float | None = None
     setup_seconds: float | None = None
 
+    @property
+    def work(self) -> Spread | None:
+        """Device time on a GPU, wall time on a CPU."""
+        return self.device or self.wall
+
     def note_bandwidth(self, limit: float | None = None) -> Row:
         """Set the bandwidth, if times and traffic are known, and its fraction of a limit."""
-        busy = self.device or self.wall  # device time on a GPU, wall time on a CPU
-        self.bandwidth = self.bytes_moved / (busy.median * 1e-3) if busy and busy.median and self.bytes_moved else None
+        work = self.work
+        self.bandwidth = self.bytes_moved / (work.median * 1e-3) if work and work.median and self.bytes_moved else None
         self.of_limit = self.bandwidth / limit if self.bandwidth and limit else None
         return self
 
@@ -173,7 +178,7 @@ def measure(
     for run in runs:
         for _ in range(warmup):
             run.guarded(run.wall, False)
-    delay = _Delay(device) if has_streams(device) and busy else None
+    delay = _delay(device) if has_streams(device) and busy else None
     for turn in range(rounds):
         if until is not None and turn >= LEAST_ROUNDS and time.monotonic() > until:
             break
@@ -228,9 +233,9 @@ class _Run:
         for name, value in zip(("host", "wall"), both, strict=True):
             self.times[name] += [value] if keep else []
 
-    def busy(self, delay: _Delay) -> None:
+    def busy(self, delay: Callable[[float], None]) -> None:
         """Measure the time of the GPU between events, which it is kept from until the host has enqueued everything."""
-        delay.enqueue(self.times["host"][-1])
+        delay(self.times["host"][-1])
         self.times["device"].append(between_events(self._contender.call))
 
     def trace(self) -> None:
@@ -257,19 +262,19 @@ def between_events(call: Callable[[], object], repeat: int = 1) -> float:
     return begin.elapsed_time(end) / repeat
 
 
-class _Delay:
-    """Work that keeps the GPU busy for a given time, and leaves its cache full of data that no contender reads."""
+def _delay(device: torch.device) -> Callable[[float], None]:
+    """Work that keeps the GPU busy for some milliseconds, and leaves its cache full of data that no contender reads."""
+    source = torch.ones(128 << 20, dtype=torch.uint8, device=device)
+    copy = partial(torch.empty_like(source).copy_, source)
+    for _ in range(3):
+        copy()
+    taken = between_events(copy, 10)
 
-    def __init__(self, device: torch.device) -> None:
-        source = torch.ones(128 << 20, dtype=torch.uint8, device=device)
-        self.copy = partial(torch.empty_like(source).copy_, source)
-        for _ in range(3):
-            self.copy()
-        self.copy_milliseconds = between_events(self.copy, 10)
+    def enqueue(milliseconds: float) -> None:
+        for _ in range(math.ceil(1.5 * milliseconds / taken) + 4):
+            copy()
 
-    def enqueue(self, milliseconds: float) -> None:
-        for _ in range(math.ceil(1.5 * milliseconds / self.copy_milliseconds) + 4):
-            self.copy()
+    return enqueue
 
 
 COPY = "copy"

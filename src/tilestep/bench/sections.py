@@ -164,14 +164,14 @@ def peers(device: torch.device, compiled: bool = False, names: Sequence[str] = (
 
 def step_of(peer: Peer, parameters: Sequence[Tensor], max_grad_norm: float | None) -> Callable[[], object]:
     """Return a function that takes one step, clipping by the global norm first where asked."""
-    if peer.clips or max_grad_norm is None:
-        optimizer = peer.build(parameters, **({} if max_grad_norm is None else {"max_grad_norm": max_grad_norm}))
-        return optimizer.step  # type: ignore[no-any-return]
-    clipped = peer.build(parameters)
+    limit = None if peer.clips else max_grad_norm
+    options = {"max_grad_norm": max_grad_norm} if peer.clips and max_grad_norm is not None else {}
+    optimizer = peer.build(parameters, **options)
 
     def step() -> None:
-        torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
-        clipped.step()
+        if limit is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, limit)
+        optimizer.step()
 
     return step
 

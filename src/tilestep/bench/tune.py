@@ -127,15 +127,12 @@ def _measure(
             rebuilt(shape)
             optimizer.step()  # builds, and updates the tables
 
-        repeat = 4 if has_streams(device) else 1
-        contenders = [
-            Contender(str(shape), optimizer.step, prepare=partial(prepare, shape), repeat=repeat) for shape in shapes
-        ]
-        rows = measure(contenders, device, rounds, warmup=0, traced=False, busy=False, until=until)
+        contenders = [Contender(str(shape), optimizer.step, prepare=partial(prepare, shape)) for shape in shapes]
+        rows = measure(contenders, device, rounds, warmup=0, traced=False, until=until)
         for row in rows:
-            if row.wall is None:
+            if row.work is None:
                 raise RuntimeError(f"{job.rule.name}, {job.kind}, tiles of {row.contender}: {row.failure}")
-        return {shape: row.wall.median for shape, row in zip(shapes, rows) if row.wall}
+        return {shape: row.work.median for shape, row in zip(shapes, rows) if row.work}
 
     decide = until - (until - time.monotonic()) / 4 if math.isfinite(until) else until
     together = build_threads()

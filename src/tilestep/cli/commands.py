@@ -269,7 +269,7 @@ def plan(
     )
     split, copies = mesh_of(mesh)
     figures = Constants.load(*([] if constants is None else [constants]))
-    given = {"network_bandwidth": network * 1e9, "gpus_per_node": gpus_per_node}
+    given: dict[str, Any] = {"network_bandwidth": network * 1e9, "gpus_per_node": gpus_per_node}
     measured = {name: value for name, value in given.items() if value}
     figures = replace(
         figures, **measured, sources={**figures.sources, **dict.fromkeys(measured, "as the command line says")}

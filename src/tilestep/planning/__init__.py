@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import heapq
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -28,15 +27,45 @@ _DEFAULTS = Path(__file__).with_name("constants.json")
 
 
 _KNOWN: dict[str, dict[str, Any]] = json.loads(_DEFAULTS.read_text())
-_SOURCES: Any = ("sources", dict[str, str], field(default_factory=dict))
-_Values: Any = dataclasses.make_dataclass("_Values", [*_KNOWN, _SOURCES], frozen=True)
 
 
-class Constants(_Values):  # type: ignore[misc]
+@dataclass(frozen=True)
+class Links:
+    """Rates and latencies of messages between ranks, and how much backward and forward slow down meanwhile."""
+
+    reduce_scatter_bandwidth: float
+    all_gather_bandwidth: float
+    network_bandwidth: float
+    launch_latency: float
+    hop_latency: float
+    network_hop_latency: float
+    beside_sums: float
+    beside_gathers: float
+
+
+@dataclass(frozen=True)
+class Constants(Links):
     """Constants of a machine, from which the times of a plan are computed, and their `sources`.
 
-    constants.json has their names, meanings and defaults, which were measured on H200 GPUs, eight to a node.
+    constants.json has their meanings and defaults, which were measured on H200 GPUs, eight to a node.
     """
+
+    memory_bandwidth: float
+    step_latency: float
+    compute: float
+    compiled_compute: float
+    matrix_compute: float
+    model_bytes: float
+    compiled_model_bytes: float
+    model_host: float
+    compiled_model_host: float
+    fsdp_host: float
+    step_host: float
+    tensor_host: float
+    message_host: float
+    gpu_memory: float
+    gpus_per_node: int
+    sources: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path = _DEFAULTS) -> Constants:
@@ -412,7 +441,7 @@ def _host(job: Job, constants: Constants) -> float | None:
         return None
     per_tensor = job.of_regime(constants, "model_host") + constants.fsdp_host * (job.layout == "fsdp2")
     messages = len(job.buckets) * constants.message_host
-    return constants.step_host + messages + job.tensors * (per_tensor + constants.tensor_host)  # type: ignore[no-any-return]
+    return constants.step_host + messages + job.tensors * (per_tensor + constants.tensor_host)
 
 
 def _unclaimed(job: Job, constants: Constants, seconds: float, host: float | None) -> Iterator[str]:
@@ -436,7 +465,7 @@ def best_bucket(job: Job, constants: Constants) -> float:
     """Bytes of the largest bucket whose iteration is within half a percent of the fastest."""
     # Larger buckets are fewer messages for the host to start and for the GPU to run beside the model.
     sizes = [size for mebibytes in BUCKETS if (size := mebibytes * 2**20) >= job.smallest_bucket]
-    times = [plan(dataclasses.replace(job, bucket=size), constants).iteration for size in sizes]
+    times = [plan(replace(job, bucket=size), constants).iteration for size in sizes]
     return max(size for size, time in zip(sizes, times) if time <= min(times) * _CLOSE)
 
 
@@ -446,8 +475,8 @@ def meshes(job: Job, constants: Constants) -> Iterator[Plan]:
     while shard < 2 * job.ranks:
         split = min(shard, job.ranks)
         if job.ranks % split == 0:
-            meshed = dataclasses.replace(job, shard=split, replicate=job.ranks // split)
-            yield plan(dataclasses.replace(meshed, bucket=best_bucket(meshed, constants)), constants)
+            meshed = replace(job, shard=split, replicate=job.ranks // split)
+            yield plan(replace(meshed, bucket=best_bucket(meshed, constants)), constants)
         shard *= 2
 
 
