@@ -2,16 +2,20 @@
 
     python benchmarks/muon_ranks.py --ranks 2
 
-takes under four minutes on GPUs and writes benchmarks/results/muon_ranks_<device>_<ranks>.json after every part.
+takes under four minutes on GPUs and writes benchmarks/results/muon_ranks_<device>_<ranks>.json after every part;
+another `--batch` than 4 and `--compiled` are in the name too.
 
 equal: the update of DTensors in several layouts beside that of plain tensors, and two runs of a layout.
 floors: what a step cannot take less than: a rank's share of the model's matrices as plain tensors, and as many bytes
 exchanged.
 fsdp: the language model of 1.19 B elements under FSDP2, float32 shards used in bfloat16: the first step, steps alone,
 and whole iterations of contenders that take turns. dion's Muon takes part if it can be imported (`--path` says where
-from). The first step is one from an empty cache in a run of this part alone on a fresh machine.
+from).
 shard: iterations of `tilestep.shard`, bfloat16 parameters with float32 masters.
 torch: steps of torch.optim.Muon on DTensors.
+first: the first step of Muon under FSDP2, alone in a run with empty caches (TILESTEP_CACHE_DIR).
+published: steps for the matrices of eight layers 5,120 wide. For these microsoft/dion#96 has 117.9, 61.8 and 31.4 ms on
+one, two and four H100s, of NorDion2, which works on a quarter of the rows.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 import typer
 from overlap_trainings import Training, fully_sharded
-from shard_contenders import TINY, Llama, Shape, make_model
+from shard_contenders import TINY, Llama, Shape, compiled_blocks, make_model
 from timing import result_name, spread, synchronize, timed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -46,6 +50,8 @@ from tilestep.bench.sections import free
 __all__ = ["main"]
 
 RESULTS = Path(__file__).parent / "results"
+BATCH = 4
+PUBLISHED = [(5120, 5120)] * 32 + [(20480, 5120)] * 8 + [(5120, 20480)] * 8
 CLOSE = 1e-2  # by how much updates may differ, in the Frobenius norm: batches of other sizes are rounded otherwise
 BACK_TO_BACK = 3  # iterations for one figure, without waiting for the device in between
 
@@ -62,6 +68,13 @@ class Settings:
     limit: float
     path: str
     output: str
+    compiled: bool = False
+
+    @property
+    def name(self) -> str:
+        """What results are about."""
+        batch = "" if self.batch == BATCH else f"_batch{self.batch}"
+        return f"muon_ranks{batch}{'_compiled' * self.compiled}"
 
 
 class Bench:
@@ -159,6 +172,32 @@ class Bench:
         model, optimizer = self._sharded(lambda model: torch.optim.Muon(_inside(model), lr=0.02))()
         self._steps_of("torch", "torch.optim.Muon", model, optimizer, most=3)
 
+    def first(self) -> None:
+        """The first step of Muon on DTensors."""
+        self._steps_of("first", "Muon", *self._sharded(_muon)(), most=4)
+
+    def published(self) -> None:
+        """Steps for dion's shapes."""
+        ranks, share = self.settings.ranks, 64 if self.settings.small else 1
+        mesh = init_device_mesh(self.device.type, (ranks,))
+
+        def drawn() -> list[Any]:
+            sizes = [(rows // share // ranks, columns // share) for rows, columns in PUBLISHED]
+            parts = [torch.randn(size, dtype=torch.bfloat16, device=self.device) for size in sizes]
+            params = [torch.nn.Parameter(DTensor.from_local(part, mesh, [Shard(0)])) for part in parts]
+            for param in params:
+                param.grad = torch.randn_like(param)
+            return params
+
+        self._steps("published", "Muon", tilestep.Muon(drawn(), lr=0.02).step)
+        free(self.device)
+        try:
+            dion = importlib.import_module("dion")
+            theirs = dion.Muon([{"params": drawn()}], distributed_mesh=mesh, lr=0.02)
+            self._steps("published", "Muon, dion", theirs.step)
+        except Exception as error:
+            self.results["notes"].append(f"published: no dion: {type(error).__name__}: {str(error)[:200]}")
+
     def _sharded(self, make: Callable[[Any], Any]) -> Callable[[], tuple[Any, Any]]:
         def build() -> tuple[Any, Any]:
             model = fully_sharded(self.shape, self.device)
@@ -255,7 +294,7 @@ class Bench:
             if dist.get_rank() == 0:
                 path = Path(self.settings.output)
                 path.mkdir(parents=True, exist_ok=True)
-                path = path / f"{result_name('muon_ranks', self.device, self.settings.ranks)}.json"
+                path = path / f"{result_name(self.settings.name, self.device, self.settings.ranks)}.json"
                 path.write_text(json.dumps(self.results, indent=1) + "\n")
             free(self.device)
             if failed:  # a rank that fails alone would leave the others waiting
@@ -297,7 +336,8 @@ def _rank(rank: int, settings: Settings, folder: str, begin: float) -> None:
         "nccl" if gpu else "gloo", store=store, rank=rank, world_size=settings.ranks, timeout=timedelta(90), **options
     )
     bench = Bench(settings, device, begin)
-    bench.run()
+    with compiled_blocks("inductor" if settings.compiled else ""):
+        bench.run()
     for note in bench.results["notes"]:
         bench.say(f"note: {note}")
     dist.destroy_process_group()
@@ -305,17 +345,18 @@ def _rank(rank: int, settings: Settings, folder: str, begin: float) -> None:
 
 def main(
     ranks: Annotated[int, typer.Option(help="How many GPUs, or processes without one.")] = 2,
-    batch: Annotated[int, typer.Option(help="Sequences a rank.")] = 4,
+    batch: Annotated[int, typer.Option(help="Sequences a rank.")] = BATCH,
     rounds: Annotated[int, typer.Option(help="Figures of each contender.")] = 10,
     parts: Annotated[str, typer.Option(help="Only these, with commas.")] = "equal,floors,fsdp,shard,torch",
     limit: Annotated[float, typer.Option(help="Seconds after which no round begins.")] = 200,
+    compiled: Annotated[bool, typer.Option(help="Blocks compiled by inductor.")] = False,
     small: Annotated[bool, typer.Option(help="A small model: checks this script, measures nothing.")] = False,
     path: Annotated[str, typer.Option(help="Where `import dion` looks first.")] = "",
     output: Annotated[Path, typer.Option(help="The folder for the JSON.")] = RESULTS,
 ) -> None:
     """Check, measure, print, write."""
     begin = time.time()
-    settings = Settings(ranks, batch, rounds, parts.split(","), small, limit, path, str(output))
+    settings = Settings(ranks, batch, rounds, parts.split(","), small, limit, path, str(output), compiled)
     with tempfile.TemporaryDirectory() as folder:
         context: Any = multiprocessing.start_processes(
             _rank,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from scripts import all_equal_in_the_interpreter
 
 from tilestep.linalg import COEFFICIENTS, orthogonal
 from tilestep.linalg.coefficients import NAMES, flat, rows_of
-from tilestep.linalg.orthogonal import gram_newton_schulz, newton_schulz, restarts, takes
+from tilestep.linalg.orthogonal import gram_newton_schulz, newton_schulz, restarts
 from tilestep.linalg.symmetric import BLOCKS
 
 
@@ -74,13 +76,14 @@ def test_working_on_gram_matrices_is_as_near_to_float64_as_the_plain_iteration(
         assert ours < (1.1 if steps == 5 else 1.6) * theirs + 2e-3, place
 
 
+@pytest.mark.parametrize("columns", [128, 192])
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_gram_matrices_leave_the_singular_values_of_the_plain_iteration(
-    name: str, precision: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    name: str, precision: torch.dtype, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of a matrix near rank one, in whose Gram matrix rounding is largest beside what is small."""
-    noise, falling, *rest = conditioned(128, 192)
+    noise, falling, *rest = conditioned(128, columns)
     left, values, right = torch.linalg.svd(falling, full_matrices=False)
     values[0] = 30 * values[1:].norm()
     batch = torch.stack([noise, falling, *rest[:2], (left * values) @ right]).to(precision).to(torch.float32)
@@ -88,7 +91,7 @@ def test_gram_matrices_leave_the_singular_values_of_the_plain_iteration(
     wanted = torch.linalg.svdvals(exact(batch, rows))
 
     def apart(*, on_grams: bool) -> torch.Tensor:
-        monkeypatch.setattr(orthogonal, "takes", lambda *_: on_grams)
+        monkeypatch.setattr(orthogonal, "pays", lambda _: on_grams)
         found = newton_schulz([batch], [1e-7, *flat(rows)], None, multiplied, precision)
         return (torch.linalg.svdvals(found.double()) - wanted).square().mean(dim=-1).sqrt()
 
@@ -97,9 +100,10 @@ def test_gram_matrices_leave_the_singular_values_of_the_plain_iteration(
 
 
 @pytest.mark.parametrize("name", ["jordan", "quintic", "polar_express", "polar_express_dion", "cans", "aol", "cubic5"])
-def test_gram_matrices_keep_a_large_singular_value_that_the_first_step_makes_small(name: str) -> None:
+@pytest.mark.parametrize("columns", [192, 288])
+def test_gram_matrices_keep_a_large_singular_value_that_the_first_step_makes_small(name: str, columns: int) -> None:
     """It lies in few rows, so that roundings of the Gram matrix are as large as what is left of it."""
-    rows, batch = rows_of(name), dominated(192, 288).to(torch.bfloat16)
+    rows, batch = rows_of(name), dominated(192, columns).to(torch.bfloat16)
     wanted = exact(batch, rows)
 
     def apart(found: torch.Tensor) -> torch.Tensor:
@@ -110,16 +114,24 @@ def test_gram_matrices_keep_a_large_singular_value_that_the_first_step_makes_sma
     assert bool((ours < 1.1 * plain + 5e-3).all()), (ours, plain)
 
 
-def test_gram_matrices_are_left_to_coefficients_that_do_not_grow_roundings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orthogonal, "pays", lambda batch: True)
-    batch = torch.ones(1, 16, 32)
-    assert all(takes(batch, rows_of(name)) for name in NAMES)
-    assert not takes(batch, [(8.0, -3.0, 0.5)] * 3) and not takes(batch, [(2.0, -50.0, 1.0)]) and not takes(batch, [])
-    assert [len(steps) for steps in restarts(rows_of("deepseek-v4"))] == [3, 2, 2, 2, 1]
-    assert [len(steps) for steps in restarts(rows_of("polar_express"))] == [1, 2, 2]
+def test_steps_share_a_gram_matrix_where_that_is_less_work_and_grows_no_roundings() -> None:
+    def shared(rows: Sequence[Any], *shape: int) -> list[int]:
+        parts = restarts(rows, shape)
+        assert [row for part in parts for row in part] == list(rows)
+        return [len(part) for part in parts]
+
+    assert all(len(shared(rows_of(name), 16, 32)) < len(rows_of(name)) for name in NAMES)
+    assert shared(rows_of("deepseek-v4"), 32, 16) == [3, 2, 2, 2, 1]
+    assert shared(rows_of("polar_express"), 16, 32) == [1, 2, 2]
+    assert shared(JORDAN, 16, 16) == [1] * 5
+    assert shared([(8.0, -3.0, 0.5)] * 3, 16, 32) == [1] * 3
+    assert shared([(2.0, -50.0, 1.0)] * 2, 16, 32) == [1] * 2
+    assert shared([], 16, 32) == []
 
 
-def test_it_is_for_gpus_alone() -> None:
-    assert not takes(torch.ones(2, 512, 1024, dtype=torch.bfloat16), JORDAN)
+def test_nothing_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orthogonal, "pays", lambda _: True)
+    unmoved = newton_schulz([torch.full((1, 3, 4), 3.0)], [1e-7], None)
+    assert torch.equal(unmoved, torch.full_like(unmoved, 12**-0.5))
     nothing = gram_newton_schulz(torch.zeros(1, 32, 64, dtype=torch.bfloat16), JORDAN, 1e-7, None, multiplied)
     assert torch.equal(nothing, torch.zeros_like(nothing))

@@ -1,10 +1,11 @@
-"""The nearest orthogonal matrix: Newton-Schulz iterations in 16 bits, on Gram matrices where they are smaller."""
+"""The nearest orthogonal matrix: Newton-Schulz iterations in 16 bits, large ones on a GPU by symmetric products."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,20 +32,7 @@ enlarge that until the matrix diverges.
 """
 
 _ELONGATED = 1.4
-"""With a smaller ratio of the sides, Gram matrices take more products than they save."""
-
-
-def takes(batch: torch.Tensor, rows: Sequence[Row]) -> bool:
-    """Whether a batch is faster this way: on a GPU, large, one side longer, and no coefficients that grow roundings."""
-    return suits(batch.shape[-2:], rows) and pays(batch)
-
-
-def suits(shape: Sequence[int], rows: Sequence[Row]) -> bool:
-    """Whether steps on Gram matrices take fewer products, and no coefficients grow roundings."""
-    short, long = sorted(shape)
-    growths = [math.prod(a for a, _, _ in steps[:-1]) for steps in restarts(rows)]
-    is_tame = all(abs(number) <= _STEEPEST for number in (*flat(rows), *growths))
-    return len(rows) > 0 and long >= _ELONGATED * short and is_tame
+"""With a smaller ratio of the sides, steps that share a Gram matrix take more products than they save."""
 
 
 def work(high: int, wide: int, numbers: Sequence[float]) -> float:
@@ -55,25 +43,26 @@ def work(high: int, wide: int, numbers: Sequence[float]) -> float:
         262
     """
     rows, (short, long) = list(zip(*[iter(numbers[1:])] * 3)), sorted((high, wide))
-    symmetric = short * short * (1.0 if short >= SMALLEST else 2.0)  # times the inner side; half of it is computed
-    if short < SMALLEST or not suits((high, wide), rows):
-        return sum(symmetric * long + bool(c) * symmetric * short + 2.0 * short * short * long for _, _, c in rows)
+    is_large = short >= SMALLEST
+    symmetric = short * short * (1.0 if is_large else 2.0)  # times the inner side; half of it is computed
     total = 0.0
-    for steps in restarts(rows):
-        products = sum(bool(c) for _, _, c in steps) + 3 * (
-            len(steps) - 1
-        )  # beside the square, two of each but the last
+    for steps in restarts(rows, (high, wide)) if is_large else ([row] for row in rows):
+        # Beside the square: the factor's product, and two of each step but the last.
+        products = sum(bool(c) for _, _, c in steps) + 3 * (len(steps) - 1)
         total += symmetric * (long + products * short) + 2.0 * short * short * long
     return total
 
 
-def restarts(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-    """The steps that share a Gram matrix, in order."""
+def restarts(rows: Sequence[Row], shape: Sequence[int]) -> list[Sequence[Row]]:
+    """The steps that share a Gram matrix, in order: several where that takes fewer products and grows no roundings."""
     first, later = STEPS_OF_A_GRAM
     first = 1 if rows and _least_factor(rows[0]) < _LEAST * rows[0][0] else first
-    yield rows[:first]
-    for start in range(first, len(rows), later):
-        yield rows[start : start + later]
+    ends = [0, *range(first, len(rows), later), len(rows)]
+    shared = [rows[start:end] for start, end in pairwise(ends) if end]
+    growths = [math.prod(a for a, _, _ in steps[:-1]) for steps in shared]
+    is_tame = all(abs(number) <= _STEEPEST for number in (*flat(rows), *growths))
+    short, long = sorted(shape)
+    return shared if is_tame and long >= _ELONGATED * short else [[row] for row in rows]
 
 
 def _least_factor(row: Row) -> float:
@@ -103,7 +92,7 @@ def gram_newton_schulz(
     norm = torch.linalg.vector_norm(batch, dim=(-2, -1), dtype=torch.float32)
     inverse = norm.clamp_(min=eps).reciprocal_()
     matrix, scale, done = batch, inverse, 0
-    for steps in restarts(rows):
+    for steps in restarts(rows, batch.shape[-2:]):
         squared = scale * scale if done == 0 else None
         factor = _factor(matrix, squared, scale if done == 0 else None, steps, multiply)
         done += len(steps)
@@ -220,37 +209,23 @@ def newton_schulz(
     if out is not None and out.dtype is not precision:
         return out.copy_(newton_schulz(operands, numbers, None, multiply, precision))
     batch = operands[0].to(precision) if precision is torch.bfloat16 else operands[0].to(torch.float32)
-    if batch.dtype is precision and takes(batch, rows):
+    if batch.dtype is precision and rows and pays(batch):
         return gram_newton_schulz(batch, rows, eps, out, multiply)
     is_tall = batch.size(-2) > batch.size(-1)
     norm = torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True).clamp_(min=eps)
     if batch.dtype is not precision:
         batch = torch.div(batch, norm).to(precision)
-        if takes(batch, rows):
+        if rows and pays(batch):
             return gram_newton_schulz(batch, rows, eps, out, multiply)
     else:
         batch = torch.div(batch, norm, out=None if rows else out)
     for step, (a, b, c) in enumerate(rows):
-        update = _update(batch, is_tall, b, c, multiply)
+        gram = torch.bmm(batch.mT, batch) if is_tall else torch.bmm(batch, batch.mT)
+        # Without c there is nothing to multiply; torch's bfloat16 baddbmm on the CPU forgets beta when alpha is 0.
+        update = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) if c else gram * b
         factors = (batch, update) if is_tall else (update, batch)
         batch = torch.baddbmm(batch, *factors, beta=a, out=out if step == len(rows) - 1 else None)
     return batch
-
-
-def _update(
-    batch: torch.Tensor, is_tall: bool, b: float, c: float, multiply: Callable[..., torch.Tensor]
-) -> torch.Tensor:
-    """b G + c G^2 with G the Gram matrix of the short side."""
-    if pays(batch):
-        short = min(batch.shape[-2:])
-        update = batch.new_empty(batch.size(0), short, short)
-        if not c:
-            return multiply(batch, batch, update, alpha=b)
-        gram = multiply(batch, batch, torch.empty_like(update, dtype=torch.float16))
-        return multiply(gram, gram, update, base=gram, alpha=c, beta=b)
-    gram = torch.bmm(batch.mT, batch) if is_tall else torch.bmm(batch, batch.mT)
-    # Without c there is nothing to multiply; torch's bfloat16 baddbmm on the CPU forgets beta when alpha is 0.
-    return torch.baddbmm(gram, gram, gram, beta=b, alpha=c) if c else gram * b
 
 
 def _launches(
