@@ -8,6 +8,7 @@ import functools
 import importlib
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -298,7 +299,18 @@ def test_triton_has_a_hash_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "triton_key", functools.lru_cache(compute.__wrapped__))
     found = compat.triton_hash()
     assert found is not None and found[1] == Path(triton.__file__).parent
+    asked: list[threading.Thread] = []
+
+    class Driver:
+        @property
+        def active(self) -> None:
+            asked.append(threading.current_thread())
+            raise RuntimeError("no driver here")
+
+    monkeypatch.setattr(triton.runtime, "driver", Driver())
     keep_triton_key()
+    found[0]()
+    assert asked and threading.current_thread() not in asked, "the driver is built beside the hash"
     assert cache.triton_key() == found[0]()
     assert compat.triton_hash() is None, "it is known already"
 

@@ -862,9 +862,20 @@ def triton_hash() -> tuple[Callable[[], str], Path] | None:
         from triton.runtime import cache
 
         compute = cache.triton_key
-        return None if compute.cache_info().currsize else (compute, Path(cache.__file__).parents[1])
+        if compute.cache_info().currsize:
+            return None
+        return functools.partial(_beside_the_driver, compute), Path(cache.__file__).parents[1]
     except (ImportError, AttributeError):
         return None
+
+
+def _beside_the_driver(compute: Callable[[], str]) -> str:
+    """The hash, while Triton builds its driver's C code; an error of that comes again when the driver is used."""
+    from triton.runtime import driver
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: driver.active)
+        return compute()
 
 
 def replace_triton_hash(computed: str) -> None:

@@ -296,7 +296,8 @@ class TritonPasses(Passes):
         return kernels and (self.matrices is None or self.matrices.is_built)
 
     def launches(self, unscales: bool) -> list[Launch]:
-        return [*self._step_launches(unscales), *(self.matrices.launches() if self.matrices is not None else [])]
+        # Kernels of products take longest to compile, so that they begin first.
+        return [*(self.matrices.launches() if self.matrices is not None else []), *self._step_launches(unscales)]
 
     def _step_launches(self, unscales: bool) -> Iterator[TableLaunch]:
         yield from self._scalar
