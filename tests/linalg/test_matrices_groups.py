@@ -214,3 +214,22 @@ def test_a_model_without_hidden_matrices_is_refused() -> None:
         ValueError, match=r"0\.weight are taken for embeddings, heads and routers; give another `outside`"
     ):
         tilestep.muon_groups(nn.Sequential(nn.Embedding(3, 4)))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"outside": "("}, r"Invalid outside: '\(' is no regular expression: missing \)"),
+        ({"stacks": 3}, "Invalid stacks: 3 is no regular expression"),
+        ({"heads": {"weight": 2}}, "Invalid heads: .* must be True or False, .* the optimizer's heads"),
+        ({"heads": 2}, "Invalid heads: 2"),
+    ],
+)
+def test_what_cannot_sort_is_refused_by_name(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tilestep.muon_groups(torch.nn.Linear(4, 4), **given)
+
+
+def test_parameters_without_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="sorts by names: give the model, or its named_parameters"):
+        tilestep.muon_groups(torch.nn.Linear(4, 4).parameters())  # type: ignore[arg-type]

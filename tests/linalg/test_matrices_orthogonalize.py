@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -98,7 +99,12 @@ def test_nothing_stays_nothing_and_small_is_not_lost() -> None:
         ({"steps": 100}, tilestep.RuleError, "less than 100 steps, not 100"),
         ({"steps": 2.5}, tilestep.RuleError, "whole number of steps, .* not 2.5"),
         ({"safety": 1.05}, tilestep.RuleError, "safety=1.05 is for coefficients='polar_express'"),
-        ({"coefficients": "cans", "safety": 0}, tilestep.RuleError, "safety=0; it must be at least 1"),
+        ({"coefficients": "cans", "safety": 0}, tilestep.RuleError, "safety=0; it must be finite and at least 1"),
+        ({"coefficients": "cans", "safety": math.inf}, tilestep.RuleError, "safety=inf; it must be finite"),
+        ({"eps": -1e-7}, tilestep.RuleError, "eps=-1e-07; it must be at least 0"),
+        ({"eps": math.nan}, tilestep.RuleError, "eps=nan; it must be at least 0"),
+        ({"x": torch.ones(2, 2, dtype=torch.int64)}, tilestep.MatrixError, "numbers, not torch.int64"),
+        ({"x": torch.ones(2, 2, dtype=torch.complex64)}, tilestep.MatrixError, "numbers, not torch.complex64"),
         ({"precision": "tf32"}, tilestep.RuleError, "'tf32'; it must be one of bfloat16, float16, float32"),
     ],
 )

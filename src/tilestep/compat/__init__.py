@@ -874,7 +874,7 @@ def _beside_the_driver(compute: Callable[[], str]) -> str:
     from triton.runtime import driver
 
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(lambda: driver.active)
+        pool.submit(getattr, driver, "active")
         return compute()
 
 

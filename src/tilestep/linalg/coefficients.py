@@ -150,8 +150,8 @@ def rows_of(coefficients: Any, steps: Any = None, safety: float = SAFETY) -> lis
         what = f"a list of {len(coefficients)} coefficients"
     if safety != SAFETY and not table.scales:
         raise RuleError(f"orthogonalize: safety={safety:g} is for coefficients='polar_express' and 'cans'")
-    if not safety >= 1:
-        raise RuleError(f"orthogonalize: safety={safety:g}; it must be at least 1, or singular values diverge")
+    if not 1 <= safety < math.inf:
+        raise RuleError(f"orthogonalize: safety={safety:g}; it must be finite and at least 1, or values diverge")
     count = table.steps if steps is None else _whole(steps, table.steps)
     if count != table.steps and not table.further:
         raise RuleError(f"orthogonalize takes {table.steps} steps with {what}, not {count}")

@@ -171,8 +171,9 @@ def orthogonalize(
         Matrices of the same shape and dtype, holding bfloat16 values (float16 values, float32 values).
 
     Raises:
-        MatrixError: for a tensor of less than two dimensions.
-        RuleError: for coefficients that are none of these, another number of steps than they take, or a safety below 1.
+        MatrixError: for a tensor of less than two dimensions, and for integers and complex numbers.
+        RuleError: for coefficients that are none of these, another number of steps than they take, a safety below 1 or
+            a negative `eps`.
 
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), and torch.optim.Muon for
     "jordan"; You for "quintic"; Amsel et al., "The Polar Express" (2025); Grishina et al., "Accelerating Newton-Schulz
@@ -191,8 +192,12 @@ def orthogonalize(
     """
     if x.dim() < 2:
         raise MatrixError(f"orthogonalize takes matrices, not a tensor of {x.dim()} dimensions")
+    if not x.is_floating_point():
+        raise MatrixError(f"orthogonalize takes real floating-point numbers, not {x.dtype}")
     if precision not in PRECISIONS:
         raise RuleError(f"orthogonalize: precision={precision!r}; it must be one of {', '.join(PRECISIONS)}")
+    if isinstance(eps, (int, float)) and not eps >= 0:
+        raise RuleError(f"orthogonalize: eps={eps:g}; it must be at least 0")
     numbers = [eps, *flat(rows_of(coefficients, steps, safety))]
     return _operations[precision](x, [as_scalar(number) for number in numbers])
 

@@ -20,7 +20,7 @@ from ..rules.protocol import MATRIX_OPTIONS
 from ..runtime import graph_for
 from ..runtime.batches import work_of
 from ..storage import Storage, codec_of
-from .parameters import Optimizer, name_in, shortened
+from .parameters import Optimizer, check_expression, name_in, shortened
 
 
 def _is_size(value: Any) -> bool:
@@ -47,10 +47,7 @@ def check_matrix_options(group: Mapping[str, Any]) -> None:
                 raise ValueError(f"Invalid {key}: {one!r}; it must be {what}, or a mapping from patterns to that")
             if not isinstance(pattern, str):  # checkpoints hold them
                 raise ValueError(f"Invalid {key}: {pattern!r} is no text of a regular expression to search names for")
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"Invalid {key}: {pattern!r} is no regular expression: {error}") from None
+            check_expression(key, pattern)
 
 
 def matrix_options(group: Mapping[str, Any], label: str) -> dict[str, Any]:

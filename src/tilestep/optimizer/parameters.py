@@ -146,6 +146,14 @@ def shortened(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
+def check_expression(key: str, pattern: str | re.Pattern[str]) -> None:
+    """Raise for an argument that is no regular expression."""
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ValueError(f"Invalid {key}: {pattern!r} is no regular expression: {error}") from None
+
+
 def require_shapes(caller: str, params: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raise for a lazy module's parameter that has no shape yet."""
     for label, param in params:

@@ -11,7 +11,7 @@ import torch
 
 from ..rules import Rule
 from .groups import find_rule
-from .parameters import require_shapes, shortened
+from .parameters import check_expression, require_shapes, shortened
 
 OUTSIDE = (
     r"(^|\.)((un)?embed\w*|\w*_embed(dings?)?|\w*_emb|wte|wpe|(lm_)?head|classifier)(\.|$)|^output\."
@@ -121,8 +121,8 @@ def muon_groups(
         A list of groups; printed, it says which parameters each rule gets, and `shares` what share of the elements.
 
     Raises:
-        ValueError: if no matrix is left for Muon, if there are no parameters, if the rest has no rule, or if `heads`
-            finds none.
+        ValueError: if no matrix is left for Muon, if there are no parameters or names, if the rest has no rule, if
+            `heads` finds none, or for arguments that are no regular expressions.
 
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), on what to leave to AdamW.
 
@@ -138,6 +138,12 @@ def muon_groups(
         [('Muon', 0.02), ('AdamW', 0.0003)]
     """
     named = list(model.named_parameters() if isinstance(model, torch.nn.Module) else model)
+    if any(isinstance(one, torch.Tensor) for one in named):
+        raise ValueError("muon_groups() sorts by names: give the model, or its named_parameters()")
+    if not isinstance(heads, bool):
+        raise ValueError(f"Invalid heads: {heads!r}; it must be True or False, and others go to the optimizer's heads")
+    check_expression("outside", outside)
+    check_expression("stacks", stacks)
     require_shapes("muon_groups()", named)
     modules = dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {}
     ends = _routers(named) | _ends(modules.values(), named)
