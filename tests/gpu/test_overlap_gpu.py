@@ -28,7 +28,7 @@ from torch import nn
 import tilestep
 from tilestep.execution.overlap import execution
 from tilestep.optimizer.control import StepControl
-from tilestep.runtime.segment import Numbers
+from tilestep.runtime import segment
 from tilestep.timeline.side_stream import SideStream
 
 DURING = ("backward", "forward")
@@ -74,7 +74,7 @@ def plans_come_late(patch: pytest.MonkeyPatch, pause: Callable[[], None]) -> Non
 
         return called
 
-    patch.setattr(Numbers, "__init__", late(Numbers.__init__))
+    patch.setattr(segment, "_take_numbers", late(segment._take_numbers))
     patch.setattr(StepControl, "carry_to", late(StepControl.carry_to))
 
 
