@@ -96,7 +96,7 @@ def fully_sharded_tensors_that_are_one_group() -> None:
 def fully_sharded_updates_module_by_module() -> None:
     pair = Pair(adamw, "backward", fsdp)
     names = [group.name for group in pair.optimizer.execution.grouping.groups]
-    assert names == ["the root module", "module blocks.2", "module blocks.1", "module blocks.0"], names
+    assert names == ["module blocks.2", "module blocks.1", "module blocks.0", "the root module"], names
     seen: list[Any] = []
     pair.overlapped.blocks[1].up.weight.register_post_accumulate_grad_hook(  # type: ignore[index, union-attr]
         lambda _: seen.append(pair.optimizer.applied_groups)

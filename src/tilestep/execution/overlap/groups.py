@@ -24,7 +24,7 @@ class Group:
     index: int  # its place among the groups, in the order in which backward completes them
     name: str  # how messages call it
     params: list[torch.Tensor]  # the parameters
-    modules: tuple[nn.Module, ...]  # the FSDP modules that gather them, if any do
+    modules: Sequence[nn.Module]  # the FSDP modules that gather them, if any do
     spans_tensors: bool  # whether their rule reduces over all of them
     in_model: InitVar[Set[int]]  # the parameters of the model, by `id`
 
@@ -59,7 +59,7 @@ class Grouping:
                 by_rule.setdefault(rule.name, []).append(param)
         together = {id(param) for params in by_rule.values() for param in params}
         named, gatherers = list(model.named_parameters()), _gatherers(model)
-        in_model = {id(param) for _, param in named}
+        in_model = {id(param): place for place, (_, param) in enumerate(named)}
         # Each once, in the reverse order of registration, by the FSDP module that gathers it.
         by_module: dict[nn.Module, list[tuple[str, torch.Tensor]]] = {}
         loose: list[tuple[str, torch.Tensor]] = []
@@ -67,25 +67,22 @@ class Grouping:
             if id(param) in own and id(param) not in together:
                 module = gatherers.get(id(param))
                 (loose if module is None else by_module.setdefault(module, [])).append((name, param))
-        self.groups: list[Group] = []
-
-        def add(name: str, params: list[torch.Tensor], modules: Sequence[nn.Module] = (), spans: bool = False) -> None:
-            self.groups.append(Group(len(self.groups), name, params, tuple(modules), spans, in_model))
-
+        found: list[tuple[str, list[torch.Tensor], Sequence[nn.Module], bool]] = []
         for bucket in _buckets(loose, self._bucket_bytes):
             first, last = bucket[-1][0], bucket[0][0]
-            add(first if first == last else f"{first} to {last}", [param for _, param in bucket])
-        modules = reversed(_joined(model, by_module)) if self._joins else [[module] for module in by_module]
-        for joined in modules:
+            found.append((first if first == last else f"{first} to {last}", [param for _, param in bucket], (), False))
+        for joined in _joined(model, by_module) if self._joins else [[module] for module in by_module]:
             names = [name for name, candidate in model.named_modules() if candidate in joined]
             title = f"module {names[0]}" if names[0] else "the root module"
             if len(names) > 1:
                 title = f"modules {names[0] or 'the root'} to {names[-1]}"
-            add(title, [param for module in joined for _, param in by_module[module]], joined)
-        for name, params in by_rule.items():
-            add(f"all tensors of rule {name}", params, spans=True)
+            found.append((title, [param for module in joined for _, param in by_module[module]], joined, False))
+        found += [(f"all tensors of rule {name}", params, (), True) for name, params in by_rule.items()]
         if outside := [param for key, param in own.items() if key not in in_model and key not in together]:
-            add("parameters outside of the model", outside)
+            found.append(("parameters outside of the model", outside, (), False))
+        # Backward completes a group with the gradient of the parameter that was registered first.
+        found.sort(key=lambda one: min(in_model.get(id(param), -1) for param in one[1]), reverse=True)
+        self.groups = [Group(index, *one, in_model.keys()) for index, one in enumerate(found)]
         self.of = {id(param): group for group in self.groups for param in group.params}
         self.of_module: dict[nn.Module, list[Group]] = {}
         """The groups that an FSDP module gathers parameters of."""
