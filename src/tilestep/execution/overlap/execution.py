@@ -182,8 +182,11 @@ class OverlapExecution(Execution):
                     refuse_taken_by_another(missing, self.updates.timeline)
                     self.updates.refuse_replaced()
                 plan.active_set_changed = False
-            plan.begin_states(optimizer, all_of_them=True)
-            plan.masters.sync()
+            masters = plan.masters if plan.masters.follow else None
+            if plan.ahead:
+                plan.begin_states(optimizer, all_of_them=True)
+            if masters is not None:
+                masters.sync()
             optimizer.control.update_control(optimizer, plan.deciders)
             reports = optimizer.reports
             measures = reports is not None and reports.begin(plan.engines) and reports.measures
@@ -192,7 +195,8 @@ class OverlapExecution(Execution):
                 engine.table.count_writes()
                 if engine.wrote is not None:
                     engine.wrote(engine.written)
-            plan.masters.note()
+            if masters is not None:
+                masters.note()
             # Groups in the order in which the last forward needed them; at first from the last to the first.
             order = {group: place for place, group in enumerate(publication.needed)}
             groups = sorted(reversed(self.grouping.groups), key=lambda group: order.get(group, len(order)))
