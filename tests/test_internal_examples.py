@@ -725,8 +725,8 @@ def of_execution() -> None:
     >>> padding_advice(tiny, plan_buckets(tiny, ranks=16, cap_bytes=64), 64)[:64]
     'buckets of bucket_cap_mb=6.1e-05 are 92% padding (59.0 KiB): a l'
 
-    >>> from tilestep.execution.zero.buckets import boxes
-    >>> [(box.offsets, box.sizes) for box in boxes((4, 3), 2, 10)]
+    >>> from tilestep.execution.zero.tensor_piece import blocks_of
+    >>> [(offsets, sizes) for offsets, sizes, _ in blocks_of((4, 3), 2, 10)]
     [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
 
     >>> import torch

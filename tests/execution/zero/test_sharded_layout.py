@@ -17,12 +17,12 @@ from tilestep.execution.zero.buckets import (
     LEAST_CAP,
     PARTS,
     Item,
-    boxes,
     default_sizes,
     memory_order,
     plan_buckets,
     view_of,
 )
+from tilestep.execution.zero.tensor_piece import blocks_of
 from tilestep.linalg.orthogonal import work
 
 ITEMS = st.lists(
@@ -183,23 +183,23 @@ def test_offsets_beyond_32_bits() -> None:
         assert max(stop for _, stop in pieces) == slot.numel
     start, stop = layout.piece(layout.slots[1], 2)
     assert stop == 2**33 + 7 and start > 2**32
-    parts = boxes((2**17, 2**16 + 1), 2**32 + 5, 2**33 + 7)
-    assert sum(math.prod(box.sizes) for box in parts) == 2**33 + 7 - 2**32 - 5 and parts[0].start == 2**32 + 5
+    parts = blocks_of((2**17, 2**16 + 1), 2**32 + 5, 2**33 + 7)
+    assert sum(math.prod(shape) for _, shape, _ in parts) == 2**33 + 7 - 2**32 - 5 and parts[0][2] == 2**32 + 5
 
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
-def test_boxes_are_the_range(sizes: list[int], data: st.DataObject) -> None:
+def test_blocks_are_the_range(sizes: list[int], data: st.DataObject) -> None:
     numel = math.prod(sizes)
     start = data.draw(st.integers(0, numel))
     stop = data.draw(st.integers(start, numel))
     whole = torch.arange(numel).view(sizes)
     elements: list[int] = []
-    for box in boxes(sizes, start, stop):
-        part = whole[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes))]
-        assert part.flatten().tolist() == list(range(box.start, box.start + math.prod(box.sizes)))
+    for offsets, shape, first in blocks_of(sizes, start, stop):
+        part = whole[tuple(slice(at, at + size) for at, size in zip(offsets, shape))]
+        assert part.flatten().tolist() == list(range(first, first + math.prod(shape)))
         elements += part.flatten().tolist()
     assert elements == list(range(start, stop))
-    assert len(boxes(sizes, start, stop)) <= max(1, 2 * len(sizes) - 1)
+    assert len(blocks_of(sizes, start, stop)) <= max(1, 2 * len(sizes) - 1)
 
 
 @pytest.mark.parametrize(

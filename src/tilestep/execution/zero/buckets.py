@@ -6,7 +6,6 @@ import math
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -213,34 +212,6 @@ def _placed(
 
 def _aligned(numel: int, unit: int = ALIGNMENT) -> int:
     return -(-numel // unit) * unit
-
-
-@dataclass(frozen=True)
-class Box:
-    """A block of a tensor's elements."""
-
-    offsets: tuple[int, ...]  # its first element in each dimension
-    sizes: tuple[int, ...]  # its elements in each dimension
-    start: int  # its first element, counted along the memory of a tensor without gaps
-
-
-def boxes(sizes: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Blocks, each without gaps in memory, that together are a range of a tensor's elements."""
-    if start >= stop:
-        return []
-    if not sizes:
-        return [Box((), (), 0)]
-    row, blocks = math.prod(sizes[1:]), []
-    # A part of the first row, whole rows, a part of the last; some of them may be empty.
-    edges = (start, min(_aligned(start, row), stop), max(stop // row * row, start), stop)
-    for begin, end in pairwise(sorted(edges)):
-        place, offset = divmod(begin, row)
-        if offset or end - begin < row:
-            inner = boxes(sizes[1:], offset, offset + end - begin)
-            blocks += [Box((place, *box.offsets), (1, *box.sizes), begin - offset + box.start) for box in inner]
-        else:
-            blocks.append(Box((place, *[0] * (len(sizes) - 1)), ((end - begin) // row, *sizes[1:]), begin))
-    return blocks
 
 
 _CALLER = 6  # frames from a warning about buckets to the call of `shard`

@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from ...compat import checkpoint_chunk, checkpoint_items, is_copy, is_empty_like, wrapper_tensor
-from .buckets import Box, boxes, memory_order
+from .buckets import memory_order
+
+Block = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Elements of a tensor: the first one and the sizes by dimensions, and the first one along memory without gaps."""
+
+
+def blocks_of(sizes: Sequence[int], start: int, stop: int) -> list[Block]:
+    """Blocks, each without gaps in memory, that together are a range of a tensor's elements."""
+    if start >= stop:
+        return []
+    if not sizes:
+        return [((), (), 0)]
+    row, blocks = math.prod(sizes[1:]), list[Block]()
+    # A part of the first row, whole rows, a part of the last; some of them may be empty.
+    edges = (start, min(-(-start // row) * row, stop), max(stop // row * row, start), stop)
+    for begin, end in pairwise(sorted(edges)):
+        place, offset = divmod(begin, row)
+        if offset or end - begin < row:
+            inner = blocks_of(sizes[1:], offset, offset + end - begin)
+            blocks += [((place, *first), (1, *own), begin - offset + at) for first, own, at in inner]
+        else:
+            blocks.append(((place, *[0] * (len(sizes) - 1)), ((end - begin) // row, *sizes[1:]), begin))
+    return blocks
 
 
 class ShardedTensorPiece(torch.Tensor):
@@ -36,13 +60,13 @@ class ShardedTensorPiece(torch.Tensor):
     def _blocks(self) -> list[tuple[tuple[int, ...], torch.Size, torch.Tensor]]:
         """Offsets, sizes and memory of the blocks of this rank, by the dimensions of the tensor."""
         sizes = [self.shape[dim] for dim in self.order]
-        listed = boxes(sizes, *self.own_range) if self.numel() else [Box((0,) * len(sizes), tuple(sizes), 0)]
+        listed = blocks_of(sizes, *self.own_range) if self.numel() else [((0,) * len(sizes), tuple(sizes), 0)]
         inverse = self._inverse()
         blocks = []
-        for box in listed:
-            first = box.start - self.own_range[0]
-            memory = self.local[first : first + math.prod(box.sizes)].view(box.sizes).permute(inverse)
-            blocks.append((tuple(box.offsets[dim] for dim in inverse), memory.shape, memory))
+        for offsets, shape, at in listed:
+            first = at - self.own_range[0]
+            memory = self.local[first : first + math.prod(shape)].view(shape).permute(inverse)
+            blocks.append((tuple(offsets[dim] for dim in inverse), memory.shape, memory))
         return blocks
 
     def _inverse(self) -> list[int]:
