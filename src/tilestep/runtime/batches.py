@@ -332,7 +332,7 @@ SkippedValues = dict[tuple[int, int], frozenset[int]]
 _LOOKED_AHEAD = 1000  # following steps that are searched for one in which the host waits for nothing
 
 
-class GroupNumbers(dict[str, float]):
+class NumbersByName(dict[str, float]):
     """A group's hyperparameters as numbers, by `key` or `key.index`; with the step, if it is given."""
 
     def __init__(self, group: Mapping[str, Any], **step: float) -> None:
@@ -350,7 +350,7 @@ class GroupNumbers(dict[str, float]):
 
 def work_of(matrices: MatrixProgram, group: Mapping[str, Any], rows: int, columns: int) -> float:
     """Floating-point operations of a rule's matrix passes for a matrix, under a group's hyperparameters."""
-    numbers, total = GroupNumbers(group), 0.0
+    numbers, total = NumbersByName(group), 0.0
     for value in [value for matrix_pass in matrices.passes if matrix_pass for value in matrix_pass.values]:
         operation = MATRIX_OPERATIONS.get(value.operation)
         if operation is not None:
@@ -429,7 +429,7 @@ class Conditions:
         key = id(matrix_pass), tuple(groups), following
         if key not in self._skipped:
             numbers = [
-                GroupNumbers(self._groups[group], step=float(step)) for group in groups for step in sorted(following)
+                NumbersByName(self._groups[group], step=float(step)) for group in groups for step in sorted(following)
             ]
             possible = cache(partial(_possible, numbers=numbers))
             self._skipped[key] = frozenset(
@@ -506,7 +506,7 @@ class MatrixBatches:
     def _keys(self) -> list[tuple[Any, ...]]:
         """The shape and numbers of each tensor's matrices, and how many it holds."""
         numbers_of = {
-            group: tuple(float(evaluate(value, GroupNumbers(self.groups[group]))) for value in self.numbers)
+            group: tuple(float(evaluate(value, NumbersByName(self.groups[group]))) for value in self.numbers)
             for group in {entry.share.group_index for entry in self.entries}
         }
         keys = []
