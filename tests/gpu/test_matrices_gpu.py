@@ -73,14 +73,14 @@ def plain_newton_schulz(
 
 
 @pytest.mark.parametrize("on_grams", [True, False])
-@pytest.mark.parametrize("shape", [(1024, 2816), (2816, 1024), (512, 512), (2048, 2048)])
+@pytest.mark.parametrize("shape", [(1024, 2816), (2816, 1024), (512, 512), (768, 2048), (2048, 2048)])
 def test_orthogonalize_is_as_near_to_float64_as_torch_s(shape: tuple[int, int], on_grams: bool) -> None:
     short = min(shape)
     left, _ = torch.linalg.qr(drawn((shape[0], short)))
     right, _ = torch.linalg.qr(drawn((shape[1], short), 1))
     falling = left * 10 ** torch.linspace(0, -3, short, device="cuda") @ right.mT
     batch = torch.stack([drawn(shape), falling, 1e-6 * drawn(shape, 2)]).to(torch.bfloat16)
-    assert pays(batch) == (min(shape) >= 1024)
+    assert pays(batch) == (min(shape) >= 768)
     found = gram_newton_schulz(batch, JORDAN, 1e-7, None) if on_grams else plain_newton_schulz(batch, NUMBERS)
     wanted = exact(batch)
     for place in range(len(batch)):
