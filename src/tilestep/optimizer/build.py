@@ -1,4 +1,4 @@
-"""From param groups to engines: check parameters, make their state, sort them into segments."""
+"""Build engines from param groups: check parameters, create their state, group them into segments."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ from .states import (
 
 
 def graphs_of(optimizer: Optimizer, index: int) -> list[Graph]:
-    """The graphs of a param group's parameters, each once."""
+    """Return the distinct graphs of a param group's parameters."""
     group, rule = optimizer.param_groups[index], optimizer.rule_of(optimizer.param_groups[index])
     listed = [(label, param.shape) for label, at, _, param in iter_params(optimizer) if at == index]
     kinds = {(shape, *matrix_options(group, label).items()): (label, shape) for label, shape in listed}
@@ -86,7 +86,7 @@ def graphs_of(optimizer: Optimizer, index: int) -> list[Graph]:
 def spec_of(
     rule: Rule, group: Mapping[str, Any], part: torch.Tensor, shape: torch.Size | None = None, label: str = ""
 ) -> KernelSpec:
-    """What the kernels of a parameter are built from."""
+    """Return the kernel spec of a parameter."""
     graph = seen_by(rule, group, part.shape if shape is None else shape, compute_dtype(part), label)[0].graph
     formats = storages(part, group, graph, rule, None, label, shape)
     return kernel_spec(graph, formats, compute_dtype(part), part.device.type)
@@ -102,24 +102,24 @@ def _by_spec(pairs: Iterable[tuple[KernelSpec, Entry]]) -> BySpec:
 def build_engines(
     optimizer: Optimizer, by_device: Mapping[torch.device, BySpec]
 ) -> tuple[list[DeviceEngine], dict[Any, tuple[int, ...]]]:
-    """Make the engines, and the places of the engines of each part."""
+    """Build the engines of each device; also return the indices of each part's engines in the list."""
     memory, part_of = optimizer.memory, optimizer.execution.part_of
     engines: list[DeviceEngine] = []
     places: dict[Any, tuple[int, ...]] = {}
     for device, by_spec in by_device.items():
         pairs = [(spec, entry) for spec, entries in by_spec for entry in entries]
-        # A rank without shares decides steps together with the others, by an engine without tensors.
+        # A rank without shares still joins the decision, through an engine without tensors.
         divided: dict[Any, list[tuple[KernelSpec, Entry]]] = {} if pairs else {None: []}
         for spec, entry in pairs:
             divided.setdefault(part_of(entry.share.param), []).append((spec, entry))
         control = DeviceControl(device)
-        # All segments are cut before one is made.
+        # Split all segments before building any engine.
         cut = [memory.split_segments(_by_spec(own)) for own in divided.values()]
         made = [
             DeviceEngine(device, own, optimizer.param_groups, control, build_passes, memory.on_passes) for own in cut
         ]
         if len(made) > 1:
-            # Bitwise that of one engine: its tensors are added up in their order.
+            # Sum all tensors in their original order: the norm is bitwise the norm of a single engine.
             place_of = {id(entry): at for at, entry in enumerate(one for engine in made for one in engine.entries)}
             order = torch.tensor([place_of[id(entry)] for _, entry in pairs], dtype=torch.int64, device=device)
             joint = GradNorm(device, [entry for _, entry in pairs], [engine.grads for engine in made], order)
@@ -137,31 +137,31 @@ _NUMBERS = (float, int, type(None))
 
 @dataclass
 class _Kind:
-    """What all parameters of a kind share."""
+    """Data shared by all parameters of a kind."""
 
     seen: list[Seen]
-    graph: Graph  # of the parameter, or of the first of its splits; all keep the same states
+    graph: Graph  # of the parameter, or of its first split; all splits keep the same states
     specs: list[KernelSpec]
-    lead: int  # the first dimensions that count matrices, if its rule works on matrices
-    template: StateTemplate | None = None  # how their states begin, once it was needed
+    lead: int  # number of leading batch dimensions, if the rule works on matrices
+    template: StateTemplate | None = None  # how to initialize their states; made on first use
 
 
 @dataclass
 class Planned:
-    """A share that is updated, before it has its entry in an engine."""
+    """A share to update, before an engine has an entry for it."""
 
     share: Share
     kind: _Kind
-    state: dict[str, Any]  # as kernels have it
+    state: dict[str, Any]  # in the layout of the kernels
     is_unreal: bool
 
     def exchange(self, exchanges: dict[Any, MatrixExchange]) -> None:
-        """Take part in exchanges of matrices of which other ranks have parts, if its rule takes them whole."""
+        """Join the exchanges of matrices that other ranks hold parts of, if the rule needs whole matrices."""
         share, lead, program = self.share, self.kind.lead, self.kind.specs[0].program.matrices
         holder = share.holder
         if not program.scratch or is_whole(holder) or all(dim < lead for dim in sharded_dims(holder)):
             return
-        shape = (*share.local.shape[:lead], *holder.shape[lead:])  # of this rank's matrices and those that it shares
+        shape = (*share.local.shape[:lead], *holder.shape[lead:])  # this rank's matrices, whole
         share.exchanges = [
             take_in_matrix(
                 exchanges,
@@ -176,7 +176,7 @@ class Planned:
         ]
 
     def shown(self) -> dict[str, Any]:
-        """The state as users see it: buffers are DTensors or complex as the parameter, numbers plain tensors."""
+        """The state as users see it: buffers are DTensors or complex like the parameter, scalars are plain tensors."""
         param, state, graph = self.share.holder, self.state, self.kind.graph
         if (type(param) in _PLAIN or not is_distributed(param)) and not param.is_complex():
             return state
@@ -191,14 +191,14 @@ class Planned:
 
 
 class Builder:
-    """Plans shares; kinds of parameters are worked out once."""
+    """Plans shares; computes graph and kernel spec once per kind of parameter."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer, self.requests = optimizer, list[BufferRequest]()
-        self._kinds: dict[tuple[Any, ...], _Kind | None] = {}  # None where each shape is a kind of its own
+        self._kinds: dict[tuple[Any, ...], _Kind | None] = {}  # None: the kind depends on the shape as well
 
     def kind_of(self, share: Share, part: torch.Tensor) -> _Kind:
-        """The graph and the kernels of a parameter, of which this rank has a part; made once for all of its kind."""
+        """Return the graph and the kernel specs of a parameter; `part` is this rank's part. Cached per kind."""
         label, group, param, kinds = share.label, share.group, share.holder, self._kinds
         if "master_weights" in group:
             check_master(label, part.dtype, group)
@@ -241,7 +241,7 @@ class Builder:
             ) from error
         graph, matrices = seen[0]
         if param.is_complex():
-            # Pairs of reals are no matrices.
+            # Pairs of real numbers are not matrices.
             check_pairs(label, rule, graph if matrices is None else None, is_sharded=is_sharded)
         own = grad_dtype(part if param.is_complex() else param)
         if own not in READABLE:
@@ -266,7 +266,7 @@ class Builder:
     def planned(
         self, shares: Iterable[Share], saved: Mapping[Any, Any], live: Mapping[Any, Any] | None = None
     ) -> list[Planned]:
-        """Shares with their kernels and states, from what is saved of each; `live` is not None for a checkpoint."""
+        """Return the shares with kernels and states, restored from `saved`; `live` is given only for a checkpoint."""
         made = [
             self._plan(share, saved.get(share.param, {}), None if live is None else live.get(share.param, {}))
             for share in shares
@@ -275,9 +275,9 @@ class Builder:
         return made
 
     def _plan(self, share: Share, values: Mapping[str, Any], live: Mapping[str, Any] | None) -> Planned:
-        """A share with its kernels and state; `values` and `live` are those of `StateTemplate.begin`."""
+        """Return a share with kernels and state; `values` and `live` are the arguments of `StateTemplate.begin`."""
         label, group, param, memory = share.label, share.group, share.holder, self._optimizer.memory
-        # Most are plain tensors, which were checked when they were added.
+        # Plain tensors, the common case, were checked when they were added.
         is_plain = type(param) in _PLAIN and not param.is_meta and not param.is_complex()
         local = param if is_plain and live is not None else _checked(self._optimizer, label, param)
         part = local if is_plain else as_real(local)
@@ -311,7 +311,7 @@ def _cut(entry: Entry) -> Cut | None:
 
 
 def _cut_here(matrices: Matrices | None, holder: torch.Tensor) -> Cut | None:
-    """The rows that hold matrices, as rows of this rank's part; None for all."""
+    """The rows with matrices, as rows of this rank's part; None for all rows."""
     cut = None if matrices is None else matrices.cut
     if cut is None or not is_distributed(holder):
         return cut
@@ -319,9 +319,9 @@ def _cut_here(matrices: Matrices | None, holder: torch.Tensor) -> Cut | None:
     return cut.within(holder.shape[cut.dim], here[0], here[-1] + 1) if here else Cut(cut.dim, 1, 0, 0)
 
 
-@without_collections()  # ten thousand new objects would start the collector several times
+@without_collections()  # ten thousand new objects would start the garbage collector several times
 def check_params(optimizer: Optimizer) -> None:
-    """Raise for parameters that cannot be updated or translated, before there is state; builds a CPU's kernels."""
+    """Raise for parameters that cannot be updated or traced, before state exists; builds the kernels of the CPU."""
     check_patterns(optimizer.param_groups)
     require_one_group(optimizer)
     build, by_device = Builder(optimizer), dict[torch.device, list[tuple[str, torch.Tensor]]]()
@@ -355,7 +355,7 @@ def check_params(optimizer: Optimizer) -> None:
 
 @without_collections()
 def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
-    """The engines of an optimizer's parameters as they are now; makes the state that steps need."""
+    """Build the engines of the optimizer's current parameters, and create the state that steps need."""
     for index, group in enumerate(optimizer.param_groups):
         about_group(index, check_flags, optimizer.rule_of(group), group)
     require_one_group(optimizer)
@@ -363,7 +363,7 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
     params = params_of(optimizer)
     kept = set(map(id, params))
     for param in [param for param in state if id(param) not in kept]:
-        # Its state was made ahead, and it has left its group before any step.
+        # Its state was created ahead, and it left its param group before any step.
         if isinstance(state[param], ParameterState) and state[param].is_ahead:
             del state[param]
     memory, together = optimizer.memory, begins_together(optimizer)
@@ -421,7 +421,7 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
 
 @without_collections()
 def begin_at_once(optimizer: Optimizer) -> None:
-    """Make the states of rules whose states torch makes with the optimizer, for a checkpoint before any step."""
+    """Create the states that torch creates in the constructor, for a checkpoint saved before the first step."""
     if begins_together(optimizer) or not any(optimizer.rule_of(group).at_once for group in optimizer.param_groups):
         return
     shares = [
@@ -438,14 +438,14 @@ def begin_at_once(optimizer: Optimizer) -> None:
 
 
 def _watched(optimizer: Optimizer) -> WatchedState:
-    """The optimizer's state, made to count its changes."""
+    """Return the optimizer's state as a dict that counts its changes."""
     if not isinstance(optimizer.state, WatchedState):
         optimizer.state = WatchedState(dict, optimizer.state)
     return optimizer.state
 
 
 def _checked(optimizer: Optimizer, label: str, param: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter, if it can be updated."""
+    """Return this rank's part of a parameter, after checking that it can be updated."""
     local = checked_part(label, param)
     if not is_unreal(local):
         if fake_mode_is_active():
@@ -468,9 +468,9 @@ def _checked(optimizer: Optimizer, label: str, param: torch.Tensor) -> torch.Ten
 def loaded_states(
     optimizer: Optimizer, saved: Mapping[torch.Tensor, Mapping[str, Any]], has_states: bool
 ) -> dict[torch.Tensor, dict[str, Any]]:
-    """States with a checkpoint's values, which are copied unless they are the optimizer's own buffers.
+    """Return states with a checkpoint's values, copied unless they are already the optimizer's buffers.
 
-    `has_states` tells whether the checkpoint has a state on any rank; then all parameters that train together get one.
+    If the checkpoint has a state on any rank (`has_states`), all parameters that train together get a state.
     """
     together = begins_together(optimizer)
     begun = [
@@ -491,12 +491,12 @@ def loaded_states(
 def _engines(
     optimizer: Optimizer, planned: Sequence[Planned], mesh_ranks: ReductionGroup | None
 ) -> tuple[list[DeviceEngine], dict[Any, tuple[int, ...]]]:
-    """The engines of planned shares, and their places by part."""
+    """Build the engines of planned shares; also return the indices of each part's engines."""
     alone = optimizer.placement.device
     parts: dict[torch.device, list[tuple[KernelSpec, Entry]]] = {} if planned or alone is None else {alone: []}
     for spec, entry in [own for one in planned for own in _entries(one)]:
         share, param = entry.share, entry.share.param
-        # The random bits of an element do not depend on the mesh: they depend on parameter and index.
+        # The random bits of an element depend on parameter and index, and not on the mesh.
         if spec.draws:
             pair = 2 if param.is_complex() else 1
             entry.origin = pair * (share.start or 0)
@@ -532,16 +532,16 @@ def _engines(
             states += [shown[name] for name in (*entry.arrays, *entry.scalars, *entry.matrices) if name in shown]
         labels, cuts = [entry.share.label for entry in engine.entries], list(map(_cut, engine.entries))
         local = LocalGradients(labels, engine.holders, cuts)
-        # `param.data = ...` leaves views behind.
+        # `param.data = ...` leaves earlier views on the old storage.
         states += [engine.holders[place] for place in local.views]
         engine.describe(states, finds=finds, local=local if mesh_ranks is not None or local.views else None)
     return engines, places
 
 
 def _entries(one: Planned) -> Iterator[tuple[KernelSpec, Entry]]:
-    """What a share's kernels are built from, and the share as an engine sees it; a pair for every size of splits."""
+    """Yield kernel spec and engine entry of a share: a single pair, or a pair per size of its splits."""
     share, holder, part = one.share, one.share.holder, one.share.local
-    # A complex parameter shares its version counter with its view.
+    # A complex parameter and its real view share a version counter.
     is_view = holder.is_complex() and not is_distributed(holder)
     full = share.whole if part is holder or is_view else holder
     exchanges = share.exchanges or [None] * len(one.kind.seen)
@@ -563,8 +563,8 @@ def _entries(one: Planned) -> Iterator[tuple[KernelSpec, Entry]]:
 
 
 def begins_together(optimizer: Optimizer) -> bool:
-    """Whether all state begins at the first step, and not at each parameter's first gradient."""
-    # Offloaded state has room for all parameters; of optimizers that share a norm each needs all gradients.
+    """Whether all state is created at the first step, and not at each parameter's first gradient."""
+    # Offloaded state reserves room for all parameters; a joint norm needs the gradients of every optimizer.
     execution, control = optimizer.execution, optimizer.control
     return execution.begins_together or not optimizer.memory.on_device or control.joint is not None
 
@@ -582,14 +582,14 @@ def _begins(share: Share, state: Mapping[Any, Any], *, all_that_train: bool) -> 
 
 
 def is_unreal(tensor: Any) -> bool:
-    """Whether a tensor has a shape and no data: a fake one, or one on the meta device."""
+    """Whether a tensor has a shape but no data: fake, or on the meta device."""
     if type(tensor) in _PLAIN:
         return tensor.is_meta
     return isinstance(tensor, torch.Tensor) and (tensor.is_meta or is_fake(tensor))
 
 
 def require_no_real(optimizer: Optimizer) -> None:
-    """Under a `FakeTensorMode`, whose operations give tensors without data: refuse parameters that have some."""
+    """Under a `FakeTensorMode`, whose operations return tensors without data, raise for parameters with data."""
     for label, _, _, param in iter_params(optimizer):
         if not is_unreal(local_part(param)):
             raise GradientError(
@@ -599,7 +599,7 @@ def require_no_real(optimizer: Optimizer) -> None:
 
 
 def flat_part(optimizer: Optimizer) -> str:
-    """What messages call the first parameter that is a piece of one of FSDP1's flat parameters; empty without any."""
+    """The label of the first parameter that is a piece of an FSDP1 flat parameter, for messages; empty if none."""
     first = ""
     for label, _, group, param in iter_params(optimizer):
         if not split_kind(param):

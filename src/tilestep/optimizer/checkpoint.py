@@ -1,4 +1,4 @@
-"""Loading a checkpoint: everything is compared before anything is written; state in float32 as torch has it."""
+"""Load a checkpoint: all checks run before any write; float32 state as torch stores it."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def full_precision(state_dict: Mapping[str, Any], rule: str = "") -> dict[str, A
     """Convert a `state_dict` to float32 states with the parameters' shapes, for torch's optimizers and other code.
 
     Blocks are decoded, 16-bit states are widened. Masters and corrections of parameters are left out: save the
-    parameters in float32 instead. The argument is not changed. Of codes themselves torch's optimizers raise.
+    parameters in float32 instead. The argument is not changed. Torch's optimizers raise for codes.
 
     Args:
-        state_dict: of a tilestep optimizer (of a sharded one, the result of `full_state_dict()`), or of a low-bit
+        state_dict: of a tilestep optimizer (after `shard`, the result of `full_state_dict()`), or of a low-bit
             optimizer of bitsandbytes, torchao or FlashOptim. tilestep's optimizers load all of these directly.
         rule: for bitsandbytes, whose states have no names: the rule of the optimizer, if the number of states does not
             determine their names.
@@ -79,7 +79,7 @@ def full_precision(state_dict: Mapping[str, Any], rule: str = "") -> dict[str, A
 
 
 def _widened(values: Mapping[str, Any]) -> dict[str, Any]:
-    """One parameter's state in float32."""
+    """Return a parameter's state in float32."""
     blocks = states_in_blocks(values)
     arrays = {array.name for name, storage in blocks.items() for array in storage.arrays(name)}
     widened = {name: value for name, value in values.items() if name not in arrays and name not in MASTER_KEYS}
@@ -96,20 +96,20 @@ def _widened(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _values(blocks: Storage, name: str, values: Mapping[str, Any]) -> Any:
-    """A state in blocks as float32 numbers; a DTensor as a DTensor of its local part."""
+    """Decode a blockwise state to float32; a DTensor gives a DTensor."""
     first = blocks.arrays(name)[0]
     codes, elements = values[first.name], first.elements
     local = {array.name: local_part(values[array.name]) for array in blocks.arrays(name)}
 
     def shape_of(tensor: Any) -> torch.Size:
-        # Formats that pack neighbours are for even rows alone.
+        # Formats that pack neighbours require rows of even length.
         return torch.Size((*tensor.shape[:-1], tensor.shape[-1] * elements)) if elements > 1 else tensor.shape
 
     return placed_like(values_of(blocks, local, name, shape=shape_of(local[first.name])), codes, shape_of(codes))
 
 
 def placed_like(numbers: torch.Tensor, like: Any, shape: torch.Size) -> Any:
-    """The local part of a state of this shape, as a DTensor if the array that it was read from is one."""
+    """Return the local part as it is, or wrapped in a DTensor of global shape `shape` if `like` is a DTensor."""
     if not is_distributed(like):
         return numbers
     stride = torch.empty(shape, device="meta").stride()
@@ -120,14 +120,14 @@ def placed_like(numbers: torch.Tensor, like: Any, shape: torch.Size) -> Any:
 
 @dataclass(frozen=True)
 class Saved:
-    """One parameter's entry of a checkpoint, as readers of other libraries' formats get it.
+    """A parameter's entry of a checkpoint: the input of readers of other libraries' formats.
 
     Args:
-        label: the parameter in messages.
-        values: the entry, by the names that the library gives its states.
-        group: the checkpoint's param group of the parameter.
-        rule: of the optimizer that loads, or that the user has named; None if unknown.
-        param: that loads the state; None where a checkpoint is only converted.
+        label: the parameter's name in messages.
+        values: the entry, keyed by the library's state names.
+        group: the checkpoint's param group with the parameter.
+        rule: the rule of the loading optimizer, or given by the user; None if unknown.
+        param: the parameter that gets the state; None if a checkpoint is only converted.
     """
 
     label: str
@@ -138,16 +138,16 @@ class Saved:
 
 
 READERS: list[Callable[[Saved], Mapping[str, Any]]] = []
-"""Each gives the values with its library's states in float32 under our names, or as they are if it finds none.
+"""Each returns the values with its library's states in float32 under tilestep's names, or unchanged if it finds none.
 
-`integrations.checkpoints` adds its own.
+`integrations.checkpoints` appends its readers.
 """
 
 
 def read_by_value(saved: Saved) -> Mapping[str, Any]:
-    """A parameter's saved state, with the states that other libraries or `scaled_states` have scaled as numbers."""
+    """Return a parameter's saved state; states scaled by other libraries or by `scaled_states` become plain numbers."""
     values = with_code_names(saved.values)
-    # A rule may have a state of such a name itself.
+    # A rule may define a state with such a name.
     own = () if saved.rule is None else saved.rule.state_names
     for scale in [name for name in values if name.endswith("_scale") and name not in own]:
         base = scale.removesuffix("_scale")
@@ -168,7 +168,7 @@ _PLAIN = {torch.Tensor, float, int, type(None)}
 
 @contextmanager
 def unchanged_on_error(optimizer: Optimizer) -> Iterator[None]:
-    """Put an optimizer's groups, state and plan back as they were if the block raises."""
+    """Restore an optimizer's groups, state and plan if the block raises."""
     attributes = dict(vars(optimizer))
     groups, state = optimizer.param_groups, attributes["state"]
     members, states = list(groups), dict(state)
@@ -188,14 +188,14 @@ def unchanged_on_error(optimizer: Optimizer) -> Iterator[None]:
         state.clear()
         state.update(states)
         if isinstance(state, WatchedState):
-            # The entries are those of before, and so tables and captured graphs fit as before.
+            # The entries are those from before the block, so tables and captured graphs stay valid.
             state.count.changes = changes
         raise
 
 
 def _before_first_steps(optimizer: Optimizer, saved: Mapping[Any, Mapping[str, Any]]) -> set[Any]:
-    """The parameters of which a state that begins as the parameter was saved before its first step."""
-    # Their weights may come later, and from elsewhere.
+    """The parameters with a state initialized from the parameter, if the checkpoint is from before their first step."""
+    # Their weights may be loaded later, and from elsewhere.
     return {
         param
         for _, _, group, param in iter_params(optimizer)
@@ -208,12 +208,13 @@ def _before_first_steps(optimizer: Optimizer, saved: Mapping[Any, Mapping[str, A
 
 
 def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> set[torch.Tensor]:
-    """Load a checkpoint's groups and states as torch does, but without casts, and completely or not at all.
+    """Load a checkpoint's groups and states as torch does, but without casts, and all or nothing.
 
-    Gives the parameters of which the checkpoint has states, on whatever rank these are.
+    Returns the parameters with states in the checkpoint, on whichever rank the states are.
     """
-    # Values are copied into new buffers, so that tensors which users have are not written to. The optimizer's own
-    # buffers, as after `dcp.load` in place, stay. Present tables and graphs are not used any more.
+    # Values are copied into new buffers, so that the caller's tensors are not written. The optimizer's buffers stay in
+    # use if they hold the values already, as after an in-place `dcp.load`. Existing tables and graphs are not used
+    # again.
     try:
         with unchanged_on_error(optimizer):
             state_dict = dict(with_limits(state_dict))
@@ -230,10 +231,11 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> set[torch.Tenso
             for param, values in saved.items():
                 state, holder = states.setdefault(param, dict(values)), optimizer.placement.holder(param)
                 if values.get(TRAINING) is not None:
-                    # The checkpoint was written while the parameters held their averages.
+                    # The checkpoint was saved while the parameters held their averages.
                     state[TRAINING] = distribute(torch.empty_like(local_part(holder), requires_grad=False), holder)
                     copy_into(state[TRAINING], values[TRAINING].detach())
-            # `dcp.load` puts what is no tensor, as the NaN of `mark_codes`, under a parameter's number as a string.
+            # `dcp.load` stores values that are not tensors, such as the NaN of `mark_codes`, under the parameter's
+            # number as a string.
             numbers = set(map(str, keys))
             others = {key: value for key, value in state_dict["state"].items() if str(key) not in numbers}
             ahead = set(states).difference(saved) | _before_first_steps(optimizer, saved)
@@ -249,7 +251,7 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> set[torch.Tenso
 
 
 def loaded_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A checkpoint's param groups with the optimizer's parameters, checked and complete."""
+    """Return a checkpoint's param groups with the optimizer's parameters, checked and complete."""
     before = optimizer.param_groups
     if len(before) != len(saved):
         raise ValueError("loaded state dict has a different number of parameter groups")
@@ -263,7 +265,7 @@ def loaded_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> l
             raise StateError(
                 f"group {index} of the checkpoint is of rule {theirs['rule']}, this optimizer's is of {rule.name}"
             )
-        # AdamW always decouples the weight decay, Adam may.
+        # AdamW always decouples the weight decay; Adam has an option.
         wanted = rule.options.get("decoupled_weight_decay")
         if wanted is not None and bool(theirs.get("decoupled_weight_decay", wanted)) is not wanted:
             raise StateError(
@@ -278,7 +280,7 @@ def loaded_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> l
             other = own.get(key)
             kinds = set(map(type, value if isinstance(value, (tuple, list)) else (value,)))
             alike = type(value) is type(other) and PYTHON_TYPES.issuperset(kinds) and bool(value == other)
-            # The optimizer's own value was checked before.
+            # The optimizer's current value was checked before.
             if value is not other and not alike:
                 about_group(index, check_group, rule, group)
                 break
@@ -288,7 +290,7 @@ def loaded_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> l
 
 @contextmanager
 def states_of_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """A block in which an optimizer's `state` has no entries of parameters that have left its groups."""
+    """A block in which `optimizer.state` has no entries for parameters that were removed from its groups."""
     held = set(map(id, params_of(optimizer)))
     state = optimizer.state
     kept = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor) or id(key) in held}
@@ -302,10 +304,10 @@ def states_of_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _complete_group(group: dict[str, Any], old: Mapping[str, Any], rule: Rule) -> None:
-    """Give a loaded param group its parameters and the keys that the checkpoint does not have."""
+    """Give a loaded param group its parameters and the keys that are missing in the checkpoint."""
     # The optimizer decides how state is stored and communicated: it keeps its `master_weights`, `state_dtype`,
     # `rounding` and sync dtypes. If both round stochastically, the checkpoint's `seed` continues. Hyperparameters that
-    # are functions of the step stay as they are.
+    # are functions of the step are kept.
     for key in ("params", "param_names", *rule.hyperparameters, *rule.options):
         if key in old:
             group.setdefault(key, old[key])
@@ -324,15 +326,15 @@ def _complete_group(group: dict[str, Any], old: Mapping[str, Any], rule: Rule) -
 
 
 def _with_functions(old: Any, loaded: Any) -> Any:
-    """A loaded hyperparameter with the functions that the one it replaces has."""
+    """Return a loaded hyperparameter, with the current functions of the step kept."""
     if isinstance(old, (tuple, list)) and isinstance(loaded, (tuple, list)) and len(old) == len(loaded):
         return type(loaded)(map(_with_functions, old, loaded))
     return old if changes(old) else loaded
 
 
 def save_numbers(optimizer: Optimizer, saved: Sequence[dict[str, Any]]) -> None:
-    """Replace functions of the step by their values at the group's last step, and what torch keeps otherwise."""
-    # Sync dtypes are left out: checkpoints do not depend on ranks.
+    """Replace functions of the step by their values at the last step, and options by the form that torch saves."""
+    # Sync dtypes are left out: checkpoints do not depend on the ranks.
     for group, other in zip(optimizer.param_groups, saved):
         for key in ("grad_sync_dtype", "param_sync_dtype"):
             other.pop(key, None)
@@ -343,9 +345,9 @@ def save_numbers(optimizer: Optimizer, saved: Sequence[dict[str, Any]]) -> None:
             other.update(rule.saved(group))
         functions = [key for key, value in other.items() if key != "params" and changes(value)]
         if functions:
-            # This waits for the device, as saving the checkpoint will.
+            # This synchronizes with the device, as does saving the checkpoint.
             states = [optimizer.state[param] for param in group["params"] if param in optimizer.state]
-            # A rank knows no step count of what another rank updates.
+            # A rank has no step counts of parameters that other ranks update.
             known = [state["step"] for state in states if "step" in state]
             steps = known or [optimizer.execution.step_of(optimizer, group)]
             step = max(1.0, *(float(one) for one in steps if one is not None), 1.0)
@@ -353,9 +355,9 @@ def save_numbers(optimizer: Optimizer, saved: Sequence[dict[str, Any]]) -> None:
 
 
 def mark_codes(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Let NaN stand under the names of states in blocks where torch's optimizers would begin them without a word."""
-    # torch's SGD and Muon count no steps: a state that a checkpoint lacks begins at the next step. Of a number they
-    # raise. Optimizers with a step count ask for their states by name, and raise where they are not there.
+    """Store NaN under the names of blockwise states that torch's optimizers would silently reinitialize."""
+    # torch's SGD and Muon count no steps: they initialize a missing state at the next step, and raise for a number.
+    # Optimizers with a step count look up their states by name, and raise if they are missing.
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"]):
         if not optimizer.rule_of(group).counts_steps:
             for state in [state_dict["state"].get(number, {}) for number in saved["params"]]:
@@ -363,14 +365,14 @@ def mark_codes(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
 
 
 def _numbers(value: Any) -> Any:
-    """A hyperparameter with its tensors as numbers."""
+    """Convert tensors in a hyperparameter to numbers."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_numbers, value))
     return float(value) if isinstance(value, torch.Tensor) else value
 
 
 def _saved_states(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[torch.Tensor, Mapping[str, Any]]:
-    """A checkpoint's values for this rank's share of each parameter, with names and shapes checked."""
+    """Return a checkpoint's values for this rank's share of each parameter, with names and shapes checked."""
     checked: dict[torch.Tensor, Mapping[str, Any]] = {}
     readers: dict[tuple[int, torch.dtype], _StateReader] = {}
     keys = [(key, saved) for saved in state_dict["param_groups"] for key in saved["params"]]
@@ -378,7 +380,7 @@ def _saved_states(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[t
     for ordinal, ((key, saved), listed) in enumerate(zip(keys, iter_params(optimizer))):
         values, (_, index, group, param) = state_dict["state"].get(key, {}), listed
         share = optimizer.placement.share(listed, ordinal)
-        # An empty state has not begun.
+        # The parameter of an empty state has not been stepped.
         if share is None or _NOTHING.issuperset(map(type, values.values())):
             continue
         label = share.label
@@ -399,7 +401,7 @@ def _saved_states(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[t
 
 
 def _refuse_lost_codes(label: str, name: str, values: Mapping[str, Any], own: Container[str]) -> None:
-    """Raise for a state with arrays of blocks that no format has: its codes would be taken for numbers."""
+    """Raise for a state with block arrays that match no format: its codes would be read as numbers."""
     there = [key for key in (name, *block_names(name)) if key not in own or key == name]
     found = {key: dtype_name(values[key].dtype) for key in there if isinstance(values.get(key), torch.Tensor)}
     if found.keys() - {name}:
@@ -411,7 +413,7 @@ def _refuse_lost_codes(label: str, name: str, values: Mapping[str, Any], own: Co
 
 
 class _StateReader:
-    """Checks a checkpoint's states of a group's parameters of one dtype; made once for all of them."""
+    """Checks a checkpoint's states for a group's parameters of one dtype; made once per group and dtype."""
 
     def __init__(self, rule: Rule, dtype: torch.dtype, group: Mapping[str, Any]) -> None:
         self.rule = rule
@@ -420,14 +422,14 @@ class _StateReader:
         starts = {**dict.fromkeys((TRAINING, *MASTER_KEYS), _LIKE_PARAM)}
         starts.update(starts_of(rule, rule.state_names, dtype, group))
         self._starts = {name: start for name, start in starts.items() if start.shape != "scalar"}
-        self.beside = {array for name in starts for array in block_names(name)}  # arrays of states in blocks
-        self.names = {"step", *starts, *self.beside}  # what a state of the rule may have
+        self.beside = {array for name in starts for array in block_names(name)}  # arrays of blockwise states
+        self.names = {"step", *starts, *self.beside}  # names that a state of the rule may have
 
     def read(self, label: str, param: torch.Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of a parameter's state, checked."""
+        """Return the checked values of a parameter's state."""
         values, rule = dict(saved), self.rule
         if not _PLAIN.issuperset(map(type, values.values())) and not is_distributed(param):
-            # The checkpoint is of an optimizer of DTensors.
+            # The checkpoint is from an optimizer of DTensors.
             values = {name: gathered(value) if is_distributed(value) else value for name, value in values.items()}
         has_blocks = not self.beside.isdisjoint(values)
         for name, start in self._starts.items():
@@ -439,7 +441,7 @@ class _StateReader:
             if has_blocks and name not in MASTER_KEYS and (blocks is None or isinstance(value, torch.Tensor)):
                 _refuse_lost_codes(label, name, values, rule.state_names)
             if blocks is not None:
-                values.pop(name, None)  # what `mark_codes` has put there
+                values.pop(name, None)  # the NaN of `mark_codes`
                 continue
             if not isinstance(value, torch.Tensor):
                 continue
@@ -456,11 +458,11 @@ class _StateReader:
                 values[name] = value = value.detach().reshape(wanted)
             check_shape(label, name, value, wanted, _THERE)
         if self._integers in values and values[self._integers].dtype.is_floating_point:
-            # torch's optimizers have cast the integers to floating point, which has lost them.
+            # torch's optimizers cast the integers to floating point, which loses their bits.
             del values[self._integers]
         if values.get("step") is None and any(isinstance(value, torch.Tensor) for value in values.values()):
             if rule.counts_steps:
                 raise StateError(f"the checkpoint has no step count ('step') for {label}, which {rule.name} needs")
-            # torch's optimizers without step counts make their buffers at the first step.
+            # torch's optimizers without step counts create their buffers at the first step.
             values["step"] = 1.0
         return values

@@ -1,6 +1,6 @@
-"""Clip, scale and skip: the inputs of a step's decision, its numbers on a device, and what is kept for later steps.
+"""Clip, scale and skip: the inputs of a step's decision, its control numbers on a device, and memory across steps.
 
-`decide` is the decision, on floats: called as it is where the step runs on a CPU, traced to a kernel's text for a GPU.
+`decide` is the decision on floats: called directly if the step runs on a CPU, traced into a kernel for a GPU.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from ..runtime.norms import Partials
 from .memory import StateMemory
 from .parameters import Optimizer, params_of
 
-LIMITS_KEY = "limits"  # key of the first group of a state_dict with what limits remember
+LIMITS_KEY = "limits"  # key in the first group of a state_dict for the memory of limits
 
 
 def skip_policy(nonfinite: bool, above: float | Limit | None, tracks_norm: bool) -> StepInputs:
-    """The inputs that are the same at every step of an optimizer, by its arguments."""
+    """Return the inputs that stay constant over an optimizer's steps, from its arguments."""
     inputs = StepInputs(skip_nonfinite=nonfinite or above is not None)
     inputs.needs_norm = inputs.skip_nonfinite or tracks_norm
     if isinstance(above, Limit):
@@ -56,22 +56,22 @@ def skip_policy(nonfinite: bool, above: float | Limit | None, tracks_norm: bool)
 
 
 def decide(power_sum: Any, scale: Any, found_inf: Any, loss: Any, memories: Sequence[Any], policy: Any) -> Decision:
-    """Decide a step.
+    """Make the decision of a step.
 
     Args:
-        power_sum: the sum of squares of the gradients; None without a norm pass.
-        scale: the loss scale that they carry, or None.
-        found_inf: not 0 where some gradient has overflowed, or None.
+        power_sum: sum of squares of the gradients; None without a norm pass.
+        scale: the loss scale of the gradients, or None.
+        found_inf: nonzero if a gradient overflowed, or None.
         loss: the step's loss, or None.
-        memories: what each limit remembers; changed.
-        policy: `skip_above`, a norm; `skip_nonfinite`, `check_overflow`: whether gradients that are not finite skip
-            the step, and are an overflow; `limits`.
+        memories: the memory of each limit; updated in place.
+        policy: `skip_above`, a norm; `skip_nonfinite` and `check_overflow`: nonfinite gradients skip the step, or count
+            as an overflow; `limits`.
     """
     norm, nonfinite, clip = 0.0, False, math.inf
     inverse = 1.0 if scale is None else 1.0 / scale
     if power_sum is not None:
         nonfinite = (power_sum >= math.inf) | (power_sum != power_sum)
-        # The largest sum stands for a larger one: twice that is infinite.
+        # Norm passes cap the sum at LARGEST_SUM, which stands for any larger sum: twice LARGEST_SUM is inf.
         norm = math.sqrt(power_sum + (power_sum >= LARGEST_SUM) * LARGEST_SUM) * inverse
     overflow = False if found_inf is None else found_inf != 0
     if policy.check_overflow:
@@ -83,18 +83,18 @@ def decide(power_sum: Any, scale: Any, found_inf: Any, loss: Any, memories: Sequ
         skip = skip | (scale <= 0) | (scale >= math.inf) | (scale != scale)
     for limit, memory in zip(policy.limits, memories):
         skips, clip = limit.ask(norm, loss, memory, skip)
-        # Nobody can raise on a device for what is no norm.
+        # A device cannot raise for an invalid clip.
         skip = skip | skips | (clip < 0) | (clip != clip)
     return Decision(norm, skip, inverse, clip, overflow)
 
 
 class DeviceControl(Control):
-    """The decision about a step on one device, and the kernels that write its numbers."""
+    """The decision of a step on a device, and the kernels that write its control numbers."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.overflow = torch.zeros((), dtype=torch.float32, device=device)
-        self.launchers: dict[Any, Any] = {}  # of kernels that write the numbers, by kind of inputs
+        self.launchers: dict[Any, Any] = {}  # launchers of the kernels that write the numbers, by kind of inputs
         self._kernels = control_kernels(self.numbers)
         self._was_trivial = True
         self._plain = self.numbers[: UNSCALE + 1].clone()
@@ -103,7 +103,7 @@ class DeviceControl(Control):
         """Write the control numbers of a step."""
         is_trivial = not inputs.needs_norm and inputs.is_trivial
         if is_trivial and captured:
-            # The host does not know whether a graph was replayed since, nor its decision.
+            # The host does not know whether a graph was replayed meanwhile, nor its decision.
             self.numbers[: UNSCALE + 1].copy_(self._plain)
             return
         if is_trivial and self._was_trivial:
@@ -131,47 +131,47 @@ class DeviceControl(Control):
             inputs.overflow.fill_(float(overflow))
 
     def launches(self, inputs: StepInputs) -> list[Any]:
-        """The first launches of `update`, if kernels write the numbers."""
+        """Return the first launches of `update`, if kernels write the numbers."""
         if self._kernels is None or inputs.is_trivial:
             return []
         inputs = replace(inputs, overflow=self.overflow if inputs.check_overflow else None)
         return [self._kernels.decision_launch(decide, self.numbers, inputs, self.launchers)]
 
     def build(self, inputs: StepInputs) -> None:
-        """Build the kernels that decide such steps, if kernels do."""
+        """Build the kernels for such decisions, if kernels make them."""
         if self._kernels is not None and not inputs.is_trivial:
             self._kernels.decide_on_device(decide, self.numbers, inputs, self.launchers, build_only=True)
 
 
 class Deciders:
-    """The devices and ranks that decide the steps of a plan together, and the kind of their last decision.
+    """The devices and ranks that decide a plan's steps together, and the kind of their last decision.
 
     Args:
         engines: the plan's engines.
-        controls: the decisions of the devices.
-        home: where the state is.
+        controls: the control of each device.
+        home: the memory that holds the state.
     """
 
     def __init__(self, engines: Sequence[DeviceEngine], home: StateMemory) -> None:
         self.engines = engines
-        self.controls: list[Any] = list(dict.fromkeys(engine.control for engine in engines))  # one of each device
-        self.ranks: Any = None  # the ranks that decide together, if there are several
-        self.sends = False  # whether passes send something to other ranks
+        self.controls: list[Any] = list(dict.fromkeys(engine.control for engine in engines))  # one per device
+        self.ranks: Any = None  # the ranks that decide together; None for a single rank
+        self.sends = False  # whether update passes send messages to other ranks
         self._norms, self._home = list(dict.fromkeys(engine.norm for engine in engines)), home
         is_alone = len(self._norms) == 1 and type(home).power_sums is StateMemory.power_sums
-        self.norm = self._norms[0] if is_alone else None  # the norm pass, if one pass gives the norm
+        self.norm = self._norms[0] if is_alone else None  # the norm pass, if a single pass gives the norm
         self.sums_in_tiles = len(self._norms) == 1 and self._norms[0].counts_once
-        """Whether the launch of the decision may add up the tiles of the norm pass; the first such step finds out."""
-        self.built_ahead: set[bool] = set()  # whether kernels of steps that unscale, or do not, were built together
-        self.kind: Any = None  # the kind of the last step's decision, as far as passes depend on it
-        self.plainly = False  # whether control numbers are those of a step that does not clip, scale or skip
+        """Whether the decision's launch may sum the tiles of the norm pass; settled at the first such step."""
+        self.built_ahead: set[bool] = set()  # for steps that unscale, and that do not: whether their kernels were built
+        self.kind: Any = None  # kind of the last decision: the part of its inputs that passes depend on
+        self.plainly = False  # whether the control numbers are of a step without clip, scale or skip
 
     def power_sum(self) -> torch.Tensor:
-        """The sum of squares of this rank's gradients, float64[1], on a device that is not the CPU if there is one."""
+        """Return the sum of squares of this rank's gradients, float64[1], on an accelerator if any engine has one."""
         return combined(self._home.power_sums(self._norms)) if self.norm is None else self.norm.sum_squares()
 
     def power_sum_of_ranks(self) -> torch.Tensor | None:
-        """The sum of squares of the gradients of all ranks, float64[1]; None without engines."""
+        """Return the sum of squares of all ranks' gradients, float64[1]; None without engines."""
         if not self.engines:
             return None
         total = self.power_sum().reshape(1)
@@ -181,14 +181,14 @@ class Deciders:
         return total
 
     def partials(self) -> Partials | None:
-        """The sums of squares of tiles, if the launch of the decision can add them up."""
-        # Where several ranks decide together, the norm is combined before that launch.
+        """Return the sums of squares per tile, if the decision's launch can add them up."""
+        # With several ranks, the norm is reduced before the decision's launch.
         sums = self._norms[0].partials() if self.sums_in_tiles and self.ranks is None else None
         self.sums_in_tiles = sums is not None
         return sums
 
     def launches(self, inputs: StepInputs) -> list[Any]:
-        """The launches of the norm and of the decision, if one engine decides alone."""
+        """Return the launches of norm and decision, if a single engine decides alone."""
         if self.ranks is not None or len(self.engines) > 1:
             return []
         launches = []
@@ -203,7 +203,7 @@ class Deciders:
 
 
 class DataParallelRanks:
-    """The ranks of every DistributedDataParallel around an optimizer's parameters, present or made later."""
+    """The ranks of every DistributedDataParallel around an optimizer's parameters, including wrappers made later."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
@@ -223,12 +223,12 @@ class DataParallelRanks:
         return id(param) in self._own
 
     def wrapped(self, wrapper: torch.nn.Module, kind: str) -> None:
-        """Follow a DistributedDataParallel that is being made."""
+        """Track a DistributedDataParallel under construction."""
         if kind == DDP:
             self._wrappers.append(weakref.ref(wrapper))
 
     def average(self, values: torch.Tensor) -> None:
-        """Replace numbers by their means over the ranks."""
+        """Average numbers over the ranks, in place."""
         self._own = set()  # groups may change before the next wrapper is made
         self._wrappers = [reference for reference in self._wrappers if reference() is not None]
         groups = {wrapper.process_group for reference in self._wrappers if (wrapper := reference()) is not None}
@@ -240,20 +240,20 @@ class DataParallelRanks:
 
 
 class StepControl:
-    """The decisions of an optimizer's steps: their inputs, and what is kept from step to step."""
+    """The decisions of an optimizer's steps: their inputs, and memory across steps."""
 
     def __init__(self, policy: StepInputs) -> None:
-        self.policy, self._constants = policy, vars(policy)  # the inputs that are the same at every step
+        self.policy, self._constants = policy, vars(policy)  # the inputs that stay constant over steps
         self.history = StepHistory()
-        self.numbers: torch.Tensor | None = None  # control numbers of the last step, which the next one continues
-        self.checks_overflow = False  # set by `GradScaler` for one step: gradients that are not finite are an overflow
+        self.numbers: torch.Tensor | None = None  # control numbers of the last step; the next step continues them
+        self.checks_overflow = False  # set by `GradScaler` for one step: nonfinite gradients are an overflow
         self.gradients_scaled: bool | None = None  # set by `GradScaler`: whether gradients carry a loss scale
-        self.joint: JointGradNorm | None = None  # the norm that it shares with other optimizers
+        self.joint: JointGradNorm | None = None  # the norm shared with other optimizers
         self.copies: DataParallelRanks | ReductionGroup | None = None
-        """The ranks that have other data and the same parameters; None until they are needed."""
-        self.has_sent = False  # whether a step has compared its tag with other ranks', if passes send something
-        self.number: int | None = None  # among the optimizers that send numbers to the same ranks, see `take_number`
-        self.flat_part = ""  # what messages call the first piece of one of FSDP1's flat parameters
+        """The ranks with copies of the parameters and other data; None until needed."""
+        self.has_sent = False  # whether a step has compared its tag with other ranks; used if passes send messages
+        self.number: int | None = None  # index among optimizers that send numbers to the same ranks, see `take_number`
+        self.flat_part = ""  # label of the first piece of an FSDP1 flat parameter, for messages
 
     def __getstate__(self) -> dict[str, Any]:
         return {"policy": self.policy, "history": self.history, "numbers": self.numbers}
@@ -263,7 +263,7 @@ class StepControl:
         vars(self).update(state)
 
     def take_number(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Number the optimizer among those that send numbers to the same ranks, if it does and has no number."""
+        """Number the optimizer among those that send numbers to the same ranks, if it sends and has no number yet."""
         if self.number is not None or not (dist.is_available() and dist.is_initialized()):
             return
         sharded = (param for group in groups for param in group["params"] if is_distributed(param))
@@ -274,12 +274,12 @@ class StepControl:
             self.number = next_number("losses")
 
     def needs_norm(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether a step needs the norm of its gradients: for a clip, a skip, or a scaler's overflow check."""
+        """Whether a step needs the gradient norm: for a clip, a skip, or a scaler's overflow check."""
         clips = any(group.get("max_grad_norm") is not None for group in groups)
         return clips or self.joint is not None or self.checks_overflow or self.policy.needs_norm
 
     def limits(self, groups: Sequence[Mapping[str, Any]]) -> tuple[Limit, ...]:
-        """The limits of steps; one that may clip, which groups that have one share, is the last."""
+        """Return the limits of steps; a limit that clips is shared by its groups and is the last."""
         limits = [group["max_grad_norm"] for group in groups if isinstance(group.get("max_grad_norm"), Limit)]
         above, clips = self.policy.limits, tuple(dict.fromkeys(limits))
         if len(clips) > 1:
@@ -295,7 +295,7 @@ class StepControl:
         return above + clips
 
     def inputs(self, optimizer: Optimizer) -> StepInputs | None:
-        """The inputs of the coming step; None for a step that neither clips, scales nor skips."""
+        """Return the inputs of the next step; None if it does not clip, scale or skip."""
         scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         if self.gradients_scaled and scale is None and found_inf is None:
             raise GradientError(
@@ -320,7 +320,7 @@ class StepControl:
         return inputs
 
     def update_control(self, optimizer: Optimizer, deciders: Deciders, inputs: StepInputs | None = None) -> None:
-        """Write the control numbers of every device for this step; runs the norm pass if the step needs it."""
+        """Write the control numbers of every device for this step; runs the norm pass if needed."""
         inputs = inputs or self.inputs(optimizer) or StepInputs(**self._constants)
         engines, ranks = deciders.engines, deciders.ranks
         if not engines:
@@ -350,10 +350,10 @@ class StepControl:
             if others or inputs.power_sum is None or self.joint is not None:
                 has_sent = _agree(inputs, ranks, has_whole_norm=self.joint is not None)
             else:
-                # The tensor is computed anew at every step and used for the decision alone.
+                # The tensor is computed anew at every step and used only by the decision.
                 ranks.add(inputs.power_sum)
             if deciders.sends and not (has_sent or self.has_sent):
-                # Passes send as well: their first message would come after the first pass has written.
+                # Passes send messages too: their first message would follow the first write of a pass.
                 ranks.add(torch.zeros(1, dtype=torch.float64, device=device))
             self.has_sent = True
         kind = (unscales, inputs.found_inf is not None, inputs.check_overflow, inputs.skip_nonfinite, inputs.limits)
@@ -374,17 +374,17 @@ class StepControl:
         deciders.plainly = not captured and not inputs.needs_norm and inputs.is_trivial
 
     def _mean_loss(self, optimizer: Optimizer, loss: torch.Tensor) -> torch.Tensor:
-        """The mean loss of the ranks that have copies of the parameters, so that all of them decide alike."""
+        """Average the loss over the ranks with copies of the parameters, so that all ranks decide alike."""
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return loss
         if self.copies is None:
             self.copies = DataParallelRanks(optimizer)
-        loss = loss.clone()  # it may be the caller's
+        loss = loss.clone()  # may be the caller's tensor
         self.copies.average(loss)
         return loss
 
     def expected(self, optimizer: Optimizer, deciders: Deciders) -> StepInputs:
-        """The inputs of a captured step; runs the norm pass if the step needs it."""
+        """Return the inputs of a captured step; runs the norm pass if needed."""
         inputs = StepInputs(**self._constants)
         inputs.check_overflow, inputs.memory = self.checks_overflow, self.history
         inputs.needs_norm = self.needs_norm(optimizer.param_groups)
@@ -394,7 +394,7 @@ class StepControl:
         return inputs
 
     def _find_norm(self, optimizer: Optimizer, deciders: Deciders, inputs: StepInputs) -> None:
-        """Run the norm pass, or take the norm that optimizers share."""
+        """Run the norm pass, or use the joint norm."""
         if self.flat_part:
             refuse("a norm of the gradients", [FSDP1], self.flat_part, GradientError)
         if self.joint is not None:
@@ -405,11 +405,11 @@ class StepControl:
             inputs.power_sum = deciders.power_sum()
 
     def takes_loss(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the loss of a step is part of its decision."""
+        """Whether a step's decision depends on its loss."""
         return any(outcome_of(limit).reads_loss for limit in self.limits(groups))
 
     def take_loss(self, loss: Any, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Keep the loss of a step for its decision."""
+        """Store the loss of a step for its decision."""
         if not self.takes_loss(groups):
             return
         if isinstance(loss, torch.Tensor):
@@ -422,7 +422,7 @@ class StepControl:
             raise TypeError(f"Invalid loss: {loss!r}; it must be a number or a tensor of one element")
 
     def carry_to(self, engines: Sequence[DeviceEngine]) -> None:
-        """Give new engines the norm and the skipped steps of the previous ones."""
+        """Copy the norm and the number of skipped steps to new engines."""
         if self.numbers is not None:
             for engine in engines:
                 for place in (NORM, SKIPPED):
@@ -431,7 +431,7 @@ class StepControl:
             self.numbers = engines[0].control.numbers
 
     def save(self, state_dict: dict[str, Any]) -> None:
-        """Put what limits remember, unread, into the first group of a state_dict, and plain values for the limits."""
+        """Put the memory of limits, unread, into the first group of a state_dict, and plain values for the limits."""
         groups = state_dict["param_groups"]
         saved = self.history.save(self.limits(groups))
         for place, group in enumerate(groups):
@@ -441,7 +441,7 @@ class StepControl:
             groups[place] = {**group, **own}
 
     def load(self, groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
-        """Take over what limits remember from a loaded state_dict, and remove it from the groups."""
+        """Restore the memory of limits from a loaded state_dict, and remove it from the groups."""
         first = saved[0] if saved else {}
         remembered = dict(first.get(LIMITS_KEY, {}))
         for name, keys in EARLIER_KEYS.items():
@@ -454,14 +454,14 @@ class StepControl:
 
 
 def _agree(inputs: StepInputs, group: ReductionGroup, *, has_whole_norm: bool) -> bool:
-    """Combine over all ranks the norm, the loss and the overflow of a step; whether there were any."""
+    """Combine norm, loss and overflow of a step over all ranks; return whether any was given."""
     own_sum = None if has_whole_norm else inputs.power_sum
     numbers = [number for number in (own_sum, inputs.loss, inputs.found_inf) if number is not None]
     if not numbers:
         return False
     device = numbers[0].device
     if inputs.loss is not None:
-        # The ranks' losses are averaged.
+        # The divisor of the mean loss.
         numbers.append(torch.ones_like(inputs.loss))
     together = torch.cat([moved(number, device).to(torch.float64).reshape(1) for number in numbers])
     group.add(together)
@@ -477,14 +477,14 @@ def _agree(inputs: StepInputs, group: ReductionGroup, *, has_whole_norm: bool) -
 
 
 def _tensor(value: Any, device: torch.device) -> torch.Tensor | None:
-    """A scaler's number as a tensor on a device; torch's scaler gives a plain 0 where no gradient was checked."""
+    """Return a scaler's number as a tensor on a device; torch's scaler gives a plain 0 if it checked no gradient."""
     if value is None:
         return None
     return moved(value, device) if isinstance(value, torch.Tensor) else torch.full((), float(value), device=device)
 
 
 def with_limits(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state_dict with the limits for which `StepControl.save` has put plain values."""
+    """Return a state_dict with limits in place of the plain values of `StepControl.save`."""
     groups = [dict(group) for group in state_dict["param_groups"]]
     for group in groups:
         if not isinstance(saved := group.get("max_grad_norm"), dict):
@@ -492,7 +492,7 @@ def with_limits(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         ((name, numbers),) = saved.items()
         if name not in Limit.known:
             raise StateError(f"max_grad_norm: the limit {name} is not known: import the module that defines it")
-        # A cell of a notebook that runs again defines its class anew: the last class of a qualified name is meant.
+        # A notebook cell that runs again redefines its class: use the last class of each qualified name.
         classes = Limit.known[name]
         if len(classes) > 1:
             raise StateError(
@@ -503,7 +503,7 @@ def with_limits(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class JointGradNorm:
-    """The norm that several optimizers share; made by `joint_norm`."""
+    """The gradient norm shared by several optimizers; made by `joint_norm`."""
 
     def __init__(self, optimizers: Sequence[Optimizer], group: Any) -> None:
         self._members = [weakref.ref(optimizer) for optimizer in optimizers]
@@ -512,7 +512,7 @@ class JointGradNorm:
         self._stepped: set[int] = set()
 
     def power_sum(self, optimizer: Optimizer) -> torch.Tensor:
-        """The sum of squares of all members' gradients, float64[1]; computed by the first member that steps."""
+        """Return the sum of squares of all members' gradients, float64[1]; computed by the first member that steps."""
         if self._total is None or id(optimizer) in self._stepped:
             self._total, self._stepped = self._sum(optimizer), set()
         self._stepped.add(id(optimizer))
@@ -521,7 +521,7 @@ class JointGradNorm:
     def _sum(self, stepping: Optimizer) -> torch.Tensor:
         members = self._living()
         carries = bool(stepping.control.gradients_scaled) or getattr(stepping, "grad_scale", None) is not None
-        # A scaler marks optimizers that it has stepped or unscaled, and no others.
+        # A scaler marks only optimizers that it has stepped or unscaled.
         others = [member for member in members if member is not stepping]
         if any(other.control.gradients_scaled not in (None, carries) for other in others):
             raise GradientError(
@@ -537,7 +537,7 @@ class JointGradNorm:
 
     @property
     def skips(self) -> bool:
-        """Whether a member skips steps whose gradients are not finite; then all members do."""
+        """Whether any member skips steps with nonfinite gradients; then all members do."""
         return any(member.control.policy.skip_nonfinite for member in self._living())
 
     def _living(self) -> list[Optimizer]:
@@ -545,22 +545,22 @@ class JointGradNorm:
 
 
 def joint_norm(optimizers: Sequence[Optimizer], group: Any = None) -> None:
-    """Let optimizers clip and skip by one norm: that of all their gradients together.
+    """Let optimizers clip and skip by a joint norm: the norm of all their gradients together.
 
-    The first that steps works it out from the gradients of all; the others use it, until one of them steps again. So
-    all gradients must be there when the first one steps, and each optimizer steps once in a round. `max_grad_norm`,
-    `skip_above` and `skip_nonfinite` of each compare with this norm, which is what `grad_norm` of each is. If one of
-    them skips steps whose gradients are not finite, or a scaler runs the steps, all of them do. Param groups with
-    `in_norm=False` are left out.
+    The first optimizer that steps computes the norm from the gradients of all; the other optimizers use it, until
+    some optimizer steps again. So all gradients must exist before the first step of a round, and each optimizer steps
+    once per round. `max_grad_norm`, `skip_above` and `skip_nonfinite` of each optimizer apply to this norm, and
+    `grad_norm` of each returns it. If an optimizer skips steps with nonfinite gradients, or a scaler runs the steps,
+    all optimizers do. Param groups with `in_norm=False` are left out.
 
     Args:
         optimizers: at least two, each in no other joint norm.
-        group: a process group over whose ranks the norm goes as well: for the parts of a pipeline, of which each rank
-            has its own. All its ranks must step alike.
+        group: process group to reduce the norm over as well, for pipeline stages on different ranks. All its ranks must
+            step alike.
 
     Raises:
-        ValueError: for fewer optimizers (without a group), one given twice, or one that shares a norm already.
-        RuntimeError: for an overlapped one whose backward has updated parameters, before its step.
+        ValueError: for fewer optimizers (without a group), a repeated optimizer, or an optimizer with a joint norm.
+        RuntimeError: for an overlapped optimizer whose backward has updated parameters since its last step.
         TypeError: for an optimizer that is not tilestep's.
 
     Source: one norm over model parts, as torchtitan's `clip_grad_norm_` over its container of optimizers.

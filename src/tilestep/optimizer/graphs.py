@@ -1,4 +1,4 @@
-"""CUDA graphs that hold an optimizer's step: preparing, stepping in a capture, pushing values."""
+"""CUDA graphs of an optimizer's step: prepare a capture, step in a capture, push values."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ ON_CPU = "its parameters are on the CPU, which has no graphs; move the model to 
 
 
 def note_lost(lost: list[str], what: str, _: object) -> None:
-    """A callback of weak references: memory that a graph reads is freed."""
+    """Weak reference callback: memory that a graph reads was freed."""
     lost.append(what)
 
 
 class CapturedGradRefs:
-    """Gradients that existed before a capture by hand; the graph owns those made in it."""
+    """Gradients that existed before a capture by hand; the graph owns gradients created during the capture."""
 
     def __init__(self, gradients: Sequence[torch.Tensor | None], labels: Sequence[str]) -> None:
-        self.lost: list[str] = []  # gradients whose memory was freed while a graph reads it
+        self.lost: list[str] = []  # labels of gradients whose memory was freed while a graph reads it
         self._before = [None if gradient is None else weakref.ref(gradient) for gradient in gradients]
         self._labels = list(labels)
         self._read: list[Any] = []
 
     def read(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Take note that a graph reads these gradients."""
+        """Record that a graph reads these gradients."""
         for gradient, before, label in zip(gradients, self._before, self._labels):
             if gradient is not None and gradient.numel() and before is not None and before() is gradient:
                 note = partial(note_lost, self.lost, f"the gradient of {label}")
@@ -55,16 +55,16 @@ class CapturedGradRefs:
 
 @dataclass(frozen=True)
 class Graphs:
-    """The CUDA graphs that hold an optimizer's step."""
+    """The CUDA graphs that contain an optimizer's step."""
 
-    captured: int = 0  # steps in graphs
-    checked: int = 0  # of these the steps in graphs that check whether they are stale before each replay
+    captured: int = 0  # number of captured steps
+    checked: int = 0  # number of captured steps whose graphs check before each replay whether they are stale
     stale: str = ""
     retired: tuple[StepPlan, ...] = ()
     kept: CapturedGradRefs | None = None
 
     def without(self, plan: StepPlan | None) -> Graphs:
-        """The same, after this plan was replaced."""
+        """Return the state after this plan was replaced."""
         if plan is not None and any(engine.graph_tables.in_use for engine in plan.engines):
             return replace(self, stale=CHANGED, retired=(*self.retired, plan))
         return self
@@ -80,7 +80,7 @@ def require_current(graphs: Graphs) -> None:
 
 
 def require_checked(graphs: Graphs, caller: str) -> None:
-    """Raise `CaptureError` if a graph has captured a step that replays without a check."""
+    """Raise `CaptureError` if a captured step may replay without a check."""
     if graphs.captured != graphs.checked:
         raise CaptureError(
             f"{caller} frees memory that a CUDA graph of your own would write to: it has captured a step of the "
@@ -89,7 +89,7 @@ def require_checked(graphs: Graphs, caller: str) -> None:
 
 
 def require_no_waits(optimizer: Optimizer) -> None:
-    """Raise if the host waits in some steps: ranks that step together would decide this one by one."""
+    """Raise if some steps synchronize with the host: each rank that steps with others would decide this by itself."""
     for index, group in enumerate(optimizer.param_groups):
         rule = optimizer.rule_of(group)
         for graph in graphs_of(optimizer, index):
@@ -99,7 +99,7 @@ def require_no_waits(optimizer: Optimizer) -> None:
 
 
 def _require_capturable(plan: StepPlan) -> None:
-    """Raise for parameters whose updates a graph cannot hold."""
+    """Raise for parameters whose updates a graph cannot contain."""
     by_ranks = "several ranks decide its steps together; for DTensors run the steps outside graphs"
     require(plan.mesh_ranks is None, by_ranks)
     require(not plan.repeat_updates, f"{LISTED_TWICE}, and a graph holds one update of it")
@@ -108,7 +108,7 @@ def _require_capturable(plan: StepPlan) -> None:
 
 
 def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> StepPlan:
-    """Prepare a capture, without a step; see `Optimizer.prepare_capture`."""
+    """Prepare a capture, without stepping; see `Optimizer.prepare_capture`."""
     require(not is_capturing(), "prepare_capture() comes before the capture, not inside it")
     plan = optimizer.fitting_plan(ahead=True)
     devices = [str(engine.device) for engine in plan.engines]
@@ -132,14 +132,14 @@ def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> StepPlan:
 
 
 def prepare_by_hand(optimizer: Optimizer) -> None:
-    """`prepare_capture` for a graph that users capture and replay themselves, with `push`."""
+    """Call `prepare_capture` for a graph that users capture and replay themselves, with `push`."""
     plan = prepare_capture(optimizer)
     kept = CapturedGradRefs(plan.gradients()[0], [entry.share.label for entry in plan.engines[0].entries])
     optimizer.graphs = replace(optimizer.graphs, kept=kept)
 
 
 def step_in_capture(optimizer: Optimizer, reports: Reports | None) -> None:
-    """Launch a step into the CUDA graph that is being captured; everything it needs must exist."""
+    """Launch a step into the CUDA graph under capture; everything that the step needs must exist."""
     plan = optimizer.plan
     if plan is None or not plan.basis.fits(optimizer) or plan.basis.leaves_out_training:
         devices = {param.device for param in params_of(optimizer)}
@@ -171,7 +171,7 @@ def step_in_capture(optimizer: Optimizer, reports: Reports | None) -> None:
 
 
 def push(optimizer: Optimizer) -> None:
-    """Copy changes on the host to the device; see `Optimizer.push`."""
+    """Copy changes from the host to the device; see `Optimizer.push`."""
     require(not is_capturing(), "push() is for the time between replays; in a graph it would repeat the old values")
     require_current(optimizer.graphs)
     plan = optimizer.plan

@@ -1,4 +1,4 @@
-"""Param groups: what they may say, by names of parameters, and sorted for Muon."""
+"""Param groups: allowed keys and values, and groups by parameter name."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ GROUP_OPTIONS: Mapping[str, Any] = {
     "grad_sync_dtype": None,
     "param_sync_dtype": None,
 }
-"""The options of param groups that all rules have, with their defaults; the last two are for `shard`."""
+"""Options of param groups under every rule, with their defaults; the last two are for `shard`."""
 
-OWN_KEYS = (*GROUP_OPTIONS, "rule")  # keys that torch's param groups do not have; at their defaults a group has none
+OWN_KEYS = (*GROUP_OPTIONS, "rule")  # keys that torch's param groups lack; dropped from a group at their defaults
 
 
 def deciding_keys(rule: Rule) -> tuple[str, ...]:
-    """The keys of a param group that decide what a step does, or whether it is refused."""
+    """Return the keys of a param group that determine a step, or whether it is refused."""
     return (*rule.hyperparameters, *OWN_KEYS, *MATRIX_OPTIONS, "differentiable", *_FIXED.intersection(rule.options))
 
 
-_FIXED = frozenset({"decoupled_weight_decay"})  # options that belong to the rule and that no group can change
+_FIXED = frozenset({"decoupled_weight_decay"})  # options that belong to the rule; no group can change them
 
 
 def without_defaults(group: dict[str, Any]) -> None:
-    """Remove the options that are at their defaults from a param group, so that it has torch's keys."""
+    """Remove options at their defaults from a param group, so that it has torch's keys."""
     for key, default in GROUP_OPTIONS.items():
         value = group.get(key, default)
         if value is default or (type(value) is type(default) and value == default):
@@ -55,7 +55,7 @@ def without_defaults(group: dict[str, Any]) -> None:
 
 
 def find_rule(rule: Any, adopted: Mapping[str, Rule]) -> Rule:
-    """The rule of this name, or the rule itself."""
+    """Return the rule of this name, or the rule itself."""
     if isinstance(rule, str):
         if rule not in adopted and rule not in registry:
             hint = did_you_mean(rule, registry) or f"there are {', '.join(sorted(registry, key=str.lower))}"
@@ -75,7 +75,7 @@ def find_rule(rule: Any, adopted: Mapping[str, Rule]) -> Rule:
 
 
 def _origin(rule: Rule) -> Rule:
-    """The rule that a derived one was made of."""
+    """Return the base of a derived rule."""
     while rule.composition is not None:
         rule = rule.composition[1]
     return rule
@@ -84,10 +84,10 @@ def _origin(rule: Rule) -> Rule:
 def fill_group(
     group: dict[str, Any], rule: Rule, first: Rule, defaults: Mapping[str, Any], given: Container[str]
 ) -> dict[str, Any]:
-    """Give a new param group of this rule what it lacks; returns the rule's own defaults.
+    """Fill in the missing keys of a new param group of this rule; return the rule's defaults.
 
-    The optimizer's defaults are those of its first rule, and arguments that it was given are about that rule: a group
-    with another one takes them only where both are derived from the same.
+    The optimizer's defaults and arguments belong to its first rule: a group with another rule takes them only if both
+    rules are derived from the same base.
     """
     own = {**rule.hyperparameters, **rule.options}
     is_alike, left_out = _origin(rule) is _origin(first), []
@@ -110,13 +110,13 @@ def fill_group(
 
 
 def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
-    """Raise for a hyperparameter that the rule or the optimizer refuses."""
+    """Raise for a hyperparameter that the rule or the optimizer rejects."""
     rule.check(_numbers_of(rule, group))
     check_flags(rule, group)
 
 
 def check_flags(rule: Rule, group: Mapping[str, Any]) -> None:
-    """Raise for flags that no rule supports; a param group may have been changed since it was added."""
+    """Raise for flags that no rule supports; a param group may have changed since it was added."""
     if not isinstance(group.get("in_norm", True), bool):
         raise ValueError(f"Invalid in_norm: {group['in_norm']!r}; True, or False for a group left out of the norm")
     check_matrix_options(group)
@@ -148,8 +148,8 @@ def check_flags(rule: Rule, group: Mapping[str, Any]) -> None:
 
 
 def _numbers_of(rule: Rule, group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's hyperparameters as the host can read them; raises for those of another kind than the rule's."""
-    # Numbers out of range are taken later, as by torch.
+    """Return a group's hyperparameters as the host reads them; raises for types other than the rule's defaults have."""
+    # Numbers out of range are accepted later on, as in torch.
     numbers = {key: _on_host(group[key], key) for key in rule.hyperparameters if key in group}
     for key, value in numbers.items():
         if callable(rule.ranges.get(key)):
@@ -163,7 +163,7 @@ def _numbers_of(rule: Rule, group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_kind(key: str, value: Any, default: Any) -> None:
-    """Raise `TypeError` for a value of another kind than the default's; tuples are compared entry by entry."""
+    """Raise `TypeError` if the type of a value differs from the default's; tuples are compared entry by entry."""
     if isinstance(default, (tuple, list)):
         is_several = isinstance(value, (tuple, list))
         if not is_several or len(value) != len(default):
@@ -182,7 +182,7 @@ def _check_kind(key: str, value: Any, default: Any) -> None:
 
 
 def _on_host(value: Any, key: str, depth: int = 0) -> Any:
-    """A value with Python's numbers in place of numpy's and of tensors that the host can read."""
+    """Convert numpy numbers, and tensors that the host can read, to Python numbers."""
     if type(value) in PYTHON_TYPES:
         return value
     value = as_python(value)
@@ -199,7 +199,7 @@ def _on_host(value: Any, key: str, depth: int = 0) -> Any:
 
 
 def about_group(index: int, check: Callable[..., None], *args: Any) -> None:
-    """Run a check; its error names the group."""
+    """Run a check; prefix its error with the group's index."""
     try:
         check(*args)
     except (TypeError, ValueError) as error:
@@ -207,7 +207,7 @@ def about_group(index: int, check: Callable[..., None], *args: Any) -> None:
 
 
 def current_value(group: Mapping[str, Any], step: Any, name: str) -> torch.Tensor:
-    """A number of a param group as a float64 scalar on the device of its parameters, without a wait."""
+    """Return a number of a param group as a float64 scalar on the device of its parameters, without a device sync."""
     key, _, index = name.partition("[")
     if key not in group or key in ("params", "param_names"):
         numbers = ", ".join(sorted(set(group) - {"params", "param_names"}))
@@ -225,14 +225,14 @@ def current_value(group: Mapping[str, Any], step: Any, name: str) -> torch.Tenso
 
 
 def described_numbers(optimizer: Optimizer) -> Iterator[str]:
-    """Everything in param groups that decides what a step makes of gradients, a line for each number."""
+    """Yield every entry of param groups that determines a step, a line per number."""
     for index, group in enumerate(optimizer.param_groups):
         for key in deciding_keys(optimizer.rule_of(group)):
             yield f"group {index} {key}={plain_value(group.get(key, GROUP_OPTIONS.get(key)), waits=False)}"
 
 
 def plain_value(value: Any, waits: bool = True) -> str:
-    """A hyperparameter as text that is the same in every process; one on a GPU is only read if that may wait for it."""
+    """Format a hyperparameter, equally in every process; a number on a GPU is read only if the call may wait for it."""
     if isinstance(value, (tuple, list)):
         return f"({', '.join(plain_value(entry, waits) for entry in value)})"
     if isinstance(value, torch.Tensor):
@@ -248,9 +248,9 @@ Pattern = Union[str, "re.Pattern[str]", Callable[[str, torch.Tensor], bool]]
 def param_groups(
     model: torch.nn.Module | Iterable[tuple[str, torch.Tensor]], overrides: Mapping[Pattern, Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Sort a model's parameters into param groups, each to the first pattern that matches its name.
+    """Sort a model's parameters into param groups by the first pattern that matches their name.
 
-    Parameters that match no pattern form the first group, which takes the optimizer's defaults. Frozen parameters are
+    Parameters without a matching pattern form the first group, with the optimizer's defaults. Frozen parameters are
     left out. Groups include the parameters' names, for messages and checkpoints.
 
     Args:

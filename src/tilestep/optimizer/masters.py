@@ -1,4 +1,4 @@
-"""Masters of 16-bit parameters, and how they follow what other code writes to the parameters."""
+"""Masters of 16-bit parameters, and how they follow writes of other code to the parameters."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from ..placement.local import local_part
 from ..storage import MASTER_FORMATS, MasterFormat, dtype_name
 from .memory import StateMemory
 
-MasterWeights = bool | str  # what `Optimizer` takes as `master_weights`: False, or a key of `MASTER_FORMATS`
+MasterWeights = bool | str  # type of `Optimizer`'s `master_weights`: False, or a key of `MASTER_FORMATS`
 _CHOICES: Mapping[Any, MasterFormat | None] = {False: None, **MASTER_FORMATS}
 
 MASTER_KEYS = frozenset(kind.key for kind in MASTER_FORMATS.values())  # their keys in states
 
 
 def check_choice(choice: Any) -> None:
-    """Raise for a value that `master_weights` cannot have."""
+    """Raise for an invalid value of `master_weights`."""
     if not isinstance(choice, (bool, str)) or choice not in _CHOICES:
         *others, last = map(repr, _CHOICES)
         raise ValueError(f"Invalid master_weights: {choice!r}; it must be {', '.join(others)} or {last}")
 
 
 def master_kind(dtype: torch.dtype, group: Mapping[str, Any]) -> MasterFormat | None:
-    """The kind of master that a param group gives to parameters of this dtype, or None."""
+    """Return the master format of a param group for parameters of this dtype, or None."""
     kind = _CHOICES[group.get("master_weights", False)]
     return kind if kind is not None and dtype in kind.dtypes else None
 
 
 def check_master(label: str, dtype: torch.dtype, group: Mapping[str, Any]) -> None:
-    """Raise for a parameter that cannot have the master of its group."""
+    """Raise for a parameter whose dtype does not fit the master of its group."""
     choice = group.get("master_weights", False)
     kind = _CHOICES[choice]
     if kind is None or choice is True or dtype in kind.dtypes:
@@ -47,7 +47,7 @@ def check_master(label: str, dtype: torch.dtype, group: Mapping[str, Any]) -> No
 
 
 def other_master(kind: MasterFormat, state: Mapping[str, Any]) -> MasterFormat | None:
-    """Another kind of master that a state or checkpoint has, if it has none of this kind."""
+    """Return the other master format that a state or checkpoint uses, if it has no master of this format."""
     if kind.key in state:
         return None
     for other in MASTER_FORMATS.values():
@@ -58,7 +58,7 @@ def other_master(kind: MasterFormat, state: Mapping[str, Any]) -> MasterFormat |
 
 
 def exact_values(param: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor:
-    """A parameter's values with its master's precision, as a new tensor; without a master, in its own dtype."""
+    """Return a parameter's values in its master's precision, as a new tensor; without a master, in its own dtype."""
     for kind in MASTER_FORMATS.values():
         if kind.key in state:
             return kind.values(param, state[kind.key])
@@ -66,10 +66,11 @@ def exact_values(param: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor:
 
 
 class Masters:
-    """Parameters with masters that are invalid once other code has written to the parameter, which versions show."""
+    """Masters that become invalid once other code writes to their parameter; version counters detect such writes."""
 
-    # A remainder belongs to one 16-bit value. (A kernel compares a float32 master with the parameter when it reads it.)
-    # A write that does not count a version, through `param.data`, leaves an error of half a unit in the last place.
+    # A remainder belongs to a particular 16-bit value. (Kernels compare a float32 master with the parameter on
+    # reading.) A write that does not increment the version counter, through `param.data`, leaves an error of half a
+    # unit in the last place.
 
     def __init__(
         self,
@@ -84,11 +85,11 @@ class Masters:
         ]
         self._home, self.exist = home, bool(self._members)
         self.follow = self.exist or type(home).sync_masters is not StateMemory.sync_masters
-        """Whether masters, or copies on the host, follow what other code writes to parameters."""
+        """Whether masters, or copies on the host, follow writes of other code to parameters."""
         self.writes = Writes([one[0] for one in self._members], [id(buffer) in fresh for _, _, buffer in self._members])
 
     def carry(self, before: Masters | None) -> None:
-        """Take over the versions of the masters of a previous plan of the same parameters."""
+        """Copy the versions of the masters from a previous plan of the same parameters."""
         if before is None:
             return
         places = {(id(param), kind): place for place, (param, kind, _) in enumerate(before._members)}
@@ -99,11 +100,11 @@ class Masters:
                 mine.versions[place], mine.known[place] = theirs.versions[earlier], True
 
     def forget_buffers(self) -> None:
-        """Keep only what `carry` reads: memory of the masters is freed."""
+        """Keep only the data that `carry` reads: the masters' memory is freed."""
         self._members = [(param, kind, torch.empty(0, device="meta")) for param, kind, _ in self._members]
 
     def sync(self) -> None:
-        """Apply what other code has written to parameters since the last step and kernels do not see."""
+        """Apply writes of other code to parameters since the last step, where kernels do not detect them."""
         self._home.sync_masters()
         if not self.writes.are_none():
             self._home.wait()
@@ -111,11 +112,11 @@ class Masters:
                 local_part(self._members[place][2]).zero_()
 
     def catch_up(self) -> None:
-        """As `sync`, between two steps."""
+        """Sync between two steps, and record the new versions."""
         self.sync()
         self.note()
 
     def note(self) -> None:
-        """Remember the versions of the parameters after a step."""
+        """Record the versions of the parameters after a step."""
         self._home.note_parameters()
         self.writes.note()

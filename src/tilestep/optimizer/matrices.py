@@ -1,4 +1,4 @@
-"""Which matrices parameters hold, by the keys of their groups, and what rules make of these."""
+"""The matrices that parameters hold, by the options of their groups, and the rules' graphs for them."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ _OPTION_KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def check_matrix_options(group: Mapping[str, Any]) -> None:
-    """Raise for values that `flatten`, `heads` and `splits` cannot have."""
+    """Raise for invalid values of `flatten`, `heads` and `splits`."""
     for key, (what, fits) in _OPTION_KINDS.items():
         value = group.get(key)
         by_pattern = value if isinstance(value, Mapping) else {"": value}
         for pattern, one in by_pattern.items():
             if one is not None and not fits(one):
                 raise ValueError(f"Invalid {key}: {one!r}; it must be {what}, or a mapping from patterns to that")
-            if not isinstance(pattern, str):  # checkpoints hold them
+            if not isinstance(pattern, str):  # checkpoints store the patterns
                 raise ValueError(f"Invalid {key}: {pattern!r} is no text of a regular expression to search names for")
             check_expression(key, pattern)
 
 
 def matrix_options(group: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """What a group says of the matrices inside of a parameter: of patterns the first that fits its label's name."""
+    """Return a group's matrix options for a parameter; the first pattern that matches the label's name wins."""
     options: dict[str, Any] = {}
     for key in MATRIX_OPTIONS:
         value = group.get(key)
@@ -64,7 +64,7 @@ def matrix_options(group: Mapping[str, Any], label: str) -> dict[str, Any]:
 
 
 def check_patterns(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise for a pattern of `flatten`, `heads` or `splits` that fits no parameter of the groups that have it."""
+    """Raise for a pattern of `flatten`, `heads` or `splits` that matches no parameter of its groups."""
     for key in MATRIX_OPTIONS:
         names: dict[str, tuple[Mapping[Any, Any], list[str]]] = {}
         for group in groups:
@@ -81,16 +81,16 @@ def check_patterns(groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 class Seen(NamedTuple):
-    """What a rule sees of a parameter, or of some of its rows, and its graph for that."""
+    """A parameter, or some of its rows, as a rule sees it, with the graph for it."""
 
     graph: Graph
-    matrices: Matrices | None = None  # the matrices that are seen one by one; None for the parameter as it is
+    matrices: Matrices | None = None  # the matrices that the rule sees; None: the rule sees the parameter itself
 
 
 def seen_by(
     rule: Rule, group: Mapping[str, Any], shape: torch.Size, dtype: torch.dtype = torch.float32, label: str = ""
 ) -> list[Seen]:
-    """The parts in which a rule sees a parameter: all of it, or the matrices that it holds, if it works on matrices."""
+    """Return the parts in which a rule sees a parameter: the whole, or the matrices in it for a rule of matrices."""
     hyperparameters = {key: group[key] for key in rule.hyperparameters}
     options = matrix_options(group, label)
     if len(shape) < 3:
@@ -118,13 +118,13 @@ def _graph_of_matrices(
     dtype: torch.dtype,
     options: Mapping[str, Any],
 ) -> Graph:
-    """A rule's graph for matrices inside of a parameter of this shape."""
+    """Return a rule's graph for matrices inside a parameter of this shape."""
     graph = graph_for(rule, hyperparameters, 2, (matrices.rows, matrices.columns), dtype)
     if not any(map(is_matrix_work, graph.values())):
         raise GradientError(f"{rule.name} works on no matrices: leave {' and '.join(options)} out of its group")
     if not combines(graph):
         return graph
-    # Numbers of rows lie side by side, and of blocks of rows too, unless these lie apart.
+    # Per-row states stay contiguous, also for a block of rows, unless the block is split into several groups.
     cut = matrices.cut
     in_place = "flatten" not in options and (cut is None or (cut.groups == 1 and len(shape) == 2))
     rows = {name for name, over in graph.slice_states.items() if over == (1, 2) and in_place}
@@ -142,7 +142,7 @@ def _graph_of_matrices(
 def matrix_work(
     program: MatrixProgram, group: Mapping[str, Any], shape: Sequence[int], matrices: Matrices | None
 ) -> float:
-    """Floating-point operations of a step for such matrices inside of a tensor of this shape."""
+    """Return the floating-point operations of a step for such matrices inside a tensor of this shape."""
     rows, columns = shape[-2:] if matrices is None else (matrices.rows, matrices.columns)
     count = math.prod(shape) / max(rows * columns, 1)
     if matrices is not None and matrices.cut is not None:
@@ -151,7 +151,7 @@ def matrix_work(
 
 
 def check_matrices(share: Share, rule: Rule, seen: Sequence[Seen]) -> None:
-    """Raise for matrices inside of a DTensor that ranks share parts of, and cannot put together."""
+    """Raise for matrices inside a DTensor that are split over ranks and cannot be gathered."""
     param: Any = share.holder
     if not is_distributed(param) or is_whole(param):
         return
@@ -176,7 +176,7 @@ def check_matrices(share: Share, rule: Rule, seen: Sequence[Seen]) -> None:
 def check_cut(
     optimizer: Optimizer, share: Share, rule: Rule, seen: Sequence[Seen], formats: Mapping[str, Storage]
 ) -> None:
-    """Raise for splits of several sizes, which have an entry each, where a parameter must have one."""
+    """Raise for splits of several sizes, which have an entry per size, where a parameter must have a single entry."""
     reasons = {
         "stats and track_changes are of whole parameters": optimizer.reports is not None,
         "offload has room for whole parameters": not optimizer.memory.on_device,

@@ -66,44 +66,43 @@ from .states import (
 from .wrappers import forward_to_wrapped
 
 _WIDE = (torch.float64, torch.complex128)
-_COPIED = ("_rule", "_rules", "_given", "_unclipped", "control", "workspace_limit")  # attributes, besides torch's
+_COPIED = ("_rule", "_rules", "_given", "_unclipped", "control", "workspace_limit")  # copied in addition to torch's
 
 
 class Optimizer(torch.optim.Optimizer):
     """An optimizer for any rule.
 
     Args:
-        params: parameters, named parameters, or param groups, as torch takes them; a group may have its own `rule=`.
-            DTensors may have any placements, on meshes that contain each other or are slices of one mesh, mixed with
-            plain tensors: each rank updates its shards, and all ranks of the meshes take the same decisions.
-        rule: the update rule, or the name of a registered one.
-        max_grad_norm: clip gradients inside the step so that their global 2-norm is at most this; the gradients
-            themselves do not change. `tilestep.ZClip()` clips norms that are outliers, a `tilestep.Limit` of your own
-            as it decides, `tilestep.AdaGC()` each tensor by its previous norms.
+        params: parameters, named parameters, or param groups, as in torch; a group may set its own `rule=`. DTensors
+            may have any placements, on nested meshes or slices of one mesh, mixed with plain tensors: each rank updates
+            its shards, and all ranks of the meshes take the same decisions.
+        rule: the update rule, or the name of a registered rule.
+        max_grad_norm: clip gradients inside the step to this global 2-norm; the gradients themselves do not change.
+            `tilestep.ZClip()` clips outlier norms, a custom `tilestep.Limit` decides itself, `tilestep.AdaGC()` clips
+            each tensor by its previous norms.
         master_weights: keep a float32 master and float32 state for bfloat16 and float16 parameters; the parameters are
             written in the same pass. For bfloat16 parameters also "remainder" (the lower 16 bits of the master),
             "kahan" (a bfloat16 compensation), and "int8" (an 8-bit correction).
         state_dtype: the format of states with the parameter's shape: a dtype or its name (`torch.bfloat16`, "int8"), a
-            mapping from names of states to these, or a function of the parameter's name that returns one of them; None
-            for the parameter's dtype, float32 with masters. Parameters of fewer than 4,096 elements, states that start
-            as copies of parameters, and second moments of embeddings keep float32.
-        rounding: of parameters of 16 bits without masters, and of states in 16 bits and in blocks: "nearest" or
-            "stochastic".
-        seed: of stochastic rounding. The random bits depend on seed, step, parameter index and element, and are the
-            same on any device, mesh and execution; all ranks need the same seed. torch's generators are not used.
-        skip_nonfinite: skip the step when a gradient is not finite: parameters, state and step count do not change.
-        skip_above: also skip it when the global 2-norm of the unscaled gradients is above this number, above a multiple
-            of its running mean (`tilestep.TimesMean(3.0)`), or above the mean of previous norms or losses by a number
-            of standard deviations (`tilestep.Sigma(6)`), or as a `tilestep.Limit` of your own decides. Implies
-            `skip_nonfinite`.
+            mapping from state names to formats, or a function from the parameter's name to any of these; None for the
+            parameter's dtype, float32 with masters. Parameters of fewer than 4,096 elements, states that start as
+            copies of parameters, and second moments of embeddings keep float32.
+        rounding: "nearest" or "stochastic", for 16-bit parameters without masters, 16-bit states and blockwise states.
+        seed: the seed of stochastic rounding. The random bits depend on seed, step, parameter index and element, and
+            are the same on any device, mesh and execution; all ranks need the same seed. torch's generators are not
+            used.
+        skip_nonfinite: skip the step if a gradient is not finite: parameters, state and step count do not change.
+        skip_above: also skip it if the global 2-norm of the unscaled gradients exceeds this number, a multiple of its
+            running mean (`tilestep.TimesMean(3.0)`), or the mean of previous norms or losses by a number of standard
+            deviations (`tilestep.Sigma(6)`), or as a custom `tilestep.Limit` decides. Implies `skip_nonfinite`.
         track_grad_norm: compute `grad_norm` at every step even if nothing else needs it.
         stats: `tilestep.Stats(...)` for statistics of every parameter; see `stats`.
         track_changes: record which weights change in steps; see `changes`.
-        hyperparameters: those of the rule.
+        hyperparameters: the rule's hyperparameters.
 
     Raises:
         ValueError: for a hyperparameter out of its range.
-        RuleError: for a rule that cannot be translated.
+        RuleError: for a rule that cannot be traced.
         GradientError: for parameters that overlap, share memory, are sparse or complex; with remainders, for parameters
             that are not bfloat16.
 
@@ -125,9 +124,9 @@ class Optimizer(torch.optim.Optimizer):
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `step` as torch's does; the result is one opaque call for `torch.compile`.
+        """Wrap `step` as torch does; the result is one opaque call for `torch.compile`.
 
-        torch marks every step for profilers, which takes more host time than a launch; this wrapper does so only if a
+        torch records every step for profilers, which costs more host time than a launch; this wrapper records only if a
         profiler runs.
         """
         hooked = torch.optim.Optimizer.profile_hook_step(func)
@@ -137,19 +136,19 @@ class Optimizer(torch.optim.Optimizer):
             try:
                 return (hooked if step_is_watched(self) else func)(self, *args, **kwargs)
             except BuildInterrupted as interrupt:
-                raise interrupt.with_traceback(None) from None  # a user who presses Ctrl-C needs no dozen frames
+                raise interrupt.with_traceback(None) from None  # a user who presses Ctrl-C needs no long traceback
 
         return torch.compiler.disable(step, reason="an optimizer's step is one opaque call")
 
-    execution: Execution = AT_STEP  # when updates run; `shard` and `overlap` attach others
-    placement: Placement = LOCAL  # where parameters are that do not say it themselves, as DTensors do
-    memory: StateMemory  # where state is; `offload` attaches others
-    attached: tuple[str, ...] = ()  # the names in `combinations.REFUSED` of what is attached
-    reports: Reports | None = None  # outputs besides updates
-    _parking: Parking | None = None  # host memory for state, once it was used
-    _unclipped: Rule | None = None  # the rule of groups that have another clip than the optimizer's `AdaGC`, or none
+    execution: Execution = AT_STEP  # when updates run; `shard` and `overlap` replace it
+    placement: Placement = LOCAL  # where plain parameters are placed; DTensors carry their own placement
+    memory: StateMemory  # where state is stored; `offload` replaces it
+    attached: tuple[str, ...] = ()  # the attached features, by their names in `combinations.REFUSED`
+    reports: Reports | None = None  # statistics and changed weights
+    _parking: Parking | None = None  # host memory for state, kept after its first use
+    _unclipped: Rule | None = None  # the rule of groups with another clip than the optimizer's `AdaGC`, or without
     workspace_limit: int | None = None
-    """The memory limit of matrix operations at the time the optimizer was made; None for the limit at the step."""
+    """The memory limit of matrix operations when the optimizer was made; None for the limit at the step."""
 
     @opaque
     def __init__(
@@ -193,11 +192,11 @@ class Optimizer(torch.optim.Optimizer):
         if self.reports is None and (stats is not None or track_changes is not False):
             self.reports = Reports(stats, track_changes)
         self.attached = () if self.reports is None else self.reports.attached
-        self.plan: StepPlan | None = None  # of steps, once there is one
+        self.plan: StepPlan | None = None  # the plan of steps; None until it is built
         self._masters: Masters | None = None
         self.graphs, self.memory = Graphs(), StateMemory()
         self.is_evaluating = self._ready = False
-        self.held: dict[torch.Tensor, int] = {}  # parameters that hold averages, with their versions since then
+        self.held: dict[torch.Tensor, int] = {}  # parameters that hold averages, with their versions at that time
         self.workspace_limit = operations.limit
         super().__init__(params, defaults)
         self._ready = True
@@ -215,7 +214,7 @@ class Optimizer(torch.optim.Optimizer):
         vars(self).update(offers or {}, **({} if execution is None else {"execution": execution}))
 
     def take_memory(self, memory: StateMemory) -> None:
-        """Move all state to another memory, and make a plan for it."""
+        """Move all state to another memory, and build a plan for it."""
         if self.plan is not None:
             self.plan.masters.sync()
         self.memory = memory
@@ -223,7 +222,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """As torch's; waits for updates that are still running."""
+        """The state as in torch; waits for running updates."""
         if self.attached:
             self.execution.settle()
             self.memory.wait()
@@ -235,11 +234,11 @@ class Optimizer(torch.optim.Optimizer):
 
     @opaque
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients, as torch's; also those that `shard`, `overlap` or `offload` hold.
+        """Drop gradients, as in torch, including gradients held by `shard`, `overlap` or `offload`.
 
         Args:
-            set_to_none: as torch's; with False, what had a gradient in the last step gets zeros where `shard` or
-                `overlap` has taken it.
+            set_to_none: as in torch; with False, parameters whose gradient was taken by `shard` or `overlap` in the
+                last step get zeros.
 
         Raises:
             RuntimeError: after a backward that has updated parameters; call `step()` first.
@@ -256,11 +255,11 @@ class Optimizer(torch.optim.Optimizer):
         if self.attached:
             self.execution.before_zero_grad()
             self.memory.drop_gradients()
-            # Of what keeps its gradients, as torch's optimizers do, other code may have taken them.
+            # An execution at the step takes no gradients, as in torch: a missing gradient was removed by other code.
             for param in () if set_to_none or self.execution is AT_STEP else self.execution.stepped(self):
                 param.grad = torch.zeros_like(param, dtype=grad_dtype(param)) if param.grad is None else param.grad
         if set_to_none and step_is_ordinary():
-            # torch's own loops over the parameters in Python.
+            # torch's method loops over the parameters in Python.
             for group in self.param_groups:
                 taken_gradients(group["params"])
         else:
@@ -275,9 +274,9 @@ class Optimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group.
 
-        Missing keys take the optimizer's defaults. For a group with its own rule they take that rule's defaults, and a
-        warning names the optimizer's arguments that the group does not take; a rule that is derived from the
-        optimizer's, or from the same one, takes them.
+        Missing keys take the optimizer's defaults. In a group with its own rule they take that rule's defaults, and a
+        warning lists the optimizer's arguments that do not apply; they do apply if both rules derive from the same
+        base.
 
         Args:
             param_group: `params` and any hyperparameters; `rule` for its own rule; `in_norm=False` to exclude its
@@ -297,7 +296,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         with unchanged_on_error(self):
             self.execution.add_param_group(param_group, self._add_param_group)
-            # Offloaded state is allocated at once: gradients may be moved to it before any step.
+            # Offloaded state is allocated immediately: gradients may be moved to it before any step.
             if self._ready and (self.execution.begins_together or not self.memory.on_device):
                 self.rebuild(ahead=True)
 
@@ -318,7 +317,7 @@ class Optimizer(torch.optim.Optimizer):
         if "rule" in group:
             group["rule"] = rule.name
         own = fill_group(group, rule, self._rule, self.defaults, self._given)
-        # The optimizer's defaults are checked already.
+        # The optimizer's defaults were checked in the constructor.
         unchecked = {key: group[key] for key in param_group} if rule is self._rule else group
         about_group(len(self.param_groups), check_group, rule, unchecked)
         super().add_param_group(group)
@@ -338,7 +337,7 @@ class Optimizer(torch.optim.Optimizer):
             group: one of `param_groups`.
 
         Raises:
-            ValueError: if the group's rule was set to a name with which no group was made.
+            ValueError: if the group's rule was changed to a name that no group was created with.
 
         Example:
             >>> import torch, tilestep
@@ -358,9 +357,9 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def applied_groups(self) -> tuple[str, ...]:
-        """The groups that backward has updated since the last step, of an optimizer overlapped with backward.
+        """The groups that backward has updated since the last step, for an optimizer overlapped with backward.
 
-        After a backward that failed, the groups that it had updated before.
+        After a failed backward, the groups updated before the failure.
 
         Raises:
             AttributeError: for an optimizer that is not overlapped.
@@ -381,8 +380,8 @@ class Optimizer(torch.optim.Optimizer):
         return self.execution.applied_groups
 
     def _make_plan(self, *, ahead: bool) -> StepPlan:
-        """Make a plan, and missing state, for the present parameters; see `build_plan`."""
-        # State that an evaluation under inference_mode makes must be writable in steps.
+        """Build a plan, and missing state, for the current parameters; see `build_plan`."""
+        # State created during an evaluation under inference_mode must be writable in steps.
         if self.plan is not None:
             self.plan.require_unbroken()
         with torch.inference_mode(False), torch.no_grad(), self.execution.making_plan():
@@ -405,23 +404,23 @@ class Optimizer(torch.optim.Optimizer):
         self.plan = None
 
     def fitting_plan(self, *, ahead: bool = False) -> StepPlan:
-        """The plan, built anew if groups, parameters or states have changed; see `Basis.fits` and `build_plan`."""
+        """Return the plan, rebuilt if groups, parameters or states have changed; see `Basis.fits` and `build_plan`."""
         plan = self.plan
         fits = plan is not None and plan.basis.fits(self) and not (ahead and plan.basis.leaves_out_training)
         return plan if fits and plan is not None else self.rebuild(ahead=ahead)
 
     def rebuild(self, *, ahead: bool = False) -> StepPlan:
-        """Replace the plan; `ahead` makes all missing states too."""
+        """Replace the plan; `ahead` also creates all missing states."""
         with unchanged_on_error(self), keeping_squares(self):
             return self._make_plan(ahead=ahead)
 
     def _rebuild_prepared(self) -> StepPlan:
-        """As `rebuild`, with gradients; leaves no new state if it fails."""
+        """Rebuild and refresh the plan; a failure leaves no new state."""
         with unchanged_on_error(self):
             plan = self.rebuild()
             try:
                 plan.refresh()
-            except Stale:  # kernels that only these gradients need could not be built: the next plan does without
+            except Stale:  # kernels for these gradients alone failed to build: the next plan avoids them
                 plan = self.rebuild()
                 plan.refresh()
             return plan
@@ -429,11 +428,11 @@ class Optimizer(torch.optim.Optimizer):
     def take_states(
         self, states: Mapping[Any, Any], ahead: Collection[Any], groups: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Take over states from a checkpoint with these groups; those in `ahead` begin at their first step."""
+        """Replace the states by a checkpoint's, with its groups; states in `ahead` start at their first step."""
         self.drop_plan()
-        # If a parameter and the checkpoint's master of it disagree, the parameter's value counts.
+        # If a parameter and its master in the checkpoint disagree, the parameter's value wins.
         self._masters = None
-        # Averages are no weights that train; what was written over them since `eval()` is the checkpoint's.
+        # Averages are not training weights; a parameter written since `eval()` holds the checkpoint's weights.
         for param, version in self.held.items():
             holder = self.placement.holder(param)
             if TRAINING in self.state[param] and TRAINING not in states.get(param, ()) and _version(holder) == version:
@@ -449,9 +448,9 @@ class Optimizer(torch.optim.Optimizer):
         """The global 2-norm of the last step's unscaled gradients, a scalar on the device; reading it waits for the
         device.
 
-        It is float64 if a parameter is, otherwise float32; infinite beyond the range of that dtype, as torch's. It
-        exists if a group has `max_grad_norm`, the optimizer skips steps, `tilestep.GradScaler` runs the step, or with
-        `track_grad_norm=True`.
+        The dtype is float64 if a parameter is float64, otherwise float32; the norm is inf beyond the range of that
+        dtype, as in torch. It is available if a group has `max_grad_norm`, the optimizer skips steps,
+        `tilestep.GradScaler` runs the step, or `track_grad_norm=True`.
 
         Raises:
             RuntimeError: if the last step did not compute it, and before the first step.
@@ -492,14 +491,14 @@ class Optimizer(torch.optim.Optimizer):
         return torch.zeros((), dtype=torch.int64, device="cpu") if control is None else control[SKIPPED].to(torch.int64)
 
     def overflow_flags(self) -> dict[torch.device, torch.Tensor]:
-        """For scalers, after a step: the device and a float32 scalar, 1 for an overflow; empty without gradients."""
+        """For scalers, after a step: device and overflow flag, a float32 scalar, 1 or 0; empty without gradients."""
         if not self.execution.had_gradients(self):
             return {}
         controls = self._current_plan().deciders.controls
         return {controls[0].numbers.device: controls[0].overflow} if controls else {}
 
     def power_sum(self, *, prepared: bool = False) -> torch.Tensor | None:
-        """The gradients' sum of squares as a step computes it, float64[1]; `prepared` if the plan is up to date."""
+        """Return the gradients' sum of squares as a step computes it, float64[1]; `prepared` skips the refresh."""
         if not prepared:
             self.execution.complete_gradients(self)
         elif self.plan is not None:
@@ -510,12 +509,12 @@ class Optimizer(torch.optim.Optimizer):
         return total
 
     def current(self, name: str, group: int = 0) -> torch.Tensor:
-        """A hyperparameter of a param group as a device scalar, without a wait: what the last step used.
+        """A hyperparameter of a param group as used by the last step, as a device scalar, without a device sync.
 
-        Before the first step a function of the step gives what the first will use. A number is as it is now.
+        Before the first step, a function of the step gives the value of the first step. A plain number is read now.
 
         Args:
-            name: of the hyperparameter; `betas[0]` for an entry of a tuple.
+            name: name of the hyperparameter; `betas[0]` for an entry of a tuple.
             group: index of the param group.
 
         Returns:
@@ -523,7 +522,7 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             KeyError: for a hyperparameter that the group does not have.
-            TypeError: for one that is no number.
+            TypeError: for a hyperparameter that is not a number.
 
         Example:
             >>> import torch, tilestep
@@ -561,7 +560,7 @@ class Optimizer(torch.optim.Optimizer):
     def first_nonfinite(self) -> str | None:
         """The name of the first parameter whose gradient is not finite, or None. Waits for the device.
 
-        Looks at the last measured step, also if it was skipped; if that had none, at the current gradients. For
+        Checks the last measured step, even if it was skipped; if all were finite there, the current gradients. For
         DTensors and after `shard` all ranks must call it.
 
         Raises:
@@ -582,7 +581,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _present_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Parameters with this rank's shares of their gradients."""
+        """Return the parameters with this rank's shares of their gradients."""
         self.execution.complete_gradients(self)
         return self.memory.present_gradients(shares_of(self))
 
@@ -590,19 +589,18 @@ class Optimizer(torch.optim.Optimizer):
         """The stored weights whose bits have changed since the beginning, or since the list was last cleared.
 
         A weight is also listed if a later step has changed it back. Skipped steps change nothing. A parameter is listed
-        in full if its version counter or its memory shows that other code has written to it. The host waits once for
-        the device.
+        in full if its version counter or its memory shows a write by other code. The host waits once for the device.
 
         Args:
             clear: start a new list after this call.
-            gather: on DTensors and after `shard`: all ranks' changes on every rank, which all must call; else those of
-                this rank's parts.
+            gather: for DTensors and after `shard`: return all ranks' changes on every rank (all ranks must call it);
+                otherwise the changes of this rank's parts.
 
         Returns:
-            For each parameter that has some: its name, as given with named parameters, else `"group.index"`; flat
-            indices into the logical tensor, int32 (int64 beyond 2**31 elements); and the new values. Indices are
-            ascending, but without `gather` those of a DTensor cut along another dimension than the first and those of a
-            piece of a tensor whose memory has another order (channels_last).
+            For each changed parameter: its name, if parameters were named, else `"group.index"`; flat indices into the
+            logical tensor, int32 (int64 beyond 2**31 elements); and the new values. Indices are ascending, except
+            without `gather` for a DTensor that is sharded along another dimension than the first, and for a piece of a
+            tensor in another memory format (channels_last).
 
         Raises:
             RuntimeError: if the optimizer was made without `track_changes=True`.
@@ -622,7 +620,7 @@ class Optimizer(torch.optim.Optimizer):
         if self.reports is None or self.reports.changes is None:
             raise RuntimeError("changes: make the optimizer with track_changes=True")
         if not self.memory.on_device:
-            self._current_plan()  # what follows writes to parameters of which there are copies; loading has dropped it
+            self._current_plan()  # `sync_masters` writes to parameters with host copies; loading has dropped the plan
         self.execution.sync_masters(self)
         return self.reports.changes.read(clear=clear, gather=gather)
 
@@ -635,8 +633,8 @@ class Optimizer(torch.optim.Optimizer):
 
         Args:
             closure: re-evaluates the model and returns the loss; called with gradients enabled.
-            loss: the loss of this step, a number or a tensor with one element, for limits such as `tilestep.Sigma`; the
-                closure's by default. The host does not read it.
+            loss: the loss of this step, a number or a tensor with one element, for limits such as `tilestep.Sigma`; by
+                default the closure's loss. The host does not read it.
 
         Returns:
             The closure's loss, or None.
@@ -667,7 +665,7 @@ class Optimizer(torch.optim.Optimizer):
             else:
                 self.execution.step(self.update)
         except BaseException:
-            # The next step must not use what was set for this one.
+            # The next step must not use inputs of this step.
             for name in ("grad_scale", "found_inf"):
                 vars(self).pop(name, None)
             history.loss = None
@@ -682,9 +680,9 @@ class Optimizer(torch.optim.Optimizer):
         return evaluated
 
     def update(self, *, unmoved: bool = False) -> None:
-        """Update every parameter that has a gradient, whatever the execution.
+        """Update every parameter that has a gradient, regardless of the execution.
 
-        `unmoved` says that no tensor has moved or been written to since the last step; versions are not counted then.
+        `unmoved`: no tensor was moved or written since the last step; versions are not incremented then.
         """
         plan = self.plan
         if self.is_evaluating:
@@ -712,7 +710,7 @@ class Optimizer(torch.optim.Optimizer):
         plan.run(self, inputs, marked=not ordinary, counts_versions=not unmoved, reports=self.reports)
 
     def prepared(self) -> StepPlan:
-        """A plan that is up to date."""
+        """Return an up-to-date plan."""
         plan = self.plan
         if plan is not None:
             try:
@@ -725,11 +723,11 @@ class Optimizer(torch.optim.Optimizer):
     def prepare_capture(self) -> None:
         """Build plan, tables and kernels of a step, and copy hyperparameters, before your own CUDA graph captures it.
 
-        It replaces a warm-up step. A step with a scaler has its own kernels: run one such step before the capture.
+        This replaces a warm-up step. A step with a scaler uses different kernels: run one such step before the capture.
         After this call `push()` no longer checks graphs captured earlier. `tilestep.capture(optimizer)` needs neither.
 
         Raises:
-            CaptureError: for a step that a graph cannot hold.
+            CaptureError: for a step that a graph cannot contain.
 
         Example:
             >>> import torch, tilestep
@@ -849,7 +847,7 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state and param groups, with torch's keys and shapes.
 
-        With limits the first group also has what they remember, as device tensors (`limits`). A hyperparameter that is
+        With limits, the first group also contains their memory, as device tensors (`limits`). A hyperparameter that is
         a function of the step is saved as its value at the last step. Loading keeps the optimizer's functions, as
         loading a torch scheduler keeps its lambdas.
 
@@ -865,7 +863,7 @@ class Optimizer(torch.optim.Optimizer):
         return self.execution.state_dict(self.plain_state_dict)
 
     def plain_state_dict(self) -> dict[str, Any]:
-        """The `state_dict`, whatever the execution."""
+        """Return the `state_dict`, regardless of the execution."""
         if not self.attached:
             begin_at_once(self)
         initialize(self)
@@ -876,7 +874,7 @@ class Optimizer(torch.optim.Optimizer):
                     "checkpoint has what is there: some numbers of after the step, others of before",
                     stacklevel=3,
                 )
-            # Masters of parameters that other code has written to are saved as the next step would read them.
+            # Masters of parameters that other code has written are saved as the next step would read them.
             self.plan.masters.sync()
         with states_of_groups(self):
             state_dict = super().state_dict()
@@ -916,11 +914,11 @@ class Optimizer(torch.optim.Optimizer):
 
     @opaque
     def reset_state(self) -> None:
-        """Give all states their first values, and set step counts to 0, in place.
+        """Reset all states to their initial values and step counts to 0, in place.
 
-        Masters, parameters, hyperparameters, what limits remember and the loss scale stay. Captured graphs stay valid.
-        The host does not wait for the device, unless state is offloaded. States that begin as the parameter take its
-        present value. With DTensors and after `shard` all ranks must call it.
+        Masters, parameters, hyperparameters, the memory of limits and the loss scale are kept. Captured graphs stay
+        valid. The host does not wait for the device, unless state is offloaded. States initialized from the parameter
+        take its current value. With DTensors and after `shard` all ranks must call it.
 
         Raises:
             RuntimeError: after `eval()`, while the parameters hold the weights to evaluate.
@@ -942,7 +940,7 @@ class Optimizer(torch.optim.Optimizer):
         initialize(self, again=True)
 
     def _settle_states(self) -> None:
-        """Have states show all updates, and what other code has written to parameters."""
+        """Make states reflect all updates, and writes of other code to parameters."""
         self.execution.settle_everywhere()
         if self.plan is not None:
             self.plan.require_unbroken()
@@ -953,15 +951,15 @@ class Optimizer(torch.optim.Optimizer):
         """Move state and masters to page-locked host memory, and free their device memory, for other work on a GPU.
 
         `unpark()`, the next step or loading a checkpoint moves them back, with the same bits. Meanwhile `state` and
-        `state_dict()` have the tensors on the host. The host waits for the copies. Later calls use the same host
-        memory. torch's allocator keeps what is freed for tensors of this process: `torch.cuda.empty_cache()` gives it
-        to others. Graphs of `tilestep.capture` are stale from then on. State on a CPU stays as it is. With DTensors and
-        after `shard` all ranks must call it.
+        `state_dict()` contain the host tensors. The host waits for the copies. Later calls reuse the host memory.
+        torch's caching allocator keeps the freed memory for this process: `torch.cuda.empty_cache()` returns it to the
+        device. Graphs of `tilestep.capture` become stale. State on a CPU does not change. With DTensors and after
+        `shard` all ranks must call it.
 
         Raises:
             CaptureError: if a graph of your own has captured a step: it would write to freed memory.
             ValueError: for an offloaded optimizer.
-            HostMemoryError: if there is not enough host memory. Nothing is changed then.
+            HostMemoryError: if host memory does not suffice. Nothing is changed then.
             StateError: after a step that was interrupted between two of its passes.
 
         Example:
@@ -980,7 +978,7 @@ class Optimizer(torch.optim.Optimizer):
         self._settle_states()
         parking = self._parking or Parking()
         if parking.take(self):
-            # Graphs that check themselves before replays need no tables any more.
+            # Graphs that check for staleness before replays no longer need the tables.
             self._parking, self.graphs, self.plan = parking, Graphs(), None
             if self._masters is not None:
                 self._masters.forget_buffers()
@@ -989,7 +987,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @opaque
     def unpark(self) -> None:
-        """Move state that `park()` has moved to the host back to its device.
+        """Move state back to its device after `park()`.
 
         Raises:
             GradientError: for parameters that cannot be updated. Nothing is changed then.
@@ -1007,7 +1005,7 @@ class Optimizer(torch.optim.Optimizer):
         if reason := self.execution.not_copied or self.memory.not_copied or joint * (self.control.joint is not None):
             raise TypeError(reason)
         if self.plan is not None:
-            # As in a checkpoint: a copy does not know which parameters other code has written to.
+            # As in a checkpoint: a copy does not know which parameters other code has written.
             self.plan.masters.sync()
         return {
             **super().__getstate__(),
@@ -1029,7 +1027,7 @@ class Optimizer(torch.optim.Optimizer):
             self._note_held()
 
     def _note_held(self) -> None:
-        """Take note of parameters that hold weights for evaluation, with the versions of what steps update of them."""
+        """Record the parameters that hold weights to evaluate, with the versions of the tensors that steps update."""
         holder = self.placement.holder
         self.held = {param: _version(holder(param)) for param, state in param_states(self) if TRAINING in state}
         self.is_evaluating = bool(self.held)
@@ -1076,7 +1074,7 @@ def _class_for(rule: Rule) -> type[Optimizer]:
 
 @functools.cache
 def named_optimizers() -> dict[str, type[Optimizer]]:
-    """The classes of the rules that are registered at the first call, by name."""
+    """Return the classes of the rules that are registered at the first call, by name."""
     return {name: _class_for(rule) for name, rule in registry.items()}
 
 
@@ -1117,7 +1115,7 @@ def swap_in_averages(optimizer: Optimizer) -> None:
 
 @torch.no_grad()
 def swap_out_averages(optimizer: Optimizer) -> None:
-    """Put the training weights back, bit for bit."""
+    """Restore the training weights, bit for bit."""
     plan = optimizer.plan
     with nullcontext() if plan is None else plan.masters.writes.own():
         for param, state in param_states(optimizer):
@@ -1130,9 +1128,9 @@ def swap_out_averages(optimizer: Optimizer) -> None:
 
 
 class AttachedType(type):
-    """The type of classes without objects, of which optimizers are instances by what is attached to them."""
+    """The metaclass of classes without objects: optimizers are instances by the features attached to them."""
 
-    # A class lists in `attached_as` names of `combinations.REFUSED`.
+    # Such a class lists names of `combinations.REFUSED` in `attached_as`.
 
     attached_as: Iterable[str] = ()
 
@@ -1147,11 +1145,11 @@ if TYPE_CHECKING:
     Attached = Optimizer
 else:
     Attached = object
-"""The base of classes of that type; type checkers take them for optimizers with further attributes."""
+"""The base of classes of that type; type checkers treat them as optimizers with more attributes."""
 
 
 def resolve_optimizer(caller: str, optimizer: Optimizer | Callable[[], Optimizer]) -> Optimizer:
-    """The optimizer itself, or the one that a function makes."""
+    """Return the optimizer itself, or the optimizer that a function makes."""
     if not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
         optimizer = optimizer()
     if not isinstance(optimizer, Optimizer):

@@ -1,4 +1,4 @@
-"""An optimizer's parameters one by one: names, which share memory, which can be updated, which have state."""
+"""An optimizer's parameters: labels, checks for shared memory and supported types, shares."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..storage import dtype_name
 
 
 def check_not_shared(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Raise if two tensors have an element in common; tensors that only interleave are fine."""
+    """Raise if two tensors share an element; tensors that only interleave are fine."""
     filled = [(label, tensor) for label, tensor in tensors if tensor.numel()]
     starts, ends = spans_of([tensor for _, tensor in filled])
     order = np.argsort(starts, kind="stable")
@@ -39,7 +39,7 @@ def check_not_shared(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         open_spans.append(index)
 
 
-LISTED_TWICE = "a param group lists a parameter twice"  # in messages where that is refused
+LISTED_TWICE = "a param group lists a parameter twice"  # for error messages
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 
 
@@ -56,7 +56,7 @@ def check_parameter(param: torch.Tensor, label: str) -> None:
 
 
 def check_pairs(label: str, rule: Rule, graph: Graph | None, *, is_sharded: bool) -> None:
-    """Raise for a complex parameter whose rule looks at its shape: kernels see pairs of reals."""
+    """Raise for a complex parameter whose rule depends on its shape: kernels see pairs of real numbers."""
     if graph is not None:
         by_size = is_sharded and any(name == "numel" or size_from_end(name) for name in graph.hypers())
         by_shape = by_size or graph.matrix_states or graph.reads_shape or graph.branches_on_sizes
@@ -69,7 +69,7 @@ def check_pairs(label: str, rule: Rule, graph: Graph | None, *, is_sharded: bool
 
 
 class Optimizer(Protocol):
-    """`optimizer.Optimizer`, as modules see it that it imports."""
+    """The interface of `optimizer.Optimizer` for modules that it imports."""
 
     param_groups: list[dict[str, Any]]
     state: Any
@@ -93,12 +93,12 @@ class Optimizer(Protocol):
 
 
 def params_of(optimizer: Optimizer | torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Every parameter in order, without a label."""
+    """All parameters in order, without labels."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def iter_params(optimizer: Optimizer | torch.optim.Optimizer) -> list[Listed]:
-    """Every parameter in order."""
+    """All parameters in order, with label, group index and group."""
     listed = []
     for group_index, group in enumerate(optimizer.param_groups):
         names = group.get("param_names")
@@ -112,12 +112,12 @@ _NAME = re.compile(r"\((.*)\)$")
 
 
 def name_in(label: str) -> str:
-    """The name of the parameter with this label; empty without one."""
+    """The parameter's name in a label; empty if it has none."""
     return named[1] if (named := _NAME.search(label)) else ""
 
 
 def shares_of(optimizer: Optimizer) -> list[Share]:
-    """This rank's shares of the parameters, in order; a parameter that is listed several times has one."""
+    """This rank's shares of the parameters, in order; a parameter that is listed several times has a single share."""
     first: dict[int, tuple[Listed, int]] = {}
     for ordinal, listed in enumerate(iter_params(optimizer)):
         first.setdefault(id(listed[3]), (listed, ordinal))
@@ -125,7 +125,7 @@ def shares_of(optimizer: Optimizer) -> list[Share]:
 
 
 def require_one_group(optimizer: Optimizer) -> None:
-    """Raise for a parameter of several groups: its update is that of one, while a `state_dict` may have them all."""
+    """Raise for a parameter in several groups: only one can update it, while a `state_dict` may list them all."""
     groups: dict[int, Listed] = {}
     for listed in iter_params(optimizer):
         label, index, _, param = listed
@@ -135,19 +135,19 @@ def require_one_group(optimizer: Optimizer) -> None:
 
 
 def repeat_updates(optimizer: Optimizer | torch.optim.Optimizer) -> tuple[frozenset[int], ...]:
-    """The ids of parameters listed at least twice, at least three times, and so on: torch updates them as often."""
+    """The ids of parameters listed at least twice, three times, and so on: torch updates them once per listing."""
     counts = Counter(map(id, params_of(optimizer)))
     rounds = range(1, max(counts.values(), default=1))
     return tuple(frozenset(one for one, count in counts.items() if count > before) for before in rounds)
 
 
 def shortened(names: Sequence[str]) -> str:
-    """The first few names."""
+    """The first few names, for messages."""
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def check_expression(key: str, pattern: str | re.Pattern[str]) -> None:
-    """Raise for an argument that is no regular expression."""
+    """Raise for an argument that is not a regular expression."""
     try:
         re.compile(pattern)
     except (re.error, TypeError) as error:
@@ -162,7 +162,7 @@ def require_shapes(caller: str, params: Iterable[tuple[str, torch.Tensor]]) -> N
 
 
 def evaluating(method: str) -> RuntimeError:
-    """The error of a method that needs the weights that train."""
+    """The error of a method that needs the training weights."""
     return RuntimeError(f"the parameters hold the weights to evaluate: call train() before {method}")
 
 
@@ -173,5 +173,5 @@ def require_listed_once(caller: str, optimizer: torch.optim.Optimizer) -> None:
 
 
 def param_states(optimizer: Optimizer) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-    """The parameters that have state, with their states; other keys of the optimizer's state are left out."""
+    """The parameters with state, and their states; other keys of `optimizer.state` are left out."""
     return [(param, state) for param, state in optimizer.state.items() if isinstance(param, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""Copies of state in host memory, while its device has other work: `Optimizer.park`."""
+"""Copies of state in host memory while the device does other work: `Optimizer.park`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .states import TRAINING
 
 
 class Parking:
-    """Page-locked memory for an optimizer's state, one buffer for each storage; later calls use the buffers again."""
+    """Page-locked memory for an optimizer's state, a buffer per storage; later calls reuse the buffers."""
 
     def __init__(self) -> None:
         self._memory: HostMemory | None = None
@@ -27,16 +27,16 @@ class Parking:
 
     @torch.no_grad()
     def take(self, optimizer: Optimizer) -> bool:
-        """Replace the tensors of all states on devices, step counts included, by copies in host memory.
+        """Replace all state tensors on devices, step counts included, by copies in host memory.
 
-        Copies have equal strides. Returns whether there were any.
+        Copies keep the strides. Returns whether any tensor was copied.
 
         Raises:
-            HostMemoryError: if there is not enough host memory. Nothing is changed then.
+            HostMemoryError: if host memory does not suffice; nothing has changed then.
         """
         held: list[
             tuple[dict[str, Any], str, torch.Tensor, int]
-        ] = []  # with this rank's part and its storage's address
+        ] = []  # with this rank's part and the address of its storage
         for share in shares_of(optimizer):
             state, rule = optimizer.state.get(share.param, {}), optimizer.rule_of(share.group)
             names = {TRAINING, "step", *MASTER_KEYS, *rule.state_names, *entries_of(state, rule.state_names)}
@@ -64,7 +64,7 @@ class Parking:
         for state, name, part, at in moving:
             like, moved = state[name], torch.empty(0, dtype=part.dtype, device="cpu")
             if at not in buffers:
-                moved = part.cpu()  # it is empty
+                moved = part.cpu()  # an empty storage
             else:
                 moved.set_(buffers[at].untyped_storage(), part.storage_offset(), part.shape, part.stride())
             if is_distributed(like):

@@ -1,4 +1,4 @@
-"""The plan of a step: an optimizer's engines, and whether they still fit its parameters."""
+"""The plan of a step: an optimizer's engines, and the check whether they still fit its parameters."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from .states import initialize
 
 @dataclass
 class Basis:
-    """The param groups, parameters and states of an optimizer when its plan was made."""
+    """The param groups, parameters and states that a plan was built from."""
 
     groups: list[dict[str, Any]]
     params: list[torch.Tensor]  # of all groups
     state: Any  # the optimizer's state
-    state_changes: int  # how often its entries had been replaced
-    dormant: list[torch.Tensor]  # parameters, or sections of them, that take no part in steps yet
+    state_changes: int  # the count of replaced entries at that time
+    dormant: list[torch.Tensor]  # parameters, or sections of them, that are not stepped yet
     unreal: list[torch.Tensor]  # fake parameters and parameters on the meta device
-    table: Table  # of an engine: it compares lists in C++ where that is built
+    table: Table  # of an engine; compares lists in C++ if the extension is built
 
     def fits(self, optimizer: Optimizer) -> bool:
-        """Whether these are the optimizer's groups, parameters and states, and no dormant one has a gradient."""
+        """Whether the optimizer still has these groups, parameters and states, and no dormant one has a gradient."""
         groups = optimizer.param_groups
         params = groups[0]["params"] if len(groups) == 1 else [param for group in groups for param in group["params"]]
         state, same = vars(optimizer)["state"], self.table.same_list
@@ -57,7 +57,7 @@ class Basis:
         )
 
     def same_groups(self, optimizer: Optimizer) -> bool:
-        """The part of `fits` that needs no look at every parameter."""
+        """The part of `fits` that does not iterate over parameters."""
         groups, state = optimizer.param_groups, vars(optimizer)["state"]
         same_count = sum([len(group["params"]) for group in groups]) == len(self.params)
         same_state = state is self.state and state.count.changes == self.state_changes
@@ -65,7 +65,7 @@ class Basis:
 
     @property
     def leaves_out_training(self) -> bool:
-        """Whether a parameter that trains has no gradient yet, so that a graph would leave it out forever."""
+        """Whether a trainable parameter has no gradient yet: a graph would leave it out forever."""
         return any(param.requires_grad and not is_lazy(param) and not param.is_meta for param in self.dormant)
 
 
@@ -75,7 +75,7 @@ class Hypers:
     Args:
         engine: the engine.
         groups: the param groups.
-        keys: for each group the keys that steps read.
+        keys: the keys that steps read, per group.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class Hypers:
         self._passes, self._graph_tables = engine.passes, engine.graph_tables
         used = sorted({index for passes in engine.passes for index in passes.segment.group_rows.indices})
         self._numbers = [GroupNumbers(index, groups[index], keys[index]) for index in used]
-        self.on_device = any(numbers.tensors for numbers in self._numbers)  # whether some are tensors on a GPU
+        self.on_device = any(numbers.tensors for numbers in self._numbers)  # whether any is a tensor on a GPU
         for passes in engine.passes:
             passes.set_hypers(passes.segment.group_rows.rows())
 
     def changes(self) -> list[tuple[GroupNumbers, int]]:
-        """The groups that differ from the tables, each with MOVED for other numbers or CHANGED."""
+        """Return the groups that differ from the tables: MOVED for new numbers, CHANGED for anything else."""
         return [
             (own, seen)
             for own in self._numbers
@@ -98,9 +98,9 @@ class Hypers:
         ]
 
     def push(self, changes: Sequence[tuple[GroupNumbers, int]]) -> None:
-        """Bring changes to the tables; raise `Stale` for a change that needs other tables.
+        """Write changes to the tables; raise `Stale` for a change that needs new tables.
 
-        Steps read hyperparameters that are tensors on a GPU there.
+        Hyperparameters that are tensors on a GPU are read on the device.
         """
         if any(seen == CHANGED for _, seen in changes):
             raise Stale("a flag, or what kind of value a hyperparameter has, has changed")
@@ -133,37 +133,35 @@ class Hypers:
 
 @dataclass
 class StepPlan:
-    """The engines of a step, and the objects that bring them up to date, decide the step and run it."""
+    """The engines of a step, and the objects that refresh them, decide the step and run it."""
 
     basis: Basis
-    engines: list[DeviceEngine]  # one for each device, or several for the parts of it that are stepped one by one
-    hypers: list[Hypers]  # of each engine
+    engines: list[DeviceEngine]  # per device, or several per device if its parts are stepped separately
+    hypers: list[Hypers]  # per engine
     deciders: Deciders
     masters: Masters
-    home: StateMemory  # where the state is
+    home: StateMemory  # the memory that holds the state
     mesh_ranks: ReductionGroup | None = None  # the ranks of the meshes, if some parameters are DTensors
     sharers: Any = None  # the ranks that hold parts of the same parameters, if there are several
-    places: Mapping[Any, tuple[int, ...]] = field(default_factory=dict)  # by part the places of its engines
+    places: Mapping[Any, tuple[int, ...]] = field(default_factory=dict)  # indices of the engines, by part
     repeat_updates: tuple[frozenset[int], ...] = ()  # see `parameters.repeat_updates`
-    ahead: list[Share] = field(default_factory=list)  # those whose state was made before their first step
+    ahead: list[Share] = field(default_factory=list)  # shares whose state was created before their first step
     active_set_changed: bool = (
-        True  # whether other parameters have gradients than when it was asked who has taken the rest
+        True  # whether the set of parameters with gradients changed since the last ownership check
     )
-    broken_by: str = ""  # what has interrupted an update between two of its passes
+    broken_by: str = ""  # type of the error that interrupted an update between two of its passes
 
     def __post_init__(self) -> None:
-        self.shared_sums: Sequence[
-            Calls
-        ] = ()  # for each engine, by tile pass: reductions over tensors of several ranks
-        self.progress: list[int] = []  # of the last update: nothing, one number while passes run, two after them
-        self._calls: dict[tuple[int, ...], Calls] = {}  # of the passes of some engines, by their places
+        self.shared_sums: Sequence[Calls] = ()  # per engine, by tile pass: reductions over tensors of several ranks
+        self.progress: list[int] = []  # of the last update: length 0, 1 while passes run, 2 after them
+        self._calls: dict[tuple[int, ...], Calls] = {}  # calls of the passes of some engines, by the engines' indices
         self._every = tuple(range(len(self.engines)))
         self._home_finishes = type(self.home).finish is not StateMemory.finish
         self._on_host = [passes for one in self.engines if is_host(one.device) for passes in one.passes]
-        self._threads = 0  # those that passes on the host have
+        self._threads = 0  # the number of threads of host passes
 
     def begin_states(self, optimizer: Optimizer, *, all_of_them: bool = False) -> None:
-        """Let states that were made ahead begin again, with the values of parameters and groups at their first step."""
+        """Initialize states that were created ahead anew, from the parameters and groups at their first step."""
         begun, states = [one for one in self.ahead if all_of_them or one.holder.grad is not None], self.basis.state
         initialize(optimizer, begun, states)
         for share in begun:
@@ -171,7 +169,7 @@ class StepPlan:
         self.ahead = [share for share in self.ahead if states[share.param].is_ahead]
 
     def gradients(self) -> list[list[torch.Tensor | None]]:
-        """For each engine the gradients of its entries; of DTensors the local parts."""
+        """Return the gradients of each engine's entries; for DTensors, the local parts."""
         engines = self.engines
         return self.home.gradients([one.holders for one in engines], [one.find_gradients() for one in engines])
 
@@ -185,18 +183,18 @@ class StepPlan:
         gradients: Sequence[Sequence[torch.Tensor | None]] = (),
         unmoved: bool = False,
     ) -> bool:
-        """Bring engines up to date for the coming step; updates no parameter.
+        """Refresh the engines for the next step; updates no parameter.
 
         Args:
-            places: of the engines; None for all.
-            find: what gives the gradient of a parameter.
-            optimizer: whose plan it is, unless it is known that the plan fits.
-            inputs: of the step, whose norm is launched while the host checks the rest.
-            gradients: of every engine, in the place of those that parameters have.
-            unmoved: whether gradients are those of the last step, in the same memory.
+            places: indices of the engines; None for all.
+            find: function that returns the gradient of a parameter.
+            optimizer: the owner of the plan, to check whether the plan fits; None if it is known to fit.
+            inputs: inputs of the step, to launch its norm while the host checks the rest.
+            gradients: per engine, used instead of the parameters' gradients.
+            unmoved: whether gradients are in the same memory as at the last step.
 
         Returns:
-            Whether `unmoved` gradients were not looked at.
+            Whether the look at `unmoved` gradients was skipped.
 
         Raises:
             Stale: if the plan must be built anew.
@@ -207,7 +205,7 @@ class StepPlan:
         norm = inputs is not None and inputs.needs_norm and deciders.sums_in_tiles and deciders.ranks is None
         unmoved = unmoved and self.home.on_device
         if self.home.looks_at_gradients and not gradients:
-            # All of them are copied to the host together.
+            # The gradients of all engines are copied to the host together.
             gradients = self.gradients()
         for place in self._every if places is None else places:
             engine = self.engines[place]
@@ -255,7 +253,7 @@ class StepPlan:
             measures = reports is not None and reports.begin(self.engines)
             gradients = [engine.gradients for engine in self.engines] if self.repeat_updates else ()
             self.update(self._every, marked=marked, counts_versions=counts_versions, measures=measures)
-            # Parameters that a group lists several times are updated as often, as by torch.
+            # A parameter that a group lists several times is updated once per listing, as in torch.
             for again in self.repeat_updates:
                 own = [
                     [gradient if id(param) in again else None for param, gradient in zip(params, of_engine)]
@@ -276,7 +274,7 @@ class StepPlan:
     def update(
         self, places: tuple[int, ...], *, counts_versions: bool, marked: bool = True, measures: bool = False
     ) -> None:
-        """Run the passes of some engines, whose step is prepared and decided."""
+        """Run the passes of engines whose step is prepared and decided."""
         engines = self.engines if places is self._every else [self.engines[place] for place in places]
         calls = self._calls.get(places)
         if calls is None:
@@ -287,7 +285,7 @@ class StepPlan:
             for passes in self._on_host:
                 passes.take_threads(self._threads)
         self.progress.clear()
-        # Passes of others read no tensor but those in tables.
+        # The passes of the remaining engines read only tensors that the tables hold.
         attended = [engine for engine in engines if measures or engine.gradients or not engine.table.finds]
         for engine in attended:
             engine.begin()
@@ -300,7 +298,7 @@ class StepPlan:
                 engine.finish()
                 engine.release()
             for engine in engines:
-                # Autograd does not see what kernels write; a backward through the old weights must fail as in torch.
+                # Autograd does not see the kernels' writes; a backward through the old weights must fail as in torch.
                 if counts_versions:
                     engine.table.count_writes()
                     if engine.wrote is not None:
@@ -317,12 +315,12 @@ class StepPlan:
                 engine.table.release()
 
     def without_gradients(self) -> Iterator[torch.Tensor]:
-        """What has no gradient of all that this rank may update."""
+        """Yield all parameters without a gradient that this rank may update."""
         every = chain(self.basis.dormant, self.basis.unreal, *(engine.holders for engine in self.engines))
         return (one for one in every if one.grad is None)
 
     def require_unbroken(self) -> None:
-        """Raise if an update was interrupted between two of its passes; such a plan fits no more."""
+        """Raise if an update was interrupted between two of its passes; such a plan no longer fits."""
         if self.broken_by:
             raise StateError(
                 f"{self.broken_by} has interrupted a step between two of its passes: some numbers are those of after "
@@ -331,10 +329,10 @@ class StepPlan:
             )
 
     def release(self) -> None:
-        """Release gradients that were held for a step."""
+        """Release the gradients held for a step."""
         for engine in self.engines:
             engine.release()
             engine.table.release()
 
 
-_WHOLE = 2  # numbers of progress after the passes of an update
+_WHOLE = 2  # length of `progress` after the passes of an update

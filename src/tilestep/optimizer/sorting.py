@@ -1,4 +1,4 @@
-"""A model's parameters sorted for a rule of matrices: hidden matrices, stacks and convolutions, and the rest."""
+"""Sort a model's parameters for a rule of matrices: hidden matrices, stacks and convolutions, and the rest."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ OUTSIDE = (
     r"(^|\.)((un)?embed\w*|\w*_embed(dings?)?|\w*_emb|wte|wpe|(lm_)?head|classifier)(\.|$)|^output\."
     r"|(^|\.)(\w*router\w*|\w*expert_gate|gating\w*)(\.|$)|(^|[._])bias$"
 )
-"""Names of embeddings and heads, at the ends of a model, of what chooses experts, and of experts' biases."""
+"""Names of embeddings and heads at the ends of a model, of routers, and of experts' biases."""
 
 _GATE = re.compile(r"(?:^|(.*)\.)gate(?:\.|$)")
-"""The name of a router where its module has experts too; of a hidden matrix in a gated feed-forward layer."""
+"""The name of a router if its module also has experts, or of a hidden matrix in a gated feed-forward layer."""
 
 STACKS = r"(^|\.)\w*experts?(\.|_|$)"
 """Names of parameters that are stacks of experts' matrices."""
@@ -29,9 +29,9 @@ HEADS = (
     r"(^|[._])((q|k|v|qkv|query|key|value|query_key_value|c_attn)(_proj|_lin)?|w(q|k|v|qkv)|to_(q|k|v|qkv))(_weight|\.|$)"
     r"|(^|\.)in_proj_weight$"
 )
-"""Names of projections to heads, whose rows are blocks of one head each."""
+"""Names of projections to heads: each head is a block of rows."""
 
-_FEWEST = 4  # channels: a convolution of so many is at the model's input, and one of a single one mixes no channels
+_FEWEST = 4  # channels: a convolution of at most this many is at the model's input, and a single channel is not mixed
 
 _RULE = "Muon"
 
@@ -42,7 +42,7 @@ def sorted_for(rule: Rule) -> str:
 
 
 class SortedGroups(list[dict[str, Any]]):
-    """Param groups that say which parameters, and what share of the elements, each rule gets.
+    """Param groups that report which parameters, and what share of the elements, each rule gets.
 
     Example:
         >>> linear = torch.nn.Linear(8, 8)
@@ -79,7 +79,7 @@ class SortedGroups(list[dict[str, Any]]):
 
 
 def _alike(names: Iterable[str]) -> list[str]:
-    """Names, with those that differ in numbers alone as one."""
+    """Merge names that differ only in numbers."""
     counts: dict[str, list[str]] = defaultdict(list)
     for name in names:
         counts[re.sub(r"\d+", "*", name)].append(name)
@@ -98,12 +98,11 @@ def muon_groups(
 ) -> SortedGroups:
     """Sort a model's parameters into two param groups: hidden matrices for Muon, the rest for another rule.
 
-    Muon gets matrices, stacks of experts' matrices, by their names, and convolutions, whose dimensions but the first
-    are flattened. The rest are biases, norms, matrices at the model's ends and routers of experts: all whose name
-    matches `outside`, a `gate` in a module with experts, and in a module also every `Embedding` and a head, that is the
-    only other matrix with an embedding's shape; convolutions of at most four input channels, which are at the model's
-    input or mix none; and other tensors of three or more dimensions. Frozen parameters are left out. Groups include the
-    parameters' names.
+    Muon gets matrices, stacks of experts' matrices (found by name), and convolutions, with all dimensions but the first
+    flattened. The rest are biases, norms, matrices at the model's ends and routers of experts: every name that matches
+    `outside`, a `gate` in a module with experts, and in a module also every `Embedding` and its head, the only other
+    matrix with the embedding's shape; convolutions of at most four input channels, at the model's input or depthwise;
+    and other tensors of three or more dimensions. Frozen parameters are left out. Groups include the parameters' names.
 
     Args:
         model: a module, or its `named_parameters()`.
@@ -112,17 +111,17 @@ def muon_groups(
         others: hyperparameters of the other group.
         outside: a regular expression, searched in the names of parameters.
         stacks: a regular expression, searched in the names of parameters with more than two dimensions.
-        heads: whether each head of a projection to queries, keys or values is a matrix of its own. They are found by
-            names, as `q_proj`, `wk` or `qkv`, and the size of one by the attributes of the module that has them:
+        heads: whether each head of a projection to queries, keys or values is a separate matrix. Projections are found
+            by name, such as `q_proj`, `wk` or `qkv`, and the size of a head by the attributes of their module:
             `head_dim`, or the columns over `num_heads`, `n_heads` or `n_head`.
         rule: the rule of the other group; by default Muon's `fallback`, AdamW.
 
     Returns:
-        A list of groups; printed, it says which parameters each rule gets, and `shares` what share of the elements.
+        A list of groups; printed, it shows which parameters each rule gets; `shares` gives the share of the elements.
 
     Raises:
         ValueError: if no matrix is left for Muon, if there are no parameters or names, if the rest has no rule, if
-            `heads` finds none, or for arguments that are no regular expressions.
+            `heads` finds none, or for invalid regular expressions.
 
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), on what to leave to AdamW.
 
@@ -185,16 +184,16 @@ def muon_groups(
     return groups
 
 
-_WINDOW = 7  # sides behind the first two up to this are those of a convolution's window
+_WINDOW = 7  # largest window of a convolution: sides after the first two dimensions
 
 
 def _exactly(names: Iterable[str]) -> str:
-    """A pattern that these names fit, and no others."""
+    """A pattern that matches exactly these names."""
     return f"^({'|'.join(map(re.escape, names))})$"
 
 
 def _routers(named: list[tuple[str, torch.Tensor]]) -> set[torch.Tensor]:
-    """Parameters of modules called `gate` whose parent has experts or a stack of matrices too."""
+    """Parameters of modules called `gate` whose parent also has experts or a stack of matrices."""
     gates = [(match[1] or "", param) for name, param in named if (match := _GATE.match(name))]
     parents, having = {path for path, _ in gates}, set()
     for name, param in named if parents else ():
@@ -207,7 +206,7 @@ def _routers(named: list[tuple[str, torch.Tensor]]) -> set[torch.Tensor]:
 
 
 def _ends(modules: Iterable[torch.nn.Module], named: Iterable[tuple[str, torch.Tensor]]) -> set[torch.Tensor]:
-    """Embeddings, and for each that has one the head with its shape."""
+    """Embeddings, and the head with the shape of an embedding, if there is exactly one."""
     tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     ends: set[torch.Tensor] = {module.weight for module in modules if isinstance(module, tables)}
     for shape in {table.shape for table in ends}:
@@ -217,16 +216,16 @@ def _ends(modules: Iterable[torch.nn.Module], named: Iterable[tuple[str, torch.T
 
 
 def _heads(modules: Mapping[str, torch.nn.Module], inside: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    """Patterns of the projections to heads, with how many these have."""
+    """Patterns of the projections to heads, with their numbers of heads."""
     by_count: dict[int, list[str]] = defaultdict(list)
     for name, param in inside:
         if param.dim() != 2 or not re.search(HEADS, name):
             continue
-        # The projection itself, or the attention that has it, knows.
+        # The projection itself, or the attention module around it, has the size of a head.
         path = name.split(".")[:-1]
         owners = [modules.get(".".join(path[:stop])) for stop in range(len(path), -1, -1)][:2]
         if type(owners[0]).__name__ == "Conv1D":
-            continue  # of transformers, whose rows are inputs
+            continue  # of transformers: its rows are inputs
         size = next((size for owner in owners if (size := _size_of_head(owner, param.size(1)))), 0)
         if size and param.size(0) % size == 0:
             by_count[param.size(0) // size].append(name)

@@ -1,4 +1,4 @@
-"""The state of one parameter: buffers and their formats, how they begin, what they keep when a plan is rebuilt."""
+"""The state of a parameter: buffers and their formats, initialization, and which buffers a rebuilt plan keeps."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ from .masters import MASTER_KEYS, exact_values, master_kind, other_master
 from .memory import StateMemory
 from .parameters import Optimizer, iter_params, name_in, shares_of
 
-StateDtype = torch.dtype | str | Mapping[str, Any] | Callable[[str], Any] | None  # what `state_dtype` takes
-SMALLEST = 4096  # elements from which a parameter's state is kept as `state_dtype` says: smaller ones save little
+StateDtype = torch.dtype | str | Mapping[str, Any] | Callable[[str], Any] | None  # type of `state_dtype`
+SMALLEST = 4096  # elements from which `state_dtype` applies to a parameter: smaller parameters save little
 SHORTEST = 32  # elements of a row from which it is worth its scales
 _EMBEDDING = re.compile(r"emb|wte|wpe|vocab", re.IGNORECASE)
 
 
 def compute_dtype(param: torch.Tensor) -> torch.dtype:
-    """The type a parameter's update is computed in: float64 for float64, else float32."""
+    """The dtype that a parameter's update is computed in: float64 for float64, else float32."""
     return torch.float64 if param.dtype is torch.float64 else torch.float32
 
 
 def check_state_dtype(rule: Rule, choice: Any) -> None:
-    """Raise for a value that `state_dtype` cannot have."""
+    """Raise for an invalid value of `state_dtype`."""
     if isinstance(choice, Mapping):
         possible = [name for name, state in rule.states.items() if state.shape == "param"]
         for name, kept in choice.items():
@@ -76,11 +76,11 @@ def check_state_dtype(rule: Rule, choice: Any) -> None:
 def state_formats(
     param: torch.Tensor, group: Mapping[str, Any], graph: Graph, rule: Rule, label: str, shape: Sequence[int]
 ) -> dict[str, Storage]:
-    """The formats of a parameter's states that are like it, by name."""
-    # A state has the dtype that its rule declares. Unless the group names the state, states that begin as copies of
-    # parameters and squares of embeddings' gradients have float32. So have parameters of fewer than `SMALLEST` elements
-    # and, in place of blocks, rows shorter than `SHORTEST` and states that other code writes. A function of the
-    # parameter's name overrides all of this.
+    """Return the formats of a parameter's elementwise states, by name."""
+    # A state has the dtype that its rule declares. Unless the group names the state, states that start as copies of
+    # parameters and squares of embeddings' gradients are float32. So are states of parameters with fewer than
+    # `SMALLEST` elements and, instead of blocks, rows shorter than `SHORTEST` and states that other code writes. A
+    # function of the parameter's name overrides all of this.
     name, choice = name_in(label), group.get("state_dtype")
     exactly = callable(choice)
     if callable(choice):
@@ -138,13 +138,13 @@ def state_formats(
     return formats
 
 
-_NUMBERS = "'float32', 'bfloat16' or 'float16'"  # formats in which a state is numbers, for messages
+_NUMBERS = "'float32', 'bfloat16' or 'float16'"  # formats that store plain numbers, for messages
 _positive: WeakKeyDictionary[Graph, dict[str, bool]] = WeakKeyDictionary()
-"""Whether states have no negative elements: worked out once for a graph, not for every parameter."""
+"""Whether states have no negative elements: computed once per graph, not per parameter."""
 
 
 def _is_positive(state: str, rule: Rule, graph: Graph) -> bool:
-    """Whether a state has no negative elements, by the ranges of the hyperparameters."""
+    """Whether a state has no negative elements, given the ranges of the hyperparameters."""
     answers = _positive.setdefault(graph, {})
     if state not in answers:
         bounds: dict[str, tuple[float, float]] = {}
@@ -153,7 +153,7 @@ def _is_positive(state: str, rule: Rule, graph: Graph) -> bool:
             interval = rule.range_of(key, int(index or 0))
             bounds[place] = interval.low, interval.high
             if isinstance(entry, (int, float)) and 0 <= entry <= 1:
-                # A range that the rule does not declare is taken from the default; a value outside of it gives NaN.
+                # A range that the rule does not declare is inferred from the default; a value outside of it gives NaN.
                 bounds[place] = max(interval.low, 0.0), min(interval.high, 1.0)
         init = rule.states[state].init
         least = bounds.get(init, (-math.inf,))[0] if isinstance(init, str) else init
@@ -161,11 +161,11 @@ def _is_positive(state: str, rule: Rule, graph: Graph) -> bool:
     return answers[state]
 
 
-ROUNDINGS = ("nearest", "stochastic")  # the values of `rounding`
+ROUNDINGS = ("nearest", "stochastic")  # valid values of `rounding`
 
 
 def check_rounding(group: Mapping[str, Any]) -> None:
-    """Raise for values that `rounding` and `seed` cannot have."""
+    """Raise for invalid values of `rounding` and `seed`."""
     rounding, seed = group.get("rounding", ROUNDINGS[0]), group.get("seed", 0)
     if rounding not in ROUNDINGS:
         raise ValueError(f"Invalid rounding: {rounding!r}; it must be 'nearest' or 'stochastic'")
@@ -174,7 +174,7 @@ def check_rounding(group: Mapping[str, Any]) -> None:
 
 
 def check_complex_states(label: str, formats: Mapping[str, Storage]) -> None:
-    """Raise for states of a complex parameter in a format for which torch has no complex dtype."""
+    """Raise for states of a complex parameter in a format without a complex dtype in torch."""
     for name, storage in formats.items():
         if codec_of(storage).has_blocks or storage.precision is torch.bfloat16:
             raise StateError(
@@ -226,8 +226,8 @@ def _squares(optimizer: Optimizer) -> dict[torch.Tensor, set[str]]:
 
 @contextmanager
 def keeping_squares(optimizer: Optimizer) -> Iterator[None]:
-    """A block that makes a new plan; it raises if a parameter that has been stepped gets or loses a square matrix."""
-    # Other states are expressed in such bases, and a basis of zeros would stop its parameter.
+    """A block that rebuilds the plan; raises if a parameter that has been stepped gets or loses a square matrix."""
+    # The squares are bases that other states are expressed in; a basis of zeros would stop its parameter.
     before = _squares(optimizer)
     yield
     after = _squares(optimizer)
@@ -247,7 +247,7 @@ def _noted(name: str) -> Callable[..., Any]:
     original = getattr(dict, name)
 
     def changing(self: ParameterState, *args: Any, **kwargs: Any) -> Any:
-        # The weights that train come and go with eval() and train(); no kernel reads them there.
+        # eval() and train() add and remove the training weights; no kernel reads them there.
         before = {key: value for key, value in self.items() if isinstance(value, torch.Tensor) and key != TRAINING}
         result = original(self, *args, **kwargs)
         if self.count is not None and (
@@ -261,10 +261,10 @@ def _noted(name: str) -> Callable[..., Any]:
 
 
 class ParameterState(dict[str, Any]):
-    """One parameter's state, which counts the tensors that are replaced or removed: kernels have the old addresses."""
+    """A parameter's state, which counts replaced and removed tensors: kernels hold the old addresses."""
 
-    count: Any = None  # as of a `WatchedState`
-    is_ahead = False  # whether it was made before its first step, at which it begins again with that step's values
+    count: Any = None  # shared with the `WatchedState`
+    is_ahead = False  # whether it was created before its first step, which initializes it again with that step's values
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (), None, None, iter(self.items())
@@ -281,21 +281,21 @@ def _counted(name: str) -> Callable[..., Any]:
 
 
 class WatchedState(defaultdict[Any, Any]):
-    """torch's `defaultdict(dict)` of states, with a count of its changes, so that entries need not be compared."""
+    """torch's `defaultdict(dict)` of states, with a count of changes, so that entries need not be compared."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        # Entries share it instead of holding this, so that their memory is freed at once.
-        self.count = SimpleNamespace(changes=0)  # how often an entry, or a tensor inside one, was set or removed
+        # Entries share the count instead of a reference to this dict, so that their memory is freed immediately.
+        self.count = SimpleNamespace(changes=0)  # how often an entry, or a tensor inside an entry, was set or removed
 
     def entry(self, values: Mapping[str, Any], *, is_ahead: bool = False) -> ParameterState:
-        """A parameter's state whose changes this one counts too."""
+        """Return a parameter's state whose changes are counted here too."""
         made = ParameterState(values)
         made.count, made.is_ahead = self.count, is_ahead
         return made
 
     def adopt(self, states: Mapping[Any, Any], ahead: Container[Any]) -> None:
-        """Take over the states of parameters; those of parameters in `ahead` begin at their first step."""
+        """Take over the states of parameters; parameters in `ahead` initialize theirs at their first step."""
         entries = {
             key: self.entry(values, is_ahead=key in ahead) if isinstance(key, torch.Tensor) else values
             for key, values in states.items()
@@ -315,19 +315,19 @@ for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem"
     setattr(WatchedState, _name, _counted(_name))
 
 
-TRAINING = "training_param"  # state key of the weights that train, while the parameter holds those to evaluate
+TRAINING = "training_param"  # state key of the training weights while the parameter holds the weights to evaluate
 
 
 @dataclass
 class BufferRequest:
-    """A buffer of a parameter's state that has to be made."""
+    """A buffer of a parameter's state to allocate."""
 
     state: dict[str, Any]  # the parameter's state
-    array: Array  # its name and dtype, and of how many neighbours one of its entries is
-    start: State  # how the buffer begins
-    share: Share  # of the parameter
-    source: torch.Tensor | None = None  # the buffer whose values it takes over, where there is one that cannot stay
-    blocks: tuple[Storage, str] | None = None  # the format and the name of the state of which it gets a part
+    array: Array  # name, dtype, and number of neighbours packed into an entry
+    start: State  # initialization of the buffer
+    share: Share  # the parameter's share
+    source: torch.Tensor | None = None  # the buffer to copy values from, if an existing buffer cannot be used
+    blocks: tuple[Storage, str] | None = None  # format and name of the blockwise state that the buffer is part of
 
 
 _STEP = State(0.0, shape="scalar")
@@ -342,14 +342,14 @@ def storages(
     label: str = "",
     shape: Sequence[int] | None = None,
 ) -> dict[str, Storage]:
-    """Storage of the parameter, its gradient and each element state, in buffer order."""
+    """Return the storage of the parameter, its gradient and each elementwise state, in buffer order."""
     kind = master_kind(param.dtype, group)
     states = state_formats(param, group, graph, rule, label, param.shape if shape is None else shape)
     formats: dict[str, Storage] = {"param": Plain(param.dtype), "grad": Plain(dtype or grad_dtype(param)), **states}
     for name in ("param", *states) if group.get("rounding", ROUNDINGS[0]) != ROUNDINGS[0] else ():
         storage: Any = formats[name]
         if codec_of(storage).has_blocks or storage.precision in (torch.bfloat16, torch.float16):
-            # Numbers of rows and columns are few: they are not rounded at random.
+            # Row and column states are small: they are not rounded stochastically.
             formats[name] = Plain(torch.float32) if name in graph.slice_states else Stochastic(storage)
     if kind is not None:
         formats["param"] = kind.storage(param.dtype)
@@ -357,7 +357,7 @@ def storages(
 
 
 class StateTemplate:
-    """How the states of parameters of a kind begin; made once for all of them."""
+    """How the states of a kind of parameter are initialized; made once per kind."""
 
     def __init__(
         self, param: torch.Tensor, group: Mapping[str, Any], graph: Graph, rule: Rule, formats: Mapping[str, Storage]
@@ -372,11 +372,11 @@ class StateTemplate:
         for name, dtype in {"step": torch.float32, **masters, **dtypes}.items():
             self.arrays[name] = (Array(name, dtype),)
         self.block_names = set(chain.from_iterable(map(block_names, formats)))
-        """Names that arrays of states in blocks can have, of whatever format."""
+        """Names of arrays of blockwise states, in any format."""
         self.own = {*MASTER_KEYS, *rule.state_names, *chain.from_iterable(map(block_names, rule.state_names))}
-        """Names of which a value that a state does not have is not kept."""
+        """Names of state buffers; leftover tensors under these names are dropped."""
         self.names = rule.state_names
-        self.buffers = self.own - numbers  # those that lie as the parameter
+        self.buffers = self.own - numbers  # buffers in the layout of the parameter
 
     def begin(
         self,
@@ -386,7 +386,7 @@ class StateTemplate:
         home: StateMemory,
         live: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The state of a parameter: its buffers stay where kernels can use them, and missing ones are requested."""
+        """Return a parameter's state: buffers that kernels can use are kept, missing buffers are requested."""
         label, param, group, full_shape, kind = share.label, share.local, share.group, share.holder.shape, self.kind
         other = None if kind is None else other_master(kind, values)
         if kind is not None and other is not None:
@@ -405,7 +405,7 @@ class StateTemplate:
                 state[name] = _scalar(_start(start, group) if value is None else value, dtype, live is not None)
                 continue
             is_like_param = start.shape == "param"
-            # Numbers under the name of a state in blocks are set by other code, and replace its codes.
+            # Numbers under the name of a blockwise state were set by other code, and replace its codes.
             fits = (value is None or value is stored[0]) and all(
                 buffer is not None
                 and buffer.dtype is array.dtype
@@ -442,7 +442,7 @@ class StateTemplate:
 
 
 def _by_value(state: Mapping[str, Any], formats: Mapping[str, Storage], param: torch.Tensor) -> Mapping[str, Any]:
-    """A state with the values of those of its states that are in blocks of another format."""
+    """Return a state with its states in blocks of another format decoded."""
     by_value = dict(state)
     for name, wanted in formats.items():
         storage = kept_in_blocks(state, name) if state.get(name) is None else None
@@ -454,7 +454,7 @@ def _by_value(state: Mapping[str, Any], formats: Mapping[str, Storage], param: t
 
 
 def starts_of(rule: Rule, names: Iterable[str], dtype: torch.dtype, group: Mapping[str, Any]) -> dict[str, State]:
-    """How the buffers of a parameter's state begin: the step count, a master, then the rule's states."""
+    """Return the initialization of a parameter's state buffers: step count, master, then the rule's states."""
     kind = master_kind(dtype, group)
     masters = {} if kind is None else {kind.key: State("param" if kind.begins_as_parameter else 0.0)}
     return {"step": _STEP, **masters, **{name: rule.states[name] for name in names}}
@@ -468,10 +468,10 @@ def initialize(
     *,
     again: bool = False,
 ) -> None:
-    """Write the first values of states, by the parameters and groups as they are now.
+    """Write the initial values of states, from the current parameters and groups.
 
-    Only those of states that were made ahead of their first step; `again`: of all states but masters, and step counts.
-    A step gives `states` that it reads on the device: `optimizer.state` waits for updates that are still running.
+    Applies to states that were created ahead of their first step; with `again`, to all states except masters,
+    and to step counts. A step passes `states`, because `optimizer.state` would wait for running updates.
     """
     states = optimizer.state if states is None else states
     zeros: list[torch.Tensor] = []
@@ -508,9 +508,9 @@ def _write(
     fresh: torch.Tensor | None = None,
     source: torch.Tensor | None = None,
 ) -> None:
-    """Write a state's first values, or those of `source`, into its buffers; where `fresh` is false these stay."""
+    """Write a state's initial values, or `source`, into its buffers; where `fresh` is false the old values stay."""
     if source is None:
-        # A fake tensor if the parameter is.
+        # A fake tensor if the parameter is fake.
         own = param.detach()
         source = own if start.init == "param" else own.new_full((), _start(start, group), dtype=torch.float64)
     names = [name] if storage is None else [array.name for array in storage.arrays(name)]
@@ -531,14 +531,14 @@ def _write(
 
 
 def fill_buffers(requests: Sequence[BufferRequest], home: StateMemory) -> None:
-    """Make all requested buffers, with their first values."""
-    # Name by name, so that buffers that a pass reads one after the other are neighbours in memory: a CPU's prefetcher
+    """Allocate all requested buffers and write their initial values."""
+    # Allocate name by name, so that buffers that a pass reads in sequence are adjacent in memory: a CPU's prefetcher
     # continues from one into the next, which saves a quarter of the time for tensors of 8,192 elements.
     by_name: dict[str, list[BufferRequest]] = {}
     for one in requests:
         by_name.setdefault(one.array.name, []).append(one)
     requests = list(chain.from_iterable(by_name.values()))
-    # The optimizer's memory holds elements; numbers of rows, columns and blocks lie beside the parameter.
+    # The optimizer's memory holds elementwise buffers; rows, columns and scales are on the parameter's device.
     at_home = [one.start.shape == "param" and one.array.follows_elements for one in requests]
     elementwise = list(compress(requests, at_home))
     likes = [one.share.local if one.array.elements == 1 else _packed(one) for one in elementwise]
@@ -557,7 +557,7 @@ def fill_buffers(requests: Sequence[BufferRequest], home: StateMemory) -> None:
         if one.source is None and one.start.init == 0:
             zeros.append(buffer)
         elif one.source is not None and one.blocks is None:
-            # Many copies from page-locked memory run one after the other without the host.
+            # Copies from page-locked memory are queued without host syncs.
             arrives = one.source.is_cpu and not buffer.is_cpu
             buffer.copy_(one.source, non_blocking=arrives)
             arriving.update({buffer.device} if arrives else ())
@@ -574,13 +574,13 @@ def fill_buffers(requests: Sequence[BufferRequest], home: StateMemory) -> None:
 
 def _scalar(value: Any, dtype: torch.dtype, copies: bool) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
-        # The segment's array gives it its device, and if it was not loaded its dtype.
+        # The segment's array sets its device, and also its dtype unless it was loaded.
         return value.detach().reshape(()).to(dtype, copy=True) if copies else value.reshape(())
     return torch.tensor(float(value), dtype=dtype, device="cpu")
 
 
 def _is_same(value: torch.Tensor, live: Any) -> bool:
-    """Whether a checkpoint's buffer is the optimizer's own, as after `dcp.load` in place."""
+    """Whether a checkpoint's buffer is the optimizer's current buffer, as after an in-place `dcp.load`."""
     return isinstance(live, torch.Tensor) and address_of(value) == address_of(live) and value.dtype is live.dtype
 
 
@@ -589,7 +589,7 @@ def _start(start: State, group: Mapping[str, Any]) -> float:
 
 
 def _check_late(label: str, name: str, hyper: str, group: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Raise for a state that begins after its parameter's first step, which the rule allows only without a number."""
+    """Raise for a state that starts after its parameter's first step, unless the rule's hyperparameter for it is 0."""
     steps = float(state.get("step") or 0.0)
     if steps > 0 and float(at_step(group[hyper], steps + 1, hyper)) != 0:
         raise StateError(
@@ -605,7 +605,7 @@ def _packed(one: BufferRequest) -> torch.Tensor:
 
 
 def shape_of(start: State, param: torch.Tensor, full_shape: torch.Size, elements: int = 1) -> tuple[int, ...]:
-    """The shape of a state buffer of which an entry is of so many neighbours; `full_shape` is that of all ranks."""
+    """Return the shape of a state buffer, `elements` neighbours per entry; `full_shape` is the shape over all ranks."""
     if start.shape in SQUARES:
         side = full_shape[-2 if start.shape == "left" else -1]
         return (side, side)
@@ -623,7 +623,7 @@ def _has_begun(state: Mapping[str, Any]) -> bool:
 
 
 def check_shape(label: str, name: str, value: torch.Tensor, wanted: tuple[int, ...], at: str, why: str = "") -> None:
-    """Raise for a state of another shape."""
+    """Raise for a state of the wrong shape."""
     if tuple(value.shape) != wanted:
         raise StateError(f"state {name!r} of {label} has shape {tuple(value.shape)}{at}, it needs {wanted}{why}")
 
@@ -637,7 +637,7 @@ _RESHAPED = (
 def _is_usable(
     buffer: torch.Tensor, array: Array, param: torch.Tensor, home: StateMemory, *, is_like_param: bool
 ) -> bool:
-    """Whether kernels can use a buffer: its device, its layout, and that its values are in memory."""
+    """Whether kernels can use a buffer: device and layout fit, and its values are materialized."""
     if is_like_param and array.elements == 1:
         layout_ok = buffer.stride() == param.stride() or not is_dense(param)
     else:

@@ -1,4 +1,4 @@
-"""Wrappers whose class a framework derives from the optimizer's: they forward to the optimizer they wrap."""
+"""Wrappers whose class a framework derives from the optimizer's class: they forward to the wrapped optimizer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _SET_BY_SCALERS = ("grad_scale", "found_inf")
 
 
 def forward_to_wrapped(kind: type) -> None:
-    """Let objects of a class that a wrapper precedes in the method resolution order have the wrapped optimizer's state.
+    """Forward attributes to the wrapped optimizer, in a class whose method resolution order has a wrapper first.
 
-    Lightning and Fabric make such classes, so that `isinstance` holds. Their objects have no attributes of an optimizer
-    and forward what is missing by `__getattr__`; methods and defaults of the optimizer's class are not missing, and
-    would see, and set, attributes of the wrapper.
+    Lightning and Fabric create such classes so that `isinstance` holds. Their objects have no attributes of an
+    optimizer and forward missing attributes in `__getattr__`; methods and defaults of the optimizer's class are not
+    missing, and would read and set attributes of the wrapper.
     """
     optimizers = [base for base in kind.__mro__ if issubclass(base, torch.optim.Optimizer) and base is not kind]
     others = kind.__mro__[1 : kind.__mro__.index(optimizers[0])]
