@@ -361,8 +361,33 @@ def test_limits_in_places_that_are_not_theirs_are_refused() -> None:
         step(max_grad_norm=skips)
     with pytest.raises(ValueError, match=r"Own\(\) has the name of skip_above's; leave skip_above out"):
         step(skip_above=skips, max_grad_norm=clips)
-    with pytest.raises(tilestep.RuleError, match="no frozen dataclass"):
-        step(max_grad_norm=type("Own", (tilestep.Limit,), {"decide": type(skips).decide})())
+    for wrong in (tilestep.TimesMean, [1.0], torch.ones(2), 1j):
+        with pytest.raises(ValueError, match=r"Invalid skip_above: .*; it must be a positive norm"):
+            step(skip_above=wrong)
+    with pytest.raises(TypeError, match=r"Invalid max_grad_norm: <class '.*ZClip'>; it is a class: call it"):
+        step(max_grad_norm=tilestep.ZClip)
+
+
+def test_limits_that_are_not_whole_are_refused() -> None:
+    def decide(self: Any, norm: Any, loss: Any, memory: Any) -> Any:
+        return False, 1.0
+
+    def kind(frozen: bool | None = True, **body: Any) -> Callable[[], tilestep.Limit]:
+        made: Any = type("Own", (tilestep.Limit,), body)
+        return made if frozen is None else dataclass(frozen=frozen)(made)
+
+    for frozen in (None, False):
+        with pytest.raises(
+            tilestep.RuleError, match=r"limit Own is no frozen dataclass: say @dataclass\(frozen=True\)"
+        ):
+            kind(frozen, decide=decide)()
+    with pytest.raises(tilestep.RuleError, match="limit Own has no function `decide"):
+        kind()()
+    for memory in (["mean"], {"mean": "a"}, {"mean": None}):
+        with pytest.raises(tilestep.RuleError, match=r"Own\(\): memory=.*; it takes names with numbers or Windows"):
+            tilestep.SGD(parameters(), max_grad_norm=kind(decide=decide, memory=memory)())
+    with pytest.raises(ValueError, match=r"Invalid size: 2.5; a window"):
+        tilestep.Window(2.5)  # type: ignore[arg-type]
 
 
 def test_a_limit_that_is_not_known_is_not_loaded() -> None:

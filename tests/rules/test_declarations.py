@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +59,10 @@ def test_beginnings_ranges_and_defaults_that_there_are_not() -> None:
     assert tilestep.rule(with_state, states={"average": State("start")}).states["average"].init == "start"
     with pytest.raises(RuleError, match=r"ranges= names \['rate'\], which are not hyperparameters \(lr, start\)"):
         tilestep.rule(with_state, ranges={"rate": at_least(0)})
+    several: Any = (at_least(0), at_least(0))
+    for wrong in (5, (0, 1), several):
+        with pytest.raises(RuleError, match=r"ranges= of 'lr' is .*; take tilestep.at_least, between or Interval"):
+            tilestep.rule(with_state, ranges={"lr": wrong})
     with pytest.raises(RuleError, match="hyperparameter 'options' is a dict; it must be a number"):
         tilestep.rule(with_dict)
 
@@ -179,3 +185,21 @@ def test_hyperparameters_are_floats_to_a_rule_that_asks() -> None:
     param.grad = torch.ones(2)
     tilestep.Optimizer([param], made).step()
     assert param.tolist() == made(torch.zeros(2), torch.ones(2))[0].tolist() == [-0.125] * 2
+
+
+def only_called(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    return param - lr * grad
+
+
+def test_a_rule_that_no_name_leads_to_is_not_pickled() -> None:
+    """It was another rule, a function, or an error, where it was loaded."""
+
+    @tilestep.rule
+    def inside(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+        return param - lr * grad
+
+    for rule in (tilestep.rule(only_called), inside, tilestep.rule(lambda param, grad, *, lr=0.1: param - lr * grad)):
+        optimizer = tilestep.Optimizer([torch.nn.Parameter(torch.ones(3))], rule)
+        with pytest.raises(pickle.PicklingError, match=r"is not .*, by which it would be loaded"):
+            pickle.dumps(optimizer)
+        assert copy.deepcopy(optimizer).rule_of(optimizer.param_groups[0]) is rule

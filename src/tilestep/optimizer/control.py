@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -46,7 +47,8 @@ def skip_policy(nonfinite: bool, above: float | Limit | None, tracks_norm: bool)
             raise ValueError(f"Invalid skip_above: {above} {what}: give it as max_grad_norm, where it may skip too")
         inputs.limits = (above,)
     elif above is not None:
-        if isinstance(above, str) or not above > 0:
+        is_norm = (isinstance(above, torch.Tensor) and above.numel() == 1) or isinstance(above, numbers.Real)
+        if not is_norm or not above > 0:
             raise ValueError(
                 f"Invalid skip_above: {above}; it must be a positive norm, or a limit that skips, such as "
                 "TimesMean(factor) and Sigma(factor)"

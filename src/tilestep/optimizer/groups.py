@@ -178,7 +178,8 @@ def _check_kind(key: str, value: Any, default: Any) -> None:
         others = limits if key == "max_grad_norm" else "a function of the step"
         raise TypeError(f"Invalid {key}: {value!r}; it must be a number or {others}")
     if callable(value) and (isinstance(default, (bool, str)) or key == "max_grad_norm"):
-        raise TypeError(f"Invalid {key}: {value!r}; it cannot be a function of the step")
+        wrong = "is a class: call it" if isinstance(value, type) else "cannot be a function of the step"
+        raise TypeError(f"Invalid {key}: {value!r}; it {wrong}")
 
 
 def _on_host(value: Any, key: str, depth: int = 0) -> Any:

@@ -9,9 +9,11 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
+
+from ..errors import RuleError
 
 
 def valid(limit: Any, /, **numbers: tuple[bool, str]) -> None:
@@ -43,7 +45,7 @@ class Window:
     """
 
     def __init__(self, size: int, numbers: Sequence[float] = ()) -> None:
-        if not size >= 2:
+        if not isinstance(size, int) or size < 2:
             raise ValueError(f"Invalid size: {size}; a window holds at least 2 numbers")
         self.size, self.count = size, numbers[0] if numbers else 0.0
         self.held = list(numbers[1 : 1 + min(int(self.count), size)])
@@ -90,7 +92,7 @@ class Limit:
 
     Example:
         >>> import math, torch, tilestep
-        >>> from dataclasses import dataclass
+        >>> from dataclasses import dataclass, is_dataclass
         >>> @dataclass(frozen=True)
         ... class Spikes(tilestep.Limit):
         ...     factor: float = 3.0
@@ -126,8 +128,16 @@ class Limit:
         super().__init_subclass__()
         if "ClassVar" not in str(inspect.get_annotations(cls).get("memory", ClassVar)):
             raise TypeError(f"{cls.__name__}: memory is of the class and no number of the limit: leave its type out")
-        cls.sees_skipped = "skipped" in inspect.signature(cls.decide).parameters
+        decide = getattr(cls, "decide", None)
+        cls.sees_skipped = decide is not None and "skipped" in inspect.signature(decide).parameters
         Limit.known.setdefault(cls.__name__, {})[f"{cls.__module__}.{cls.__qualname__}"] = cls
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Limit:
+        if not is_dataclass(cls) or not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            raise RuleError(f"limit {cls.__name__} is no frozen dataclass: say @dataclass(frozen=True)")
+        if not hasattr(cls, "decide"):
+            raise RuleError(f"limit {cls.__name__} has no function `decide(self, norm, loss, memory)`")
+        return super().__new__(cls)
 
     def ask(self, norm: float, loss: float | None, memory: Memory, skipped: bool) -> tuple[Any, Any]:
         """What it decides; nothing for a step that is skipped already, or without a norm."""
@@ -158,10 +168,13 @@ class Limit:
 @functools.lru_cache(maxsize=256)
 def layout_of(limit: Limit) -> tuple[tuple[str, float, int], ...]:
     """The entries of a limit's memory: name, first value, and the size of a `Window`, otherwise 0."""
-    entries = limit.memory.items()
-    return tuple(
-        (name, 0.0, entry.size) if isinstance(entry, Window) else (name, float(entry), 0) for name, entry in entries
-    )
+    try:
+        return tuple(
+            (name, 0.0, entry.size) if isinstance(entry, Window) else (name, float(entry), 0)
+            for name, entry in limit.memory.items()
+        )
+    except (AttributeError, TypeError, ValueError) as error:
+        raise RuleError(f"{limit}: memory={limit.memory!r}; it takes names with numbers or Windows") from error
 
 
 def first_numbers(limit: Limit) -> list[float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import pickle
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -315,6 +316,12 @@ class Rule:
         if unknown := sorted(set(self.ranges) - set(self.hyperparameters)):
             possible = ", ".join(self.hyperparameters)
             raise self._refuse(f"ranges= names {unknown}, which are not hyperparameters ({possible})")
+        for name, allowed in self.ranges.items():
+            default = self.hyperparameters[name]
+            entries = allowed if isinstance(allowed, tuple) and isinstance(default, (tuple, list)) else (allowed,)
+            is_whole = len(entries) == (len(default) if entries is allowed else 1)
+            if not callable(allowed) and not (is_whole and all(isinstance(entry, Interval) for entry in entries)):
+                raise self._refuse(f"ranges= of {name!r} is {allowed!r}; take tilestep.at_least, between or Interval")
 
     @property
     def where(self) -> str:
@@ -494,7 +501,17 @@ class Rule:
         if self.composition is not None:
             composer, *arguments = self.composition
             return composer, tuple(arguments)
-        return _by_reference, (self.__module__, getattr(self.function, "__qualname__", self.__name__))
+        reference = self.__module__, getattr(self.function, "__qualname__", self.__name__)
+        try:
+            found = _by_reference(*reference)
+        except (ValueError, AttributeError, ImportError):
+            found = None
+        if found is not self:
+            raise pickle.PicklingError(
+                f"{self!r} is not {'.'.join(reference)}, by which it would be loaded: decorate a function of a module "
+                "with @tilestep.rule, and keep its name"
+            )
+        return _by_reference, reference
 
 
 def _registered(name: str) -> Rule:
