@@ -401,6 +401,15 @@ def wrong_shape(params: list[torch.nn.Parameter]) -> dict[str, Any]:
     return saved
 
 
+def with_state(name: str, value: Any) -> Callable[[list[torch.nn.Parameter]], dict[str, Any]]:
+    def made(params: list[torch.nn.Parameter]) -> dict[str, Any]:
+        saved = checkpoint("AdamW", params)
+        saved["state"][3][name] = value
+        return saved
+
+    return made
+
+
 def other_rule_of_ours(params: list[torch.nn.Parameter]) -> dict[str, Any]:
     return tilestep.Optimizer([{"params": twins(params), "rule": "Lion"}], "AdamW").state_dict()
 
@@ -425,6 +434,23 @@ CHECKPOINTS: dict[str, tuple[Callable[..., dict[str, Any]], type[Exception], str
         wrong_shape,
         StateError,
         r"state 'exp_avg' of parameter 3 of group 0 \(p3\) has shape \(5,\) .*needs \(2, 3, 5\)",
+    ),
+    "a list": (
+        with_state("exp_avg", [1.0] * 30),
+        StateError,
+        "state 'exp_avg' of parameter 3 .* is a list; give it as",
+    ),
+    "an array": (
+        with_state("exp_avg", np.ones((2, 3, 5))),
+        StateError,
+        "state 'exp_avg' of parameter 3 .* is a ndarray",
+    ),
+    "sparse": (with_state("exp_avg", torch.ones(2, 3, 5).to_sparse()), StateError, "'exp_avg' .* is torch.sparse_coo"),
+    "complex": (with_state("exp_avg", torch.ones(2, 3, 5) * 1j), StateError, "'exp_avg' .* is torch.complex64"),
+    "steps": (
+        with_state("step", torch.ones(2)),
+        StateError,
+        r"state 'step' of parameter 3 .* has shape \(2,\); it is one",
     ),
     "another rule": (other_rule_of_ours, StateError, "group 0 of the checkpoint is of rule Lion, this .* of AdamW"),
     "Adam": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import re
 import warnings
 from collections import defaultdict
@@ -398,6 +399,8 @@ class StateTemplate:
             value: Any = values.get(name)
             arrays = self.arrays[name]
             stored: list[Any] = [values.get(array.name) for array in arrays]
+            for each in (value, *stored):
+                _check_value(label, name, each, start, share.holder)
             if value is None and stored[0] is None and start.zero_if_late is not None:
                 _check_late(label, name, start.zero_if_late, group, values)
             if start.shape == "scalar":
@@ -586,6 +589,20 @@ def _is_same(value: torch.Tensor, live: Any) -> bool:
 
 def _start(start: State, group: Mapping[str, Any]) -> float:
     return float(at_step(group[start.init], 1.0, start.init) if isinstance(start.init, str) else start.init)
+
+
+def _check_value(label: str, name: str, value: Any, start: State, param: torch.Tensor) -> None:
+    """Raise for a value that no buffer of the state can have."""
+    is_number = start.shape == "scalar"
+    if value is None or (is_number and isinstance(value, numbers.Real)):
+        return
+    if not isinstance(value, torch.Tensor):
+        raise StateError(f"state {name!r} of {label} is a {type(value).__name__}; give it as a tensor")
+    if value.layout is not torch.strided or (value.is_complex() and not param.is_complex()):
+        kind = value.layout if value.layout is not torch.strided else value.dtype
+        raise StateError(f"state {name!r} of {label} is {kind}; the parameter's is dense and of {param.dtype}")
+    if is_number and value.numel() != 1:
+        raise StateError(f"state {name!r} of {label} has shape {tuple(value.shape)}; it is one number")
 
 
 def _check_late(label: str, name: str, hyper: str, group: Mapping[str, Any], state: Mapping[str, Any]) -> None:
