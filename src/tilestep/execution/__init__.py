@@ -1,1 +1,1 @@
-"""When updates run: at the step, inside backward, before the next forward, sharded over ranks, in a CUDA graph."""
+"""How steps run: in backward or the next forward (`overlap`), sharded over ranks (`zero`), as a graph (`capture`)."""

@@ -1,4 +1,4 @@
-"""`capture`: an optimizer's step, or a whole training step around it, as a CUDA graph that knows when it is stale."""
+"""`capture`: an optimizer's step, or a whole training step around it, as a CUDA graph that detects when it is stale."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..runtime import Stale
 from ..runtime.capturing import HostBranches, require
 from ..runtime.engine import STATES_MOVED
 
-_AT_ONCE = 32  # gradients and list entries that a replay looks at; other ones' turn is the next
+_AT_ONCE = 32  # gradients and param group entries that a replay checks; the next replay checks the next ones
 
 
 def capture(optimizer: Optimizer, work: Callable[[], Any] | None = None) -> CapturedStep:
@@ -71,8 +71,8 @@ def capture(optimizer: Optimizer, work: Callable[[], Any] | None = None) -> Capt
         captured_before = optimizer.graphs.captured
         graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads, of data loaders say, may go on allocating. A CUDA graph in the garbage would be destroyed
-            # in the capture, and end it.
+            # Other threads, for example of data loaders, may allocate meanwhile. Collecting garbage could destroy
+            # another CUDA graph, which would invalidate the capture.
             mode = "thread_local"
             with (
                 without_collections(),
@@ -86,7 +86,7 @@ def capture(optimizer: Optimizer, work: Callable[[], Any] | None = None) -> Capt
             graphs = optimizer.graphs
             optimizer.graphs = replace(graphs, checked=graphs.checked + graphs.captured - captured_before)
         require(optimizer.graphs.captured > captured_before, "work() did not step the optimizer")
-        # Those that were made inside are memory of the graph.
+        # Gradients that were allocated inside are memory of the graph.
         kept = [gradient if param.grad is gradient else None for param, gradient in zip(engine.holders, before)]
         return CapturedStep(optimizer, graph, output, table, kept, choices)
 
@@ -129,9 +129,9 @@ class CapturedStep:
         engine, groups, lost = plan.engines[0], plan.basis.groups, list[str]()
         self.output, self._graph, self._table, self._choices = output, graph, table, choices
         self._optimizer, self._plan = weakref.ref(optimizer), weakref.ref(plan)
-        # Moved tensors are noticed at a cost that does not grow with their number. Memory that is given back says so at
-        # once, through its weak reference. Tensors that have moved while something else still holds their old memory
-        # are found by looking at some of them at each replay.
+        # Detecting moved tensors costs the same for any number of tensors. Weak references report freed memory
+        # immediately. Tensors that moved while their old memory is still referenced are found by checking some
+        # tensors at each replay.
         self._lost, self._turn = lost, 0
         labelled = [(param, entry.share.label) for param, entry in zip(engine.holders, engine.entries)]
         self._references: list[Any] = [
@@ -217,7 +217,7 @@ class CapturedStep:
         return plan
 
     def _moved(self, plan: StepPlan) -> str:
-        """Which tensors that the graph reads have moved; empty if none has."""
+        """Why the graph is stale: moved tensors, other gradients or parameters; empty if it is not."""
         if self._lost:
             return f"the memory of {self._lost[0]} was given back; {KEEP}"
         engine, basis, turn = plan.engines[0], plan.basis, self._turn
@@ -249,6 +249,6 @@ def _require_unscaled(optimizer: Optimizer) -> None:
 
 
 def _in_turn(count: int, turn: int) -> range:
-    """The places that a replay looks at; the next replay looks at the next ones."""
+    """The indices that a replay checks; the next replay checks the next range."""
     start = turn % max(-(-count // _AT_ONCE), 1) * _AT_ONCE
     return range(start, min(start + _AT_ONCE, count))

@@ -1,4 +1,4 @@
-"""When a step runs beside other work: inside backward, or inside the next forward."""
+"""`overlap`: updates run concurrently with backward, or with the next forward."""
 
 from __future__ import annotations
 

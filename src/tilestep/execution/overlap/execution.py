@@ -1,4 +1,4 @@
-"""What `overlap` attaches to an optimizer: updates in backward or in the next forward."""
+"""`overlap` and the execution that it attaches to an optimizer: updates in backward or in the next forward."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .updates import UNTOLD_SCALE, CommHook, GroupUpdates
 class OverlapExecution(Execution):
     """The execution of an overlapped optimizer, which has these public methods after `tilestep.overlap`."""
 
-    # `overlap` explains its arguments; `grouping` says what is updated together.
+    # The arguments are documented at `overlap`; `grouping` holds the groups of parameters that are updated together.
 
     not_copied = "an overlapped optimizer cannot be copied or pickled: save its state_dict()"
     begins_together = True
@@ -48,7 +48,7 @@ class OverlapExecution(Execution):
         scaler: torch.amp.GradScaler | None,
         comm_hook: CommHook | None,
     ) -> None:
-        # The optimizer has this: a circle would keep both until the garbage collector comes.
+        # The optimizer owns this execution; a strong reference would be a cycle.
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
         self.grouping, self.during = grouping, during
         self._had_gradients = False
@@ -56,9 +56,9 @@ class OverlapExecution(Execution):
         self.lane = SideStream(device)
         self.publication = _publication(grouping, self.lane)
         self.updates = GroupUpdates(optimizer, grouping, self.publication, during == "backward", scaler, comm_hook)
-        # Updates that still run write to state whose memory its streams would give to others.
+        # Running updates write to state memory, which its streams could reuse once it is freed.
         weakref.finalize(self, self.lane.join_all).atexit = False
-        # The model has this one too, and may have the optimizer.
+        # The model owns the publication, and may own the optimizer.
         weakref.finalize(self, _end, weakref.ref(self.publication)).atexit = False
 
     def settle(self) -> None:
@@ -66,12 +66,12 @@ class OverlapExecution(Execution):
             self.synchronize()
 
     def part_of(self, param: torch.Tensor) -> Any:
-        """The group that a parameter is updated with."""
+        """The index of a parameter's group."""
         return self.grouping.of[id(param)].index
 
     @contextmanager
     def making_plan(self) -> Iterator[None]:
-        """A block in which no update runs, with the groups that there are now."""
+        """A block in which no update runs, with groups for the optimizer's current parameters."""
         self.publication.wait_all()
         with self.lane.left():
             if not self.grouping.knows(self._optimizer()):
@@ -81,8 +81,8 @@ class OverlapExecution(Execution):
                 self.publication.of = self.grouping.of
                 guard_look_ups(self.publication, self.grouping.model)
             yield
-        # FSDP2 calls gradient hooks on a stream of its own. What a plan made there has read, as step counts that were
-        # loaded, is memory of other streams, which is given back to them now.
+        # FSDP2 calls gradient hooks on its own stream. A plan made in a hook has read memory of other streams, such as
+        # loaded step counts; these streams may reuse the memory now.
         self.lane.join_all()
 
     @property
@@ -141,7 +141,7 @@ class OverlapExecution(Execution):
     settle_everywhere = synchronize
 
     def step(self, plain: Callable[[], None]) -> None:
-        """Take a step, or end the one that backward has begun."""
+        """Take a step, or finish the step that backward has begun."""
         optimizer, updates = self._optimizer(), self.updates
         if optimizer.is_evaluating:
             raise evaluating("step()")
@@ -172,7 +172,7 @@ class OverlapExecution(Execution):
             taken_gradients(params)
 
     def _step_later(self) -> None:
-        """Decide the step, and let its updates wait until they are needed."""
+        """Take the step's decision, and issue its updates for the next forward."""
         self.synchronize()
         optimizer, lane, publication = self._optimizer(), self.lane, self.publication
         with lane.after():
@@ -190,14 +190,14 @@ class OverlapExecution(Execution):
             optimizer.control.update_control(optimizer, plan.deciders)
             reports = optimizer.reports
             measures = reports is not None and reports.begin(plan.engines) and reports.measures
-            # Tell autograd which parameters are going to be written.
+            # Bump the version counters of parameters that updates will write, for autograd.
             for engine in plan.engines:
                 engine.table.count_writes()
                 if engine.wrote is not None:
                     engine.wrote(engine.written)
             if masters is not None:
                 masters.note()
-            # Groups in the order in which the last forward needed them; at first from the last to the first.
+            # Groups in the order in which the last forward needed them; in reverse order at the first step.
             order = {group: place for place, group in enumerate(publication.needed)}
             groups = sorted(reversed(self.grouping.groups), key=lambda group: order.get(group, len(order)))
             held = {group: gradients for group in groups if (gradients := taken_gradients(group.params))}
@@ -209,11 +209,11 @@ class OverlapExecution(Execution):
                 group: Ticket(partial(later, plan.places.get(group.index, ()), gradients))
                 for group, gradients in held.items()
             }
-            # Who scales losses, changes hyperparameters or reads the norm next comes after the decision.
+            # Work that scales losses, changes hyperparameters or reads the norm must run after the decision.
             decided = lane.mark()
             if lane.stream is not None:
                 lane.keep(*memory_of([gradient for listed in held.values() for gradient in listed]))
-            # Ranks send one another what they have measured: at the step, not where one of them asks for it.
+            # Ranks exchange measurements in the step, because a rank may read its report alone.
             with torch.no_grad():
                 publication.needed.clear()
                 publication.tickets.update(tickets)
@@ -227,14 +227,14 @@ class OverlapExecution(Execution):
             current.wait_event(decided)
         if publication.compiled:
             publication.wait_all()
-            # Whatever compiled code does comes after that on this stream.
+            # Compiled code runs later on this stream.
             publication.tickets.clear()
         for group in self.grouping.groups:
             if not group.is_guarded:
                 publication.wait(group.params[0])
 
     def _warn_of_ranks(self) -> None:
-        """When backward has updated for the first time: say so if nothing has summed the gradients over the ranks."""
+        """After the first updates in backward: warn if nothing has reduced the gradients over the ranks."""
         self._knows_ranks = True
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if (
@@ -251,7 +251,7 @@ class OverlapExecution(Execution):
             )
 
     def before_zero_grad(self) -> None:
-        """Drop what a backward has left behind that was broken off, or has not reached all of a group's parameters.
+        """Drop the gradients of a backward that was interrupted, or that has not reached all parameters of a group.
 
         Raises:
             RuntimeError: after a backward that has updated parameters; `step()` must end it.
@@ -274,41 +274,41 @@ class OverlapExecution(Execution):
             raise RuntimeError(f"backward has updated parameters already: call step() before {method}")
 
     def load_state_dict(self, state_dict: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], None]) -> None:
-        """Take a checkpoint, between a step and the next backward or after a backward that was broken off."""
+        """Load a checkpoint, between a step and the next backward or after an interrupted backward."""
         if not self.updates.timeline.running:
             self._require_no_update("load_state_dict()")
         super().load_state_dict(state_dict, plain)
 
     def add_param_group(self, param_group: dict[str, Any], plain: Callable[[dict[str, Any]], None]) -> None:
-        """Add parameters as a group of their own, between a step and the next backward."""
+        """Add a param group, between a step and the next backward."""
         self._require_no_update("add_param_group()")
         self.synchronize()
         plain(param_group)
         require_listed_once("overlap()", self._optimizer())
 
     def had_gradients(self, optimizer: Any) -> bool:
-        """Whether the last step had gradients, which it has used up."""
+        """Whether the last step had gradients; it has freed them."""
         return self._had_gradients
 
     def unscale(self, optimizer: Any, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Unscale gradients that no update has used."""
+        """Unscale gradients before their update; raises if a scaler was not passed to `overlap`."""
         if self.updates.found_scaler:
             raise GradientError(UNTOLD_SCALE)
         return super().unscale(optimizer, unscale, *args, **kwargs)
 
     def prepare_capture(self, optimizer: Any) -> None:
-        """Refused: steps that overlap other work are not captured."""
+        """Raise: overlapped steps cannot be captured."""
         refuse("capture", ["overlap"], error=CaptureError)
 
     push = prepare_capture
 
 
 def _publication(grouping: Grouping, lane: SideStream) -> Publication:
-    """Let every look-up of a parameter, and every gather of FSDP2's, wait for the update of the parameter's group."""
+    """Make each look-up of a parameter, and each all-gather of FSDP2, wait for the update of the parameter's group."""
     publication = Publication(lane)
     publication.of = grouping.of
     for module in grouping.model.modules():
-        # Also where FSDP2 has gathered the parameters now: the optimizer's come back.
+        # Also modules whose parameters FSDP2 has unsharded: the optimizer's sharded parameters return at reshard.
         if kept_parameters(module):
             guard(module, publication)
     guard_look_ups(publication, grouping.model)
@@ -319,7 +319,7 @@ def _publication(grouping: Grouping, lane: SideStream) -> Publication:
             if group in publication.tickets:
                 publication.wait(group.params[0], streams)
 
-    # All of them: parameters of others may be added to the optimizer later.
+    # All FSDP2 modules: their parameters may be added to the optimizer later.
     for module in grouping.model.modules():
         if kind_of(module) == FSDP2 and not before_gathering(module, partial(gather, module)):
             module.register_forward_pre_hook(lambda *_: publication.wait_all(), prepend=True)
@@ -327,14 +327,14 @@ def _publication(grouping: Grouping, lane: SideStream) -> Publication:
 
 
 def _end(publication: Callable[[], Publication | None]) -> None:
-    """End updates if the model still has them."""
+    """End the publication if the model still owns it."""
     living = publication()
     if living is not None:
         living.end()
 
 
 def _no_wait() -> None:
-    """`synchronize()` where updates run in `step()`."""
+    """`synchronize()` for updates in `step()`: nothing to wait for."""
 
 
 class OverlappedOptimizer(Attached, metaclass=AttachedType):
@@ -373,7 +373,7 @@ def overlap(
 
     With "backward" a group is updated, and its gradients are freed, as soon as its last gradient is accumulated;
     `step()` updates the other groups. If a decision needs all gradients (`max_grad_norm`, skipped steps, a scaler),
-    `step()` takes it and updates all groups.
+    `step()` takes the decision and updates all groups.
 
     With "forward" `step()` computes the norm, decides, and takes over the gradients. Every module's forward then waits
     for the update of its own parameters. Reading parameters from a module, or state through the optimizer's methods,
@@ -389,7 +389,7 @@ def overlap(
         model: the module that has its parameters: a plain module, a DistributedDataParallel, or one sharded by FSDP2.
         during: "backward" or "forward"; None to update in `step()`.
         bucket_cap_mb: MiB of parameters in a bucket.
-        scaler: the gradient scaler of the loss, if there is one.
+        scaler: the gradient scaler of the loss, if one is used.
         comm_hook: for DistributedDataParallel and "backward", which takes one comm hook only: the state and function
             that reduce a bucket; None for the mean over ranks.
 
@@ -462,10 +462,10 @@ def overlap(
 def _update_later(
     plan: StepPlan, places: tuple[int, ...], held: list[torch.Tensor], *, moves: bool, measures: bool
 ) -> None:
-    """Update a group with its gradients; `moves` if its memory may have moved since the step."""
+    """Update a group with the gradients that the step took; `moves` if memory may have moved since the step."""
     if not held:
         return
-    # A step runs without gradients; a look-up of parameters may not, and torch.compile may be tracing it.
+    # A step runs under no_grad. A look-up of parameters may not, and torch.compile may be tracing it.
     with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
         plan.progress.clear()
         try:
@@ -474,7 +474,7 @@ def _update_later(
             plan.update(places, counts_versions=False, measures=measures)
         except BaseException as error:
             if not isinstance(error, Exception) and not plan.progress:
-                raise  # Ctrl-C before its first pass: the next look-up runs it
+                raise  # Ctrl-C before the first pass: the next look-up runs the update
             held.clear()
             raise
     held.clear()

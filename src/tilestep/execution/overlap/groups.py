@@ -1,4 +1,4 @@
-"""Which parameters are updated together: those of an FSDP module or of several, or buckets of neighbours."""
+"""Groups of parameters that are updated together: the parameters of one or several FSDP modules, or buckets."""
 
 from __future__ import annotations
 
@@ -19,38 +19,39 @@ from ...placement.combinations import FSDP2, kind_of
 
 @dataclass(eq=False)
 class Group:
-    """Parameters that one update takes."""
+    """Parameters that are updated together."""
 
-    index: int  # its place among the groups, in the order in which backward completes them
-    name: str  # how messages call it
-    params: list[torch.Tensor]  # the parameters
-    modules: Sequence[nn.Module]  # the FSDP modules that gather them, if any do
-    spans_tensors: bool  # whether their rule reduces over all of them
-    in_model: InitVar[Set[int]]  # the parameters of the model, by `id`
+    index: int  # the index of the group, in the order in which backward completes groups
+    name: str  # its name in messages
+    params: list[torch.Tensor]
+    modules: Sequence[nn.Module]  # the FSDP modules that gather the parameters; empty without FSDP
+    spans_tensors: bool  # whether the rule reduces over all parameters of the group
+    in_model: InitVar[Set[int]]  # the `id`s of the model's parameters
 
     def __post_init__(self, in_model: Set[int]) -> None:
         meshes = [param.device_mesh for param in self.params if is_distributed(param)]  # type: ignore[attr-defined]
         self.is_copied_to_host = any(has_streams(torch.device(mesh.device_type)) for mesh in meshes)
-        """Whether FSDP2 may leave gradients on their way from a GPU to the host."""
+        """Whether FSDP2 may return gradients while their copy from a GPU to the host still runs."""
         self.is_guarded = all(id(param) in in_model for param in self.params)
-        """Whether looking a parameter up in the model can wait for its update."""
+        """Whether all parameters belong to the model, so that their look-ups can wait for the update."""
 
 
-MOST_JOINED = 512 * 2**20  # bytes on a rank of FSDP modules that are updated together
+MOST_JOINED = 512 * 2**20  # the most bytes per rank of joined FSDP modules
 
 
 class Grouping:
-    """All groups of an optimizer, which it follows: `divide` makes them, and joins neighbouring FSDP modules."""
+    """The groups of an optimizer; `divide` makes them again when the optimizer's parameters change."""
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, bucket_bytes: int, *, joins: bool = False) -> None:
         self.model, self._bucket_bytes, self._joins = model, bucket_bytes, joins
         self.divide(optimizer)
 
     def divide(self, optimizer: Optimizer) -> None:
-        """Divide the parameters that the optimizer has now."""
-        # Parameters of rules that reduce over all tensors cannot be updated one without the others and are one group.
-        # Those that FSDP2 shards go by the module that gathers them, or by several; a backward, which completes them
-        # one by one, does not join them. The rest go by buckets in the reverse order of registration.
+        """Divide the optimizer's current parameters into groups."""
+        # The parameters of a rule that reduces over all tensors must be updated together: they are a single group.
+        # Parameters that FSDP2 shards are grouped by the module that gathers them. Only "forward" joins several such
+        # modules; backward completes them one by one. All other parameters are grouped in buckets, in the reverse
+        # order of registration.
         model, own = self.model, dict[int, torch.Tensor]()
         by_rule: dict[str, list[torch.Tensor]] = {}
         for label, _, group, param in iter_params(optimizer):
@@ -60,7 +61,7 @@ class Grouping:
         together = {id(param) for params in by_rule.values() for param in params}
         named, gatherers = list(model.named_parameters()), _gatherers(model)
         in_model = {id(param): place for place, (_, param) in enumerate(named)}
-        # Each once, in the reverse order of registration, by the FSDP module that gathers it.
+        # Each parameter once, in the reverse order of registration, by the FSDP module that gathers it.
         by_module: dict[nn.Module, list[tuple[str, torch.Tensor]]] = {}
         loose: list[tuple[str, torch.Tensor]] = []
         for name, param in reversed(named):
@@ -85,35 +86,35 @@ class Grouping:
         self.groups = [Group(index, *one, in_model.keys()) for index, one in enumerate(found)]
         self.of = {id(param): group for group in self.groups for param in group.params}
         self.of_module: dict[nn.Module, list[Group]] = {}
-        """The groups that an FSDP module gathers parameters of."""
+        """For each FSDP module the groups whose parameters it gathers."""
         for key, module in gatherers.items():
             own_group, groups = self.of.get(key), self.of_module.setdefault(module, [])
             if own_group is not None and own_group not in groups:
                 groups.append(own_group)
 
     def knows(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether these are the groups of the optimizer's parameters."""
+        """Whether the groups hold exactly the optimizer's current parameters."""
         listed = list(map(id, params_of(optimizer)))
         return len(listed) == len(self.of) and all(key in self.of for key in listed)
 
 
 def _gatherers(model: nn.Module) -> dict[int, nn.Module]:
-    """The FSDP module that gathers a parameter, by the parameter's `id`."""
+    """By `id` of a parameter, the FSDP module that gathers it."""
     modules = [(name, module) for name, module in model.named_modules() if kind_of(module) == FSDP2]
     gatherers: dict[int, nn.Module] = {}
     for name, param in model.named_parameters():
         holders = [(prefix, module) for prefix, module in modules if not prefix or name.startswith(f"{prefix}.")]
         if holders:
-            # Names of holders are prefixes of each other: the longest is the innermost.
+            # The names are prefixes of each other: the longest name is the innermost module.
             gatherers[id(param)] = max(holders, key=lambda holder: len(holder[0]))[1]
     return gatherers
 
 
 def _joined(model: nn.Module, members: Mapping[Any, Sequence[tuple[str, torch.Tensor]]]) -> list[list[nn.Module]]:
-    """Join FSDP modules that are neighbours in the order of forward."""
-    # A launch and an event for each of a hundred modules would take the host longer than their updates take a GPU. What
-    # forward needs first stays alone. From then on a group has at most the bytes of all groups before it, so that it is
-    # updated while these compute, and at most MOST_JOINED, which bounds the time that forward can wait for one.
+    """Join FSDP modules that are consecutive in forward."""
+    # With a launch and an event for each of a hundred modules, the host would take longer than the updates on a GPU.
+    # The first module stays alone, since forward needs it first. A later group has at most the bytes of all groups
+    # before it, so that it is updated while these compute, and at most MOST_JOINED bytes, which bounds forward's wait.
     joined: list[list[nn.Module]] = []
     before = held = 0.0
     for module in model.modules():
@@ -131,7 +132,7 @@ def _joined(model: nn.Module, members: Mapping[Any, Sequence[tuple[str, torch.Te
 
 
 def _bytes_of(param: Any) -> float:
-    """What a parameter takes on a rank; of one that is cut unevenly the mean, so that all ranks divide alike."""
+    """The bytes of a parameter per rank; the mean for uneven shards, so that all ranks make the same groups."""
     size = float(param.numel() * param.element_size())
     for dim, placement in enumerate(getattr(param, "placements", ())):
         size /= 1 if placement.is_replicate() else param.device_mesh.size(dim)
@@ -139,7 +140,7 @@ def _bytes_of(param: Any) -> float:
 
 
 def _buckets(members: Sequence[tuple[str, torch.Tensor]], most: int) -> list[list[tuple[str, torch.Tensor]]]:
-    """Cut a list of parameters where so many bytes are together."""
+    """Cut a list of parameters into buckets of at most `most` bytes."""
     buckets: list[list[tuple[str, torch.Tensor]]] = []
     held = 0.0
     for name, param in members:

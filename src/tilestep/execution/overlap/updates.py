@@ -1,4 +1,4 @@
-"""Updates of groups in backward, when the last gradient of a group is complete."""
+"""Updates in backward: a group of parameters is updated when its last gradient is complete."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CommHook = tuple[Any, Callable[[Any, Any], Any]]
 
 
 def follow_reductions(updates: GroupUpdates, wrapper: DistributedDataParallel) -> None:
-    """Take gradients from a wrapper when it has reduced them."""
+    """Register a comm hook that takes the gradients of each bucket when DistributedDataParallel has reduced it."""
     if wrapper.find_unused_parameters or wrapper.static_graph:
         option = "static_graph" if wrapper.static_graph else "find_unused_parameters"
         raise ValueError(
@@ -46,7 +46,7 @@ def follow_reductions(updates: GroupUpdates, wrapper: DistributedDataParallel) -
             'use during="forward"'
         )
     state, reduce = updates.comm_hook or (wrapper.process_group, _mean)
-    # The module must not keep the updates, which keep the module.
+    # The updates hold the module; a strong reference back would be a cycle.
     living = weakref.ref(updates)
 
     @opaque
@@ -57,7 +57,7 @@ def follow_reductions(updates: GroupUpdates, wrapper: DistributedDataParallel) -
             updates.note_reduced(bucket.parameters(), bucket.gradients(), future)
         return future
 
-    # Their text is not the class that is looked for.
+    # torch compares annotations with classes; postponed annotations are text.
     reduce_and_note.__annotations__.clear()
     try:
         wrapper.register_comm_hook(None, reduce_and_note)
@@ -72,17 +72,17 @@ def follow_reductions(updates: GroupUpdates, wrapper: DistributedDataParallel) -
 
 
 def _mean(group: Any, bucket: Any) -> torch.futures.Future[Any]:
-    """To the bit what DistributedDataParallel does without a hook."""
+    """The mean over ranks, bitwise equal to DistributedDataParallel's without a hook."""
     buffer = bucket.buffer().mul_(1 / dist.get_world_size(group))
     work = dist.all_reduce(buffer, group=group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])  # type: ignore[union-attr]
 
 
 class GroupUpdates(Row):
-    """Updates groups of parameters in backward; with `updates=False` it counts no gradients, and steps update."""
+    """Updates groups of parameters in backward; with `updates=False` it counts no gradients, and `step` updates."""
 
-    # A group is updated when the last of its gradients is there, if nothing has to be decided for all groups together:
-    # a clip, a loss scale and a skipped step are decided by the step. The optimizer, which has this, is not kept alive.
+    # A group is updated when its last gradient is accumulated, unless a clip, a loss scale or a skipped step needs a
+    # decision for all groups: then `step` updates. The optimizer owns this object, which holds it weakly.
 
     accumulates = False
     choice = "overlap"
@@ -104,18 +104,18 @@ class GroupUpdates(Row):
         self._grouping, self.publication, self._scaler, self.comm_hook = grouping, publication, scaler, comm_hook
         self.takes = self.updates = updates
         self.applied: list[Group] = []  # the groups that backward has updated since the last step
-        self.found_scaler = False  # whether updates have waited only because of a scaler that nothing has told of
+        self.found_scaler = False  # whether updates wait only for a scaler that was not passed to `overlap`
         self._count_of_sharded = count_sharded(grouping.model)
-        self._missing: list[int] = []  # the parameters without gradient in the last step, by `id`
-        self._held = Held(publication.lane)  # gradients that are used up
+        self._missing: list[int] = []  # the `id`s of parameters without gradients in the last step
+        self._held = Held(publication.lane)  # gradients that running updates still read
         self._scaled_losses = count_scaled_losses()
-        """As it was after the last step: a loss that was scaled since may be that of the gradients to come."""
+        """The count after the last step: a loss scaled since then may be the loss of the next gradients."""
         self.timeline = Timeline(self, publication.lane)
         self.reduced: dict[int, torch.Tensor] = {}
-        """By `id` of a parameter its gradient in a bucket of a DistributedDataParallel, which is not in `grad` yet."""
+        """By `id` of a parameter, its gradient in a bucket of DistributedDataParallel; `grad` is set later."""
         self._reductions: deque[tuple[Any, Callable[[], None]]] = deque()
         """Futures of running reductions, each with the function that takes its gradients."""
-        self._later: list[Any] = []  # wrappers that have come around the model since, to be followed before a backward
+        self._later: list[Any] = []  # new wrappers of the model, which get a comm hook before the next backward
         self.watch()
         self.timeline.announce(grouping.model)
         inside = [module for module in grouping.model.modules() if isinstance(module, DistributedDataParallel)]
@@ -126,7 +126,7 @@ class GroupUpdates(Row):
                 self._follow_views(wrapper)
 
     def watch(self) -> None:
-        """Count the gradients of the groups that there are now."""
+        """Count the gradients of the current groups."""
         self.timeline.is_alone = False
         if not self.updates:
             # Gradients stay on their parameters until the step, which takes them.
@@ -134,7 +134,7 @@ class GroupUpdates(Row):
         self.timeline.count(group.params for group in self._grouping.groups)
 
     def wrapped(self, wrapper: nn.Module) -> None:
-        """Follow a DistributedDataParallel that wraps the model, once it is complete: at a forward or a backward."""
+        """Follow a DistributedDataParallel made around the model, once constructed: at the next forward or backward."""
         if not self.updates:
             self._follow_views(wrapper)
             return
@@ -149,7 +149,7 @@ class GroupUpdates(Row):
         wrapper.register_forward_pre_hook(before_forward)
 
     def follow_later(self) -> Set[int]:
-        """Follow new wrappers; `id`s of all parameters that wrappers reduce."""
+        """Follow new wrappers; returns the `id`s of all parameters that wrappers reduce."""
         wrappers, self._later = self._later, []
         for wrapper in filter(None, (reference() for reference in wrappers)):
             follow_reductions(self, wrapper)
@@ -157,7 +157,7 @@ class GroupUpdates(Row):
 
     @gradientless
     def note_reduced(self, params: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], future: Any) -> None:
-        """Note gradients that are complete when a collective has run."""
+        """Note a bucket's gradients, which are complete when `future` is."""
         timeline, lane, reductions = self.timeline, self.publication.lane, self._reductions
         if not timeline.syncing:
             return
@@ -182,8 +182,8 @@ class GroupUpdates(Row):
         return self.reduced.get(id(param), param.grad)
 
     def _follow_views(self, wrapper: nn.Module) -> None:
-        """Have updates run that read a DistributedDataParallel's buckets before its backward writes to these again."""
-        # Also of what its forward has not used: its backward begins by zeros in the place of such gradients.
+        """Run pending updates, whose gradients may be views of a wrapper's buckets, before backward writes to these."""
+        # Updates of unused parameters too: backward begins by zeroing the gradients of these.
         living = weakref.ref(self.publication)
 
         @opaque
@@ -195,7 +195,7 @@ class GroupUpdates(Row):
         wrapper.register_forward_hook(complete)
 
     def begin(self) -> Set[int]:
-        """Decide whether backward updates; `id`s of parameters that new DistributedDataParallels reduce."""
+        """Decide whether backward updates; returns the `id`s of parameters that new wrappers reduce."""
         optimizer, timeline = self._optimizer(), self.timeline
         if optimizer.is_evaluating:
             raise evaluating("backward()")
@@ -226,20 +226,20 @@ class GroupUpdates(Row):
         return moved
 
     def again(self, bucket: int, param: torch.Tensor) -> bool:
-        """Raise for a second gradient of an updated parameter; a group that was not updated waits for all again."""
+        """Raise for a second gradient of an updated parameter; other groups wait for all their gradients again."""
         if self.timeline.stage_of(param) == UPDATED:
             raise self._late(param, self._grouping.groups[bucket])
         return True
 
     def ready(self, bucket: int) -> None:
-        """Update a group whose gradients are complete, unless the step has to decide first."""
+        """Update a group whose gradients are complete, unless `step` must decide first."""
         if self.timeline.when == "step":
             return
         group, gradient = self._grouping.groups[bucket], self._gradient
-        # Gradients that have come in a backward before may be gone, by `model.zero_grad()`: then the step updates.
+        # `model.zero_grad()` may have dropped gradients of an earlier backward: then `step` updates.
         if group.spans_tensors and any(gradient(one) is None for one in group.params if one.requires_grad):
             return
-        # Of a group that waits once more, for a parameter that did not train before, others may come again too.
+        # An updated group waits again for a parameter that did not train before; others must not get a second gradient.
         for param in group.params if group in self.applied else ():
             if self.timeline.stage_of(param) == UPDATED and gradient(param) is not None:
                 raise self._late(param, group)
@@ -257,10 +257,10 @@ class GroupUpdates(Row):
         )
 
     def _update(self, group: Group) -> None:
-        """Update a group from its present gradients, and release these."""
+        """Update a group from its current gradients, and release these."""
         lane, optimizer, awaited = self.publication.lane, self._optimizer(), self.timeline.buckets[group.index]
         if group.is_copied_to_host and any(is_host(param.device) for param in group.params):
-            # Gradients may be on their way from a GPU to the host, as FSDP2's CPU offloading leaves them.
+            # With FSDP2's CPU offloading, copies of gradients from a GPU to the host may still run.
             torch.cuda.current_stream().synchronize()
         current = None if lane.stream is None else lane.current()
         streams = [] if current is None else list(awaited.writers.values()) or [current]
@@ -294,7 +294,7 @@ class GroupUpdates(Row):
         self.publication.tickets[group] = Ticket(mark=mark)
         meshes = (getattr(param, "device_mesh", None) for param in group.params)
         if len(streams) > 1 or any(mesh is not None and mesh.ndim > 1 for mesh in meshes):
-            # Gradients may be memory of other streams than the one that completes them.
+            # The stream that completes a gradient may not be the stream that allocated it.
             lane.keep(*map(ready, local_parts(used_up)))
             used_up = []
         # Waiting would stall a stream that computes backward; FSDP2's reduce-scatters have a stream that may wait.
@@ -306,7 +306,7 @@ class GroupUpdates(Row):
             self._held.give_back()
 
     def finish(self) -> None:
-        """Update what is left, and let the current stream wait for all updates; the next round may begin."""
+        """Update the remaining groups, make the current stream wait for all updates, and end the round."""
         optimizer = self._optimizer()
         if self.timeline.running and self.applied:
             raise RuntimeError(
@@ -319,7 +319,7 @@ class GroupUpdates(Row):
         for group in self.applied:
             for param in group.params:
                 if param.grad is not None and self.timeline.stage_of(param) == UPDATED:
-                    # What DistributedDataParallel has reduced it gives to the parameters at the end of backward.
+                    # DistributedDataParallel sets `grad` to reduced gradients at the end of backward: not late.
                     if id(param) not in self.reduced and late is None:
                         late = self._late(param, group)
                     param.grad = None
@@ -354,7 +354,7 @@ class GroupUpdates(Row):
             raise late
 
     def forget(self) -> None:
-        """Let the next round begin; the current stream has waited for the updates of this one."""
+        """End the round; the current stream has waited for its updates."""
         if self.publication.lane.in_order:
             self._held.give_back()
         if self.updates:
@@ -366,21 +366,21 @@ class GroupUpdates(Row):
         self.timeline.forget()
 
     def drop(self) -> None:
-        """As `forget`, for a round that has updated nothing and whose gradients are dropped."""
-        # The loss of the next backward may have been scaled already.
+        """End a round without updates, whose gradients are dropped."""
+        # The loss of the next backward may be scaled already.
         scaled_losses = self._scaled_losses
         self.forget()
         self._scaled_losses = scaled_losses
 
     def look_for_missing(self, groups: Sequence[Group]) -> None:
-        """If other parameters than in the last step have no gradient: raise if they are not the model's any more."""
+        """If the set of parameters without gradients has changed, raise if the model no longer holds them."""
         missing = [id(param) for group in groups for param in group.params if param.grad is None]
         if missing and missing != self._missing:
             self.refuse_replaced()
         self._missing = missing
 
     def refuse_replaced(self) -> None:
-        """Raise if parameters are not the model's any more since FSDP2 has sharded it: they get no gradients."""
+        """Raise if FSDP2 has replaced the model's parameters since: the old parameters get no gradients."""
         params = [param for group in self._grouping.groups for param in group.params]
         refuse_replaced(self._grouping.model, params, self._count_of_sharded)
 
