@@ -1,4 +1,4 @@
-"""Optimizers split over data-parallel ranks: flat buckets, summed gradients, 1/N of the state on each."""
+"""`shard` (ZeRO 1 and 2): flat buckets, reduce-scattered gradients, 1/N of the state per data-parallel rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flat buckets: where each parameter lies, which piece belongs to which rank, and the memory they are views of."""
+"""Flat buckets: the layout of parameters in buckets, each rank's section, and the memory of a bucket."""
 
 from __future__ import annotations
 
@@ -15,51 +15,51 @@ from ...native.table import address_of
 from ...placement import WAYS, PeerMemory, Ranks, share_memory
 from ...runtime import is_dense
 
-ALIGNMENT = 16  # elements to which parameters and sections are aligned: 16 bytes in 8-bit types, more in others
-LEAST_PADDING = 2**20  # bytes of padding that are worth another mesh
-_LARGEST_SHARED_UNIT = 128  # units that divide it share buckets; any other unit has buckets of its own
+ALIGNMENT = 16  # alignment of parameters and sections, in elements: at least 16 bytes
+LEAST_PADDING = 2**20  # the least bytes of padding for which another mesh is advised
+_LARGEST_SHARED_UNIT = 128  # units that divide it share buckets; every other unit has separate buckets
 LEAST_CAP, LARGEST_CAP = 25 * 2**20, 256 * 2**20
-"""Bytes between which the first and last buckets are where no size is given: smaller ones cost the host more than the
-network, and the last of larger ones is waited for too long."""
+"""The limits of the first and last buckets' default size, in bytes: smaller buckets cost the host more time than the
+network, and nothing hides the communication of a large last bucket."""
 
-PARTS = 16  # such a part of all are the first and last buckets: little that backward does not hide
-LARGEST_PARTS = 6  # no bucket between is a larger part: communication has to end soon after what it is beside
+PARTS = 16  # the first and last buckets are 1/16 of all gradients: backward does not hide their communication
+LARGEST_PARTS = 6  # buckets between are at most 1/6, so that communication ends soon after backward
 
 
 Kind = tuple[torch.dtype, torch.dtype | None, torch.dtype | None]
-"""The dtype of a parameter, and those that its gradients and the parameter travel in, None for that dtype."""
+"""The dtype of a parameter, and the dtypes in which its gradient and the parameter are sent; None: the first dtype."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """A parameter that needs a place."""
+    """A parameter to be placed in a bucket."""
 
-    numel: int  # its elements
-    itemsize: int  # bytes of one of them
+    numel: int
+    itemsize: int  # bytes per element
     kind: Hashable = None  # only parameters of the same kind share a bucket
-    whole: bool = False  # whether one rank must have all of it, since its rule works on whole tensors
-    cost: int = 0  # what the update of a whole one costs, in any unit
-    trains: bool = True  # whether it has gradients; those that have none are in buckets of their own
-    unit: int = ALIGNMENT  # neighbours that stay together: pieces begin at multiples of it, which is one of `ALIGNMENT`
-    by_rows: bool = False  # whether pieces are whole rows of blocks, and of their shape; others are flat
+    whole: bool = False  # whether one rank must own all of it, since its rule needs whole tensors
+    cost: int = 0  # the cost of the update of a whole parameter, in any unit
+    trains: bool = True  # whether it has gradients; frozen parameters have separate buckets
+    unit: int = ALIGNMENT  # pieces begin at multiples of `unit` elements, itself a multiple of `ALIGNMENT`
+    by_rows: bool = False  # whether pieces are rows, in the shape of rows; other pieces are flat
 
 
 @dataclass(frozen=True)
 class Slot:
     """A parameter's place in a bucket."""
 
-    index: int  # the parameter, by its place among all items
+    index: int  # the index of the parameter among all items
     offset: int  # its first element in the bucket
-    numel: int  # its elements
+    numel: int
 
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """A bucket: parameters one after the other, cut into as many equal sections as there are ranks."""
+    """A bucket: consecutive parameters, cut into one section of equal size per rank."""
 
-    slots: tuple[Slot, ...]  # the parameters in it
-    section: int  # elements of one rank's section
-    ranks: int  # how many there are
+    slots: tuple[Slot, ...]
+    section: int  # elements of each rank's section
+    ranks: int  # the number of ranks
     whole: bool = False  # whether no parameter is cut
 
     @property
@@ -68,24 +68,24 @@ class BucketLayout:
         return self.section * self.ranks
 
     def piece(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """The elements of a parameter, first and one past the last in storage order, that belong to a rank."""
+        """The half-open range of a parameter's elements, in storage order, in a rank's section."""
         start = max(slot.offset, rank * self.section)
         stop = min(slot.offset + slot.numel, (rank + 1) * self.section)
         return (start - slot.offset, stop - slot.offset) if start < stop else (0, 0)
 
 
 def default_cap(gradient_bytes: float, done: float = 0.0) -> float:
-    """Bytes of a bucket where no size is given: small ones at both ends of backward, large ones between."""
-    # The first should begin to travel early; nothing hides the last, with which the next forward begins. Those between
-    # travel while the model computes, and each costs the host as much whatever its size: so a bucket has as many bytes
-    # as all before it, or half of what is left, within limits.
+    """The default bytes of the next bucket: small buckets at both ends of backward, large buckets between."""
+    # The first bucket should be sent early; nothing hides the last bucket, which the next forward needs first. The
+    # buckets between are sent while the model computes, and each costs the host the same for any size: so a bucket
+    # has as many bytes as all before it, or half of the remaining bytes, within limits.
     least = min(max(gradient_bytes / PARTS, LEAST_CAP), LARGEST_CAP)
     most = max(least, min(gradient_bytes / LARGEST_PARTS, 2 * LARGEST_CAP))
     return min(max(min(done, (gradient_bytes - done) / 2), least), most)
 
 
 def default_sizes(gradient_bytes: float) -> list[float]:
-    """Bytes of the buckets that `default_cap` makes of parameters that fit into them."""
+    """The bytes of the buckets that `default_cap` gives for many small parameters."""
     sizes: list[float] = []
     done = 0.0
     while gradient_bytes - done >= 1:
@@ -95,20 +95,20 @@ def default_sizes(gradient_bytes: float) -> list[float]:
 
 
 def plan_buckets(items: Sequence[Item], ranks: int, cap_bytes: float | None = None) -> list[BucketLayout]:
-    """Put parameters into buckets, in the order in which backward completes them: the last first."""
-    # A bucket is full when it holds at least `cap_bytes`; one of whole parameters when it does so for every rank, so
-    # that there are enough of them to share out. Every rank computes the same.
+    """Put parameters into buckets, in the order in which backward completes them: the last parameter first."""
+    # A bucket is full when it holds at least `cap_bytes`; a bucket of whole parameters when it holds `cap_bytes` per
+    # rank, so that it has enough parameters for all ranks. Every rank computes the same layout.
     filling: dict[Hashable, list[int]] = {}
     sizes: dict[Hashable, int] = {}
     done: list[list[int]] = []
-    # Those that are frozen now are counted by themselves: they have gradients once they are thawed.
+    # Frozen parameters are counted separately: they have gradients once they are unfrozen.
     totals = {False: 0, True: 0}
     in_full = {False: 0, True: 0}
     for item in items:
         totals[item.trains] += item.numel * item.itemsize
     for index in reversed(range(len(items))):
         item = items[index]
-        # Sections are multiples of the largest unit in a bucket, and so of the others.
+        # Sections are multiples of the largest unit in a bucket, and so of all its units.
         apart = item.unit if _LARGEST_SHARED_UNIT % item.unit else 0
         key = (item.kind, item.itemsize, item.whole, item.trains, apart)
         filling.setdefault(key, []).append(index)
@@ -121,7 +121,7 @@ def plan_buckets(items: Sequence[Item], ranks: int, cap_bytes: float | None = No
         if sizes[key] >= full:
             done.append(filling.pop(key))
             in_full[item.trains] += sizes.pop(key)
-    # One that was never full is complete when its last parameter is.
+    # A bucket that was never full is complete when its last parameter is.
     done.extend(filling.values())
     done.sort(key=lambda members: -members[-1])
     costs = [0] * ranks
@@ -129,7 +129,7 @@ def plan_buckets(items: Sequence[Item], ranks: int, cap_bytes: float | None = No
 
 
 def padding_advice(items: Sequence[Item], layouts: Sequence[BucketLayout], cap_bytes: float | None = None) -> str:
-    """What to change where buckets are mostly padding; empty where they are not, or where nothing would help."""
+    """What to change if buckets are mostly padding; empty if they are not, or if no option would help."""
     used = sum(item.numel * item.itemsize for item in items)
     total = _bytes(items, layouts)
     if total <= 2 * used:
@@ -163,7 +163,7 @@ def _layout(members: Sequence[int], items: Sequence[Item], ranks: int, costs: li
 
 
 def _whole_layout(members: Sequence[int], items: Sequence[Item], ranks: int, costs: list[int]) -> BucketLayout:
-    """The most expensive first, each to the rank that has least to do, in sections as short as they can be made."""
+    """Assign the most expensive parameters first, each to the rank with the least cost, in the shortest sections."""
     sizes = {index: _aligned(items[index].numel) for index in members}
     by_size = sorted(members, key=lambda member: (-items[member].numel, member))
     section = max(*_dealt(by_size, sizes, ranks)[1], ALIGNMENT)
@@ -172,7 +172,7 @@ def _whole_layout(members: Sequence[int], items: Sequence[Item], ranks: int, cos
     for index in sorted(members, key=lambda member: (-items[member].cost, -items[member].numel, member)):
         fitting = [rank for rank in range(ranks) if loads[rank] + sizes[index] <= section]
         if not fitting:
-            # What is balanced by size alone always fits.
+            # The assignment by size alone always fits.
             owners, loads = _dealt(by_size, sizes, ranks)
             break
         spent = list(costs)
@@ -181,7 +181,7 @@ def _whole_layout(members: Sequence[int], items: Sequence[Item], ranks: int, cos
         owners[index] = rank = min(fitting, key=lambda candidate: (spent[candidate], candidate))
         loads[rank] += sizes[index]
     parts = [sum(items[index].cost for index, owner in owners.items() if owner == part) for part in range(ranks)]
-    # A part may be any rank's section: the most expensive part goes to the rank that has least to do.
+    # A part may be any rank's section: the most expensive part goes to the rank with the least cost so far.
     by_cost, by_load = sorted(range(ranks), key=lambda part: -parts[part]), sorted(range(ranks), key=costs.__getitem__)
     rank_of = dict(zip(by_cost, by_load))
     for part, rank in rank_of.items():
@@ -190,7 +190,7 @@ def _whole_layout(members: Sequence[int], items: Sequence[Item], ranks: int, cos
 
 
 def _dealt(members: Sequence[int], sizes: Mapping[int, int], ranks: int) -> tuple[dict[int, int], list[int]]:
-    """Give each in turn to the rank with the fewest elements; the owner of each, and the elements of each rank."""
+    """Assign each to the rank with the fewest elements; returns the owner of each, and the elements of each rank."""
     loads, owners = [0] * ranks, dict[int, int]()
     for index in members:
         owners[index] = rank = loads.index(min(loads))
@@ -201,7 +201,7 @@ def _dealt(members: Sequence[int], sizes: Mapping[int, int], ranks: int) -> tupl
 def _placed(
     members: Sequence[int], items: Sequence[Item], owners: Mapping[int, int], section: int, ranks: int
 ) -> BucketLayout:
-    """One after the other in the sections of their owners."""
+    """Place whole parameters in the sections of their owners."""
     ends = [rank * section for rank in range(ranks)]
     slots = []
     for index in members:
@@ -214,25 +214,25 @@ def _aligned(numel: int, unit: int = ALIGNMENT) -> int:
     return -(-numel // unit) * unit
 
 
-_CALLER = 6  # frames from a warning about buckets to the call of `shard`
+_CALLER = 6  # stack frames from a warning about buckets to the call of `shard`
 _BUFFERS = ("contiguous", "bucket")
 
 
 @dataclass(frozen=True)
 class Options:
-    """How gradients and parameters travel; the arguments of `shard`."""
+    """The arguments of `shard` for the communication of gradients and parameters."""
 
     overlap_grad_sync: bool  # reduce a bucket as soon as backward has completed it
-    overlap_param_sync: bool  # gather buckets while what follows the step already runs
-    bucket_cap_mb: float | None  # MiB of gradients in a bucket; None for a part of all
+    overlap_param_sync: bool  # all-gather buckets while the code after the step runs
+    bucket_cap_mb: float | None  # MiB of gradients in a bucket; None for the default sizes
     grad_sync_dtype: torch.dtype | None
-    param_sync_dtype: torch.dtype | None  # the type that parameters travel in; None for their own
-    grad_buffer: str  # "contiguous" keeps memory for all gradients, "bucket" only while a bucket is being filled
-    param_buffer: str  # "contiguous" for one, "bucket" for one each, "peers" for what GPUs share, "auto" to choose
-    average: bool  # whether gradients are averaged over the ranks, not summed
+    param_sync_dtype: torch.dtype | None  # the dtype in which parameters are sent; None for the parameter's
+    grad_buffer: str  # "contiguous" keeps memory for all gradients, "bucket" only while a bucket is filled and sent
+    param_buffer: str  # "contiguous": one allocation, "bucket": one per bucket, "peers": shared by GPUs, or "auto"
+    average: bool  # average gradients over the ranks; else sum
 
     def check(self) -> None:
-        """Raise `ValueError` for an option that is none of those."""
+        """Raise `ValueError` for an invalid option."""
         if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
             raise ValueError(f"Invalid bucket_cap_mb: {self.bucket_cap_mb}; it must be positive")
         for name, kinds in (("grad_buffer", _BUFFERS), ("param_buffer", ("auto", *_BUFFERS, "peers"))):
@@ -241,13 +241,13 @@ class Options:
                 raise ValueError(f"Invalid {name}: {getattr(self, name)!r}; it must be {listed}")
 
     def sync_dtypes(self, group: Mapping[str, Any]) -> tuple[torch.dtype | None, torch.dtype | None]:
-        """What gradients and parameters of a param group travel in: what the group says, or else these options."""
+        """The dtypes in which a param group's gradients and parameters are sent: the group's, or else the options'."""
         return group.get("grad_sync_dtype") or self.grad_sync_dtype, group.get(
             "param_sync_dtype"
         ) or self.param_sync_dtype
 
     def check_group(self, group: Mapping[str, Any]) -> None:
-        """Raise `ValueError` for what a param group cannot travel in."""
+        """Raise `ValueError` for invalid sync dtypes of a param group."""
         grad, param = self.sync_dtypes(group)
         for name, dtype in (("grad_sync_dtype", grad), ("param_sync_dtype", param)):
             if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -257,20 +257,20 @@ class Options:
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Dimensions from the slowest in memory to the fastest; of a tensor with gaps, those of a contiguous one."""
+    """Dimensions from the slowest in memory to the fastest; in index order for a tensor with gaps."""
     strides = tensor.stride()
     dims = range(tensor.dim())
     return tuple(sorted(dims, key=lambda dim: (-strides[dim], dim)) if is_dense(tensor) else dims)
 
 
 def loses_bits(dtype: torch.dtype, sync_dtype: torch.dtype | None) -> bool:
-    """Whether numbers lose bits when they travel in another type; in an integer type their bytes travel."""
+    """Whether values lose bits when they are sent in `sync_dtype`; an integer dtype sends their bytes."""
     sent = sync_dtype or dtype
     return sent.is_floating_point and torch.promote_types(dtype, sent) != sent
 
 
 def view_of(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A tensor of the shape and memory format of another, over flat memory."""
+    """A view of flat memory with the shape and memory format of `like`."""
     strides = like.stride() if is_dense(like) else torch.empty(like.shape, device="meta").stride()
     return flat.as_strided(like.shape, strides, flat.storage_offset())
 
@@ -289,7 +289,7 @@ class Bucket:
         unshared: str = "",
     ) -> None:
         self.layout = layout
-        self.peers = peers  # what it lies in, if the other ranks read its memory by themselves
+        self.peers = peers  # the peer memory that holds the bucket, if other ranks read it directly
         self.unshared = unshared  # why they do not
         self.params = list(params)
         self.ranks = ranks
@@ -302,23 +302,23 @@ class Bucket:
             for view, param in zip(self._views, self.params):
                 view.copy_(param)
                 param.data = view
-        self.exact: torch.Tensor | None = None  # this rank's section as updated, where what travels has lost bits
+        self.exact: torch.Tensor | None = None  # this rank's section before the conversion that loses bits
         if loses_bits(memory.dtype, self.sync_dtype):
             self.exact = self._section.clone()
         self.updated = self._section if self.exact is None else self.exact
-        """This rank's section of the parameters, where the optimizer updates them."""
+        """The memory of this rank's section that the optimizer updates."""
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """For each parameter its place in flat memory of the bucket, in the parameter's shape and memory format."""
+        """For each parameter a view of its slot in flat memory, in the parameter's shape and memory format."""
         slots = zip(self.layout.slots, self.params)
         return [view_of(flat[slot.offset : slot.offset + slot.numel], param) for slot, param in slots]
 
     def sent(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What travels to the other ranks, all of the bucket and this rank's section."""
+        """The tensors of an all-gather: the whole bucket, and this rank's section."""
         if self.sync_dtype == self.flat.dtype:
             return self.flat, self.updated
         if not self.sync_dtype.is_floating_point:
-            # The same bytes, seen as whole numbers.
+            # The same bytes as integers.
             return self.flat.view(self.sync_dtype), self.updated.view(self.sync_dtype)
         whole = torch.empty_like(self.flat, dtype=self.sync_dtype)
         own = whole[self.own]
@@ -326,42 +326,42 @@ class Bucket:
         return whole, own
 
     def theirs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """For each other rank its section of this rank's memory, and the same in its own: what is fetched from it."""
+        """For each other rank its section: where this rank keeps it, and in the rank's memory, to fetch it from."""
         if self.peers is None:
             return []
         begin, size = int(self.flat.storage_offset()), self.layout.section
         sections = []
         for step in range(1, self.ranks.size):
-            # Each rank begins with another one: none is read by all at a time.
+            # Each rank begins with its successor, so that all ranks do not read the same rank at the same time.
             rank = (self.ranks.rank + step) % self.ranks.size
             first, stop = rank * size, (rank + 1) * size
             sections.append((self.flat[first:stop], self.peers.of(rank, begin + first, begin + stop)))
         return sections
 
     def follow_writes(self) -> None:
-        """Take over what other code has written to this rank's section, where that is not what the optimizer keeps."""
+        """Copy values that other code has written to this rank's section into `exact`."""
         if self.exact is None:
             return
         section = self._section
         sent = self.exact.to(self.sync_dtype).to(section.dtype)
-        # A NaN is what was sent of a NaN.
+        # A NaN that was sent equals the NaN in the section.
         same = (sent == section) | ((sent != sent) & (section != section))
         self.exact.copy_(torch.where(same, self.exact, section))
 
     def cut(self, section: torch.Tensor, slot: Slot) -> torch.Tensor:
-        """This rank's piece of a parameter, out of memory for this rank's section."""
+        """This rank's piece of a parameter, as a view of memory for this rank's section."""
         start, stop = self.layout.piece(slot, self.ranks.rank)
         first = slot.offset + start - self.own.start if start < stop else 0
         return section[first : first + stop - start]
 
     @property
     def trains(self) -> bool:
-        """Whether a parameter of it does; the same on every rank."""
+        """Whether a parameter of the bucket trains; the same on every rank."""
         return any(param.requires_grad for param in self.params)
 
     @torch.no_grad()
     def take_back(self) -> list[torch.Tensor]:
-        """Let parameters whose memory was replaced be views of the bucket again, with their values; which these are."""
+        """Make parameters whose memory was replaced views of the bucket again, with their values; returns them."""
         moved = [(one, view) for one, view in zip(self.params, self._views) if address_of(one) != address_of(view)]
         for param, view in moved:
             if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
@@ -376,7 +376,7 @@ class Bucket:
 
 
 def make_buckets(params: Sequence[torch.Tensor], items: Sequence[Item], ranks: Ranks, options: Options) -> list[Bucket]:
-    """Bring parameters into buckets, in the order in which backward completes them."""
+    """Move parameters into new buckets, in the order in which backward completes them."""
     cap = None if options.bucket_cap_mb is None else options.bucket_cap_mb * 2**20
     layouts = plan_buckets(items, ranks.size, cap)
     if advice := padding_advice(items, layouts, cap):
@@ -401,10 +401,10 @@ def make_buckets(params: Sequence[torch.Tensor], items: Sequence[Item], ranks: R
 def _shared(
     numel: int, dtype: torch.dtype, device: torch.device, fetches: bool, ranks: Ranks, options: Options
 ) -> tuple[PeerMemory | None, str]:
-    """Memory that the ranks that split the state read from each other, or why there is none; they all decide alike.
+    """Memory that ranks read from each other directly, or the reason without such memory; the same on all ranks.
 
     Raises:
-        ValueError: on all of them, where it is asked for and one of them cannot.
+        ValueError: on all ranks, for "peers" if a rank cannot.
     """
     kind = options.param_buffer
     if ranks.size == 1:
@@ -427,7 +427,7 @@ def allocate(
     device: torch.device,
     shared: Mapping[torch.dtype, PeerMemory | None] | None = None,
 ) -> list[torch.Tensor]:
-    """Zeroed flat memory of these sizes: one allocation for all of a dtype, which may be there."""
+    """Zeroed flat memory of these sizes: one allocation per dtype, or the dtype's memory in `shared`."""
     parts: dict[torch.dtype, Any] = {}
     for dtype in dict.fromkeys(dtypes):
         own, peers = [size for size, kind in zip(sizes, dtypes) if kind == dtype], (shared or {}).get(dtype)

@@ -1,4 +1,4 @@
-"""State of a sharded optimizer in and out: pieces, slices of full tensors, checkpoints that are whole or absent."""
+"""Checkpoints of a sharded optimizer: sharded and full state dicts, and atomic `save_checkpoint`/`load_checkpoint`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from .tensor_piece import ShardedTensorPiece
 
 
 def steps_behind(optimizer: Optimizer) -> list[float]:
-    """The step counts that parameters of an optimizer have, each once, in order."""
+    """The distinct step counts of an optimizer's parameters, sorted."""
     steps = [torch.as_tensor(values.get("step", 0.0)).reshape(()).cpu() for values in optimizer.state.values()]
     return sorted(set(torch.stack(steps).tolist())) if steps else []
 
 
 @contextmanager
 def sharded_states(optimizer: Optimizer, sharding: Sharding) -> Iterator[None]:
-    """A block in which an optimizer's `state` has `ShardedTensorPiece`s, which know their place in the full tensors."""
+    """A block in which the tensors of an optimizer's `state` are `ShardedTensorPiece`s of the full tensors."""
     initialize(optimizer)
     state = optimizer.state
     states: dict[torch.Tensor, dict[str, Any]] = {}
@@ -54,7 +54,7 @@ def sharded_states(optimizer: Optimizer, sharding: Sharding) -> Iterator[None]:
 
 
 def _state_elsewhere(member: Member, listed: Listed, rule: Rule) -> dict[str, Any]:
-    """State of a parameter that another rank owns: buffers of which this rank holds nothing."""
+    """The state of a parameter that another rank owns: pieces without elements on this rank."""
     label, index, group, param = listed
     like = torch.empty_like(param, device="meta")
     graph = seen_by(rule, group, like.shape, label=label)[0].graph
@@ -67,7 +67,7 @@ def _state_elsewhere(member: Member, listed: Listed, rule: Rule) -> dict[str, An
 
 
 def _alone(member: Member, values: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter's state with buffers of which this rank holds nothing in the place of meta tensors."""
+    """A parameter's state with meta tensors replaced by pieces without elements on this rank."""
     return {
         name: member.alone(value) if isinstance(value, torch.Tensor) and value.is_meta else value
         for name, value in values.items()
@@ -77,12 +77,12 @@ def _alone(member: Member, values: Mapping[str, Any]) -> dict[str, Any]:
 def full_state_dict(
     optimizer: Optimizer, sharding: Sharding, rank: int | None, packed: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """All of the state in CPU memory, of which `packed` has this rank's; see `ShardedOptimizer.full_state_dict`."""
+    """The full state in CPU memory; `packed` is this rank's state_dict. See `ShardedOptimizer.full_state_dict`."""
     ranks = sharding.ranks
     wants = rank is None or ranks.rank == rank
     numbers = [number for group in packed["param_groups"] for number in group["params"]]
     params = params_of(optimizer)
-    # What one rank has alone is known there alone, numbers and whether there is any state.
+    # Only the owner of a whole parameter knows its numbers, and whether it has state.
     pairs = zip(numbers, map(sharding.member_of.__getitem__, params))
     wholes = {number: member for number, member in pairs if member.is_whole}
     own = {number: packed["state"].get(number, {}) for number, member in wholes.items() if member.piece is not None}
@@ -108,7 +108,7 @@ def full_state_dict(
 
 
 def _described(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter's state for the other ranks: numbers as they are, and of buffers shapes and dtypes."""
+    """A parameter's state for the other ranks: numbers, and meta tensors in the place of buffers."""
     return {
         name: torch.empty(value.shape, dtype=value.dtype, device="meta")
         if isinstance(value, ShardedTensorPiece)
@@ -122,28 +122,27 @@ def _described(values: Mapping[str, Any]) -> dict[str, Any]:
 _WHOLE = re.compile(r"checkpoint-(\d+)")
 _BEGUN = ".unfinished"
 _MARK = ".tilestep-checkpoint"
-"""A file in every folder that `save_checkpoint` makes. It holds the checkpoint's name: a copy or a renamed folder is no
-longer its own. Folders without it are never removed."""
+"""The file that marks folders made by `save_checkpoint`. It holds the checkpoint's name: a copied or renamed folder no
+longer counts. Folders without the file are never removed."""
 
 
 def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str], *, keep: int | None = None) -> Path:
     """Save a checkpoint atomically with `torch.distributed.checkpoint`; all ranks must call it.
 
-    The files go to a folder that does not count as a checkpoint. When every rank has written its own and they are
-    on disk, that folder is renamed, which happens at once or not at all. Its number follows the largest
-    `checkpoint-<number>` in the folder, whatever wrote that.
+    The files go to a temporary folder. When every rank's files are on disk, the folder is renamed atomically. Its
+    number follows the largest `checkpoint-<number>` in the folder, including checkpoints of other programs.
 
-    Every folder made by this function holds a mark. Nothing without one is ever removed, so that other checkpoints (a
-    trainer's `checkpoint-500`) may stand in the same folder. One training at a time saves to it.
+    This function marks every folder that it makes and never removes a folder without the mark, so that other
+    checkpoints (a trainer's `checkpoint-500`) may share the folder. Only one training run at a time may save to it.
 
     Args:
-        state: what to save, as `torch.distributed.checkpoint.save` takes it.
-        folder: where the checkpoints are, on a file system that all ranks share.
+        state: the state to save, as for `torch.distributed.checkpoint.save`.
+        folder: the folder of the checkpoints, on a file system that all ranks share.
         keep: the number of checkpoints of this function to keep, with the new one; older ones are removed after the new
             one is on disk. None removes none.
 
     Returns:
-        The folder of the new checkpoint, which `torch.distributed.checkpoint.load` takes too.
+        The folder of the new checkpoint; `torch.distributed.checkpoint.load` accepts it too.
 
     Raises:
         RuntimeError: if a rank died, from torch; earlier checkpoints can still be loaded.
@@ -180,14 +179,14 @@ def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> Pa
     of `torch.distributed.checkpoint` is loaded, which earlier versions of tilestep wrote.
 
     Args:
-        state: what to load, as for `torch.distributed.checkpoint.load`; on any number of ranks.
-        folder: where the checkpoints are.
+        state: the state to load into, as for `torch.distributed.checkpoint.load`; on any number of ranks.
+        folder: the folder of the checkpoints.
 
     Returns:
         The folder of the checkpoint.
 
     Raises:
-        FileNotFoundError: if there is none.
+        FileNotFoundError: if the folder has no complete checkpoint.
 
     Example:
         >>> import tempfile, torch, tilestep
@@ -214,14 +213,14 @@ def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> Pa
 
 
 def _from_first_rank(find: Callable[..., Any], *given: Any) -> Any:
-    """What a function gives on the first rank, on all of them; its error too."""
+    """Call `find` on rank 0; all ranks return its result or raise its error."""
     if not dist.is_initialized():
         return find(*given)
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
             answer[0] = find(*given)
-        except Exception as error:  # the others wait for an answer, whatever it is
+        except Exception as error:  # the other ranks wait for a result or an error
             answer[1] = error
     dist.broadcast_object_list(answer)
     if answer[1] is not None:
@@ -230,7 +229,7 @@ def _from_first_rank(find: Callable[..., Any], *given: Any) -> Any:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether `save_checkpoint` made this folder under this name."""
+    """Whether `save_checkpoint` made this folder with this name."""
     try:
         return (path / _MARK).read_text() == path.name.removesuffix(_BEGUN)
     except (OSError, UnicodeDecodeError):
@@ -238,19 +237,19 @@ def _is_own(path: Path) -> bool:
 
 
 def _finished(root: Path) -> list[tuple[int, Path]]:
-    """What is named as a finished checkpoint, whatever wrote it, in the order of their numbers."""
+    """Folders with the name of a finished checkpoint, from any program, sorted by number."""
     return sorted((int(name[1]), path) for path in root.glob("*") if (name := _WHOLE.fullmatch(path.name)))
 
 
 def _newest(root: Path) -> str | None:
-    """The name of the checkpoint to be loaded."""
+    """The name of the checkpoint to load, or None."""
     paths = [path for _, path in _finished(root)]
     written = list(filter(_is_own, paths)) or [path for path in paths if (path / ".metadata").is_file()]
     return written[-1].name if written else None
 
 
 def _begin(root: Path) -> int:
-    """The number of the next checkpoint, whose folder is made; what is left of saves that have died is removed."""
+    """Make the folder of the next checkpoint, remove unfinished folders of earlier saves; returns the number."""
     root.mkdir(parents=True, exist_ok=True)
     for path in root.glob(f"checkpoint-*{_BEGUN}"):
         if _is_own(path):
@@ -268,7 +267,7 @@ def _finish(begun: Path, whole: Path, keep: int | None) -> None:
     for path in (begun / _MARK, begun):
         _to_disk(path)
     os.rename(begun, whole)
-    _to_disk(whole.parent)  # the name is on disk before anything else is removed
+    _to_disk(whole.parent)  # the new name is on disk before older checkpoints are removed
     if keep is not None:
         for path in [path for _, path in _finished(whole.parent) if _is_own(path)][:-keep]:
             _remove(path)

@@ -1,4 +1,4 @@
-"""The buckets of a sharded optimizer, and this rank's section of each parameter, which is its share."""
+"""The placement of a sharded optimizer: its buckets, and this rank's piece of each parameter, which is its share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .tensor_piece import ShardedTensorPiece
 
 
 def items_of(optimizer: Optimizer, options: Options) -> dict[torch.Tensor, Item]:
-    """For each parameter, whether one rank owns all of it, or where it may be cut."""
+    """For each parameter, whether one rank must own all of it, or where it may be cut."""
     # A parameter stays whole if its rule does more than elementwise operations and reductions over the whole tensor.
     # The cost of matrix work (Muon) is its operations; the cost of operations on rows and columns is the number of
     # elements.
@@ -52,7 +52,7 @@ def items_of(optimizer: Optimizer, options: Options) -> dict[torch.Tensor, Item]
 
 
 def _in_blocks(param: torch.Tensor, item: Item) -> Item:
-    """Where a parameter with states in blocks may be cut: between blocks, or between rows that end inside a block."""
+    """Where to cut a parameter with states in blocks: between blocks, or between rows if rows end inside a block."""
     # Sections begin at aligned addresses: rows of odd length are cut at every sixteenth row. A parameter with fewer
     # than two such parts is not cut, nor a parameter whose slowest dimension in memory is not the first.
     lead, columns = rows_of(param.shape)
@@ -69,21 +69,21 @@ def _in_blocks(param: torch.Tensor, item: Item) -> Item:
 
 @dataclass
 class Member:
-    """A parameter of a sharded optimizer, and this rank's section of it."""
+    """A parameter of a sharded optimizer, and this rank's piece of it."""
 
-    name: str  # in the model
+    name: str  # the parameter's name in the model
     param: torch.Tensor
     bucket: Bucket
     slot: Slot
-    by_rows: bool  # whether its pieces are whole rows of blocks
+    by_rows: bool  # whether pieces are whole rows
     keeps_blocks: bool  # whether no block of a state is cut
-    piece: torch.Tensor | None = None  # this rank's section; None if another rank owns the whole parameter
-    whole: torch.Tensor | None = None  # of a cut parameter a meta tensor of its shape
+    piece: torch.Tensor | None = None  # this rank's piece; None if another rank owns the whole parameter
+    whole: torch.Tensor | None = None  # a meta tensor of the parameter's shape, if it is cut
     known_gradient: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
-    """A section of a reduced bucket, and the slice of it for `piece`."""
+    """The last section of reduced gradients, and its slice for `piece`."""
     has_begun: bool | None = None
-    """Whether a step or a checkpoint has given the parameter state, the same on all ranks. None before the first step,
-    which gives state to all parameters that train."""
+    """Whether a step or a checkpoint has made state for the parameter, the same on all ranks. None before the first
+    step, which makes state for all parameters that train."""
 
     @property
     def is_whole(self) -> bool:
@@ -91,7 +91,7 @@ class Member:
         return self.bucket.layout.whole
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
-        """A section as the rule sees it: flat, by rows of blocks, or in the parameter's shape."""
+        """A piece as the rule sees it: flat, in the shape of rows, or in the parameter's shape."""
         if self.is_whole:
             return view_of(flat, self.param)
         if not self.by_rows:
@@ -103,18 +103,18 @@ class Member:
         return flat.as_strided(shape, self.param.stride(), flat.storage_offset())
 
     def entries(self, elements: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shape of a buffer with an entry for so many elements, and the order of its dimensions in memory."""
+        """The shape of a buffer with one entry per `elements` elements, and the memory order of its dimensions."""
         shape = shape_of_entries(self.param.shape, elements)
         return shape, memory_order(self.param) if elements == 1 else tuple(range(len(shape)))
 
     def range_of(self, rank: int, elements: int = 1) -> tuple[int, int]:
-        """The range of such a buffer that a rank holds: first entry and one past the last in the order of memory."""
+        """The half-open range of such a buffer's entries on a rank, in memory order."""
         start, stop = self.bucket.layout.piece(self.slot, rank)
         shape = self.param.shape
         return entries_before(shape, start, elements), entries_before(shape, stop, elements)
 
     def packed(self, value: Any, elements: int | None) -> Any:
-        """A value of the state, as `state_dict` has it; an entry of its array covers `elements` elements."""
+        """A state value for `state_dict`; one entry of an array covers `elements` elements of the parameter."""
         assert self.piece is not None
         is_like_piece = isinstance(value, torch.Tensor) and value.shape == self.piece.shape
         if elements is not None or is_like_piece:
@@ -123,16 +123,16 @@ class Member:
             ranges = tuple(self.range_of(rank, elements) for rank in range(self.bucket.ranks.size))
             return ShardedTensorPiece(value, shape, order, ranges, self.bucket.ranks)
         if not isinstance(value, torch.Tensor) or value.dim() == 0 or not self.is_whole:
-            # A number, or a user's entry.
+            # A number, or an entry of the user's.
             return value
-        # Rows, columns and square matrices: of whole parameters only.
+        # Buffers of rows, columns and square matrices: only whole parameters have these.
         return self.alone(value)
 
     def alone(self, value: torch.Tensor) -> ShardedTensorPiece:
         """A buffer of any shape on the rank that owns the parameter; other ranks pass a meta tensor."""
         shape, numel, ranks = tuple(value.shape), value.numel(), self.bucket.ranks
         pieces = [self.bucket.layout.piece(self.slot, rank) for rank in range(ranks.size)]
-        # Every rank has the buffers of an empty parameter.
+        # An empty parameter's buffers are on every rank.
         ranges = tuple((0, numel) if start < stop or not self.slot.numel else (0, 0) for start, stop in pieces)
         local = torch.empty(0, dtype=value.dtype, device=self.param.device) if value.is_meta else value
         order = memory_order(self.param) if shape == tuple(self.param.shape) else tuple(range(len(shape)))
@@ -180,7 +180,7 @@ class Member:
 
 
 class Sharding(Placement):
-    """The placement of a sharded optimizer: parameters lie in buckets, of which each rank updates a section."""
+    """The placement of a sharded optimizer: parameters are views of buckets, of which each rank updates a section."""
 
     tables_cover_all = True
     device: torch.device
@@ -195,22 +195,22 @@ class Sharding(Placement):
         norm_groups: Sequence[Any] = (),
     ) -> None:
         self.model, self.ranks, self.options, self.norm_groups = model, ranks, options, list(norm_groups)
-        self.deciders = ReductionGroup([ranks.shard, *norm_groups])  # all ranks that decide a step together
+        self.deciders = ReductionGroup([ranks.shard, *norm_groups])  # the ranks that take a step's decision together
         self.buckets: list[Bucket] = []
         self.members: list[Member] = []
         self.member_of: dict[Any, Member] = {}
-        self._listed: list[set[int]] = []  # the parameters of each param group, by `id`
+        self._listed: list[set[int]] = []  # the `id`s of each param group's parameters
         self.rules: list[str | None] = []  # the "rule" of each param group
         self.lay_out(optimizer, names)
         self.device = self.buckets[0].flat.device
         with torch.no_grad():
-            # The model's other parameters and its buffers start with the first rank's values too.
+            # The model's other parameters and its buffers start with rank 0's values too.
             for tensor in (*model.parameters(), *model.buffers()):
                 plain = tensor.layout is torch.strided and not tensor.is_quantized
                 if tensor not in self.member_of and tensor.device == self.device and plain:
                     stored = tensor.detach()
                     for dim, (size, stride) in enumerate(zip(stored.shape, stored.stride())):
-                        # Expanded memory is sent once.
+                        # Expanded dimensions share memory: send it once.
                         stored = stored.narrow(dim, 0, 1) if stride == 0 and size > 1 else stored
                     sent = stored.contiguous()
                     # As bytes: backends do not support every dtype.
@@ -221,7 +221,7 @@ class Sharding(Placement):
         member = self.member_of.get(listed[3])
         share = super().share(listed, ordinal)
         if member is None or share is None:
-            # `add_param_group` checks the parameter before it is laid out.
+            # `add_param_group` checks a parameter before its layout exists.
             return share
         if member.piece is None:
             return None
@@ -257,18 +257,18 @@ class Sharding(Placement):
         return self.ranks.reductions
 
     def take_part(self, plan: Any) -> None:
-        """Let all ranks decide steps together, and the ranks that split the state combine reductions."""
+        """Reduce decisions over all ranks, and rules' reductions over the ranks that shard the state."""
         plan.deciders.ranks, plan.sharers = self.deciders, self.ranks.reductions
 
         def first_cut(passes: Any) -> int:
             entries = passes.segment.entries
             return min((entry.share.ordinal for entry in entries if entry.whole is not None), default=0)
 
-        # In the same order on all ranks: a whole parameter may come first in a segment on one rank only.
+        # The same order on all ranks: the first parameter of a segment may be whole, and on one rank only.
         plan.shared_sums = [shared_sums(plan.sharers, sorted(engine.passes, key=first_cut)) for engine in plan.engines]
 
     def lay_out(self, optimizer: Optimizer, names: dict[Any, str]) -> list[Bucket]:
-        """Lay out new parameters in new buckets, with the first rank's values, and cut this rank's sections."""
+        """Put new parameters into new buckets, with rank 0's values, and make this rank's pieces."""
         self._listed = [set(map(id, group["params"])) for group in optimizer.param_groups]
         self.rules = [group.get("rule") for group in optimizer.param_groups]
         params = [param for param in names if param not in self.member_of]
@@ -286,7 +286,7 @@ class Sharding(Placement):
                 start, stop = bucket.layout.piece(slot, self.ranks.rank)
                 if member.is_whole and start == stop and slot.numel:
                     continue
-                # With its own version counter: writes of other code are noticed at the parameters.
+                # `.data` has its own version counter: the parameters' counters then count writes of other code.
                 flat = bucket.cut(bucket.updated, slot)
                 member.piece = member.shaped(flat).data.requires_grad_(param.requires_grad)
                 if bucket.grad_dtype != member.piece.dtype:
@@ -298,7 +298,7 @@ class Sharding(Placement):
         return buckets
 
     def require_groups(self, optimizer: Optimizer) -> None:
-        """Raise if param groups have other parameters or rules than `shard` and `add_param_group` have laid out."""
+        """Raise if parameters or rules of param groups have changed since `shard` or `add_param_group`."""
         if [set(map(id, group["params"])) for group in optimizer.param_groups] != self._listed:
             raise RuntimeError(
                 "param groups of the sharded optimizer have other parameters than shard() has divided over the ranks: "
@@ -312,7 +312,7 @@ class Sharding(Placement):
             )
 
     def note_stepped(self, params: Iterable[torch.Tensor], has_gradient: Iterable[bool], trains: Iterable[int]) -> None:
-        """After a step: parameters that train have state from the first step on, others from their first gradient."""
+        """Note state after a step: trained parameters have it from the first step, others from the first gradient."""
         for member, has_one, is_trained in zip(map(self.member_of.__getitem__, params), has_gradient, trains):
             member.has_begun = bool(member.has_begun or has_one or (member.has_begun is None and is_trained))
 
@@ -321,6 +321,6 @@ class Sharding(Placement):
         if member.piece is not None:
             return bool(vars(optimizer)["state"].get(member.param))
         if member.has_begun is None:
-            # A plan made before the first step has state of all parameters that train.
+            # A plan made before the first step allocates state for all parameters that train.
             return member.param.requires_grad and optimizer.plan is not None
         return member.has_begun

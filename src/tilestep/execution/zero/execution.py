@@ -42,41 +42,41 @@ from .ranks import StepMessage, attempt_together, validate_across_ranks
 
 
 class GradientBucket:
-    """The gradients of one bucket."""
+    """The gradients of a bucket, and their reduction."""
 
     def __init__(self, bucket: Bucket, memory: torch.Tensor | None, options: Options) -> None:
         self.bucket, self._average = bucket, options.average
         self.flat, self.views = memory, [] if memory is None else bucket.views_of(memory)
         self.own_section = None if memory is None else memory[bucket.own]
-        """Where sums go in memory that is always there; None for memory that is only taken for a round."""
-        # Of fixed size, and so are their values: what is allocated after a backward has the allocator tidy up what that
-        # has freed. Of bytes a copy would be made.
-        self.filled = bytearray(len(bucket.params))  # a one where this rank's gradient is in the bucket, else a zero
+        """The destination of reductions in permanent memory; None if memory is allocated for each round."""
+        # Bytearrays are filled in place: an allocation after a backward makes the allocator consolidate the memory that
+        # backward has freed. Assigning from `bytes` would make a copy.
+        self.filled = bytearray(len(bucket.params))  # 1 for a parameter whose gradient on this rank is in the bucket
         self.none, self._all = bytearray(len(self.filled)), bytearray(b"\1" * len(self.filled))
-        self.section: torch.Tensor | None = None  # this rank's section of the summed gradients, once they are there
-        self.was_summed = False  # whether there was a section since the last step, dropped or not
-        self.carried: torch.Tensor | None = None  # sums of earlier rounds since the last step, for the next
+        self.section: torch.Tensor | None = None  # this rank's section of the reduced gradients
+        self.was_summed = False  # whether the bucket was reduced since the last step, also if the result was dropped
+        self.carried: torch.Tensor | None = None  # the sum of earlier rounds since the last step
         self.work: Any = None
         like = torch.empty(0, dtype=bucket.grad_dtype, device=bucket.flat.device)
         self.comes_averaged = options.average and bucket.ranks.can_average(like)
-        """Whether what comes from the other ranks is divided by their number already."""
-        self.is_agreed = bucket.trains  # whether it trains on all ranks, as they have told each other
-        self.excluded = False  # whether this rank has sent zeros, for a bucket that it has frozen
-        self.keeps = False  # whether gradients of what was thawed wait until ranks have told each other so
+        """Whether the reduce-scatter returns means instead of sums."""
+        self.is_agreed = bucket.trains  # whether the bucket trains, as all ranks have agreed
+        self.excluded = False  # whether this rank has sent zeros, since it has frozen the bucket
+        self.keeps = False  # whether gradients of an unfrozen bucket wait until all ranks have agreed
         self.accumulates_in_place = bucket.grad_dtype == bucket.flat.dtype
-        """Whether parameters keep their gradient, as a view of the bucket, for backward to add to."""
+        """Whether parameters keep gradients that are views of the bucket, into which backward accumulates."""
 
     def open(self) -> None:
-        """Begin a round; gradients that are summed already are added to its sums."""
+        """Begin a round; carry the reduced gradients of earlier rounds over."""
         if self.section is not None:
-            # The section lies where new gradients are going to be written, unless the memory was given back.
+            # With permanent memory, new gradients would overwrite the section.
             self.carried, self.section = self.section if self.own_section is None else self.section.clone(), None
         if self.is_agreed:
             self.filled[:] = self.none
 
     def collect(self, *, ends: bool = False) -> None:
-        """Bring gradients into the bucket; backward adds further ones to them there, unless the round `ends`."""
-        # Call it in `torch.no_grad`, as `reduce`.
+        """Copy gradients into the bucket; unless the round `ends`, backward accumulates into the bucket's views."""
+        # Call this and `reduce` under `torch.no_grad`.
         params, filled, keeps = self.bucket.params, self.filled, self.accumulates_in_place and not ends
         gradients: list[Any] = [param.grad for param in params]
         if 1 not in filled and all(map(operator.is_not, gradients, itertools.repeat(None))):
@@ -90,7 +90,7 @@ class GradientBucket:
         views = self.views
         for place, (param, gradient) in enumerate(zip(params, gradients)):
             if gradient is None:
-                # There was none, or it was taken away.
+                # The parameter had no gradient, or its gradient was moved into the bucket.
                 filled[place] &= not self.accumulates_in_place
                 continue
             views = views or self._memory_views()
@@ -99,7 +99,7 @@ class GradientBucket:
                 if filled[place] and not self.accumulates_in_place:
                     view.add_(gradient)
                 else:
-                    # It was put there after the view, by backward or by the user: it holds all there is.
+                    # Backward or the user replaced the view: the new gradient is the full gradient.
                     copied.append((view, gradient))
                 filled[place] = 1
             param.grad = view if keeps else None
@@ -112,7 +112,7 @@ class GradientBucket:
         return self.views
 
     def reduce(self, channel: SideStream, *, trains: bool) -> None:
-        """Begin to sum it up over the ranks, with zeros for parameters without gradient; zeros if it is frozen here."""
+        """Begin the reduce-scatter, with zeros for parameters without gradients, all zeros if frozen on this rank."""
         bucket, section = self.bucket, self.own_section if trains else None
         if trains:
             self.collect(ends=True)
@@ -122,7 +122,7 @@ class GradientBucket:
         else:
             flat = bucket.flat.new_zeros(bucket.layout.numel, dtype=bucket.grad_dtype)
         self.was_summed, self.excluded = True, not trains
-        # Without a section of its own the memory of the bucket is given back.
+        # Without permanent memory, the bucket is freed after the reduction.
         self.section = flat.new_empty(bucket.layout.section) if section is None else section
         with channel.after_compute(*((flat, self.section) if section is None else ()), self.carried):
             self.work = bucket.ranks.reduce_scatter(self.section, flat, mean=self.comes_averaged)
@@ -132,8 +132,8 @@ class GradientBucket:
             self.flat, self.views = None, []
 
     def arrive(self) -> None:
-        """Wait for the sums over the ranks that split the state, and complete them."""
-        # In one order on every rank: copies exchange sections here.
+        """Wait for the reduce-scatter; all-reduce over copies, and average."""
+        # The same order on every rank: replicas exchange sections here.
         if self.work is not None:
             self.work.wait()
         self.work, section, ranks = None, self.section, self.bucket.ranks
@@ -148,12 +148,13 @@ class GradientBucket:
 
 
 class ReduceScatter(Row):
-    """Sums gradients over the ranks, bucket by bucket in one order on every rank, while backward still runs."""
+    """Reduces gradients over the ranks during backward, bucket by bucket, in the same order on every rank."""
 
-    # A round brings every bucket once. Backward outside `no_sync` is one round, which it ends itself; `finish` begins
-    # one if there was none since the last step, or if gradients were accumulated since. So ranks agree on the number of
-    # rounds without asking each other, whichever parameters each of them uses. Which buckets train they tell each other
-    # at the step: until then a rank that has frozen one sends zeros, and one that has thawed one keeps its gradients.
+    # A round reduces every bucket once. A backward outside `no_sync` is a round, and ends it; `finish` begins another
+    # if there was none since the last step, or if gradients were accumulated since. So ranks agree on the number of
+    # rounds without communication, whichever parameters each rank uses. At the step ranks agree on which buckets train:
+    # until then a rank sends zeros for a bucket that it has frozen, and keeps the gradients of a bucket that it has
+    # unfrozen.
 
     choice = "shard"
     taken_by = (
@@ -167,17 +168,17 @@ class ReduceScatter(Row):
         self.timeline = Timeline(self, channel)
         self.sums: list[GradientBucket] = []
         self._next = 0  # the next bucket to reduce in this round
-        self._rounds = 0  # since the last step
-        self.summed_in_graph = False  # whether the last round is a part of a CUDA graph that is being captured
-        self._sections: list[torch.Tensor | None] = []  # of each bucket what was given to this rank's sections
+        self._rounds = 0  # the number of rounds since the last step
+        self.summed_in_graph = False  # whether the last round is a part of a CUDA graph under capture
+        self._sections: list[torch.Tensor | None] = []  # the sections from which pieces last took their gradients
         self.has_gradient, self.given_as = tuple[bool, ...](), b""
         """For each parameter whether it had a gradient then, and whether it trained."""
-        self.unmoved = False  # whether these were the gradients of the last step, and no section was written to since
+        self.unmoved = False  # whether pieces and their gradients are those of the last step, without writes since
         self.take_in(sharding.buckets)
         self.timeline.announce(sharding.model)
 
     def take_in(self, buckets: Sequence[Bucket]) -> None:
-        """Sum up the gradients of further buckets too; there must be none of others now."""
+        """Reduce the gradients of new buckets too; no gradients may be pending."""
         options, device = self._sharding.options, self._sharding.device
         kept = [bucket for bucket in buckets if bucket.trains and options.grad_buffer == "contiguous"]
         sizes, dtypes = [bucket.layout.numel for bucket in kept], [bucket.grad_dtype for bucket in kept]
@@ -189,13 +190,13 @@ class ReduceScatter(Row):
         timeline = self.timeline
         timeline.count(sums.bucket.params for sums in self.sums)
         timeline.is_alone = False
-        # Made once: the first allocation of a kilobyte after a backward has the allocator tidy up what that has freed.
+        # Made once: the first allocation of a kilobyte after a backward makes the allocator consolidate freed memory.
         self._all_have, self._all_taken = (True,) * len(timeline.params), bytearray([TAKEN]) * len(timeline.params)
         self.message.reset(timeline.params, device)
-        self.trains = self.message.trains  # as ranks have told each other
+        self.trains = self.message.trains  # which parameters train, as all ranks have agreed
 
     def begin(self) -> Set[int]:
-        """Have every bucket take gradients; sums of earlier rounds are added to theirs."""
+        """Open every bucket for a new round."""
         if self.channel.in_order or any(sums.work is not None for sums in self.sums):
             self._await_all()
         for sums in self.sums:
@@ -204,14 +205,14 @@ class ReduceScatter(Row):
         return NONE
 
     def again(self, bucket: int, param: torch.Tensor) -> bool:
-        """Not in the same round: `ready` begins another one if it must."""
+        """False: a bucket is not reduced twice in a round; `ready` begins another round if it must."""
         return False
 
     def ready(self, bucket: int) -> None:
-        """Reduce a bucket of which this rank has all gradients, if it is the next one, and others that wait for it."""
+        """Reduce a bucket whose gradients are complete, if it is the next bucket, and complete buckets after it."""
         sums, timeline = self.sums[bucket], self.timeline
         if sums.section is not None:
-            # It is sent: checkpoints that are recomputed apart share parameters.
+            # The bucket was reduced already: activation checkpoints that are recomputed separately share parameters.
             timeline.begin_another(bucket)
         reduces = timeline.when == "ready"
         if not reduces or self._next != bucket:
@@ -220,13 +221,13 @@ class ReduceScatter(Row):
             self._reduce()
 
     def collect(self) -> None:
-        """Take gradients that the next pass would add to in the parameters' own type."""
+        """Accumulate gradients into buckets of a wider dtype, before the next pass adds in the parameter's dtype."""
         for sums in self.sums:
             if not sums.accumulates_in_place:
                 sums.collect()
 
     def _reduce(self, *, all_of_them: bool = False) -> None:
-        """Reduce the next buckets, up to the first one that waits for gradients."""
+        """Reduce the next buckets, up to the first bucket that waits for gradients."""
         buckets = self.timeline.buckets
         while self._next < len(buckets) and (all_of_them or 1 not in buckets[self._next].places):
             sums, trains = self.sums[self._next], 1 in buckets[self._next].trains
@@ -238,7 +239,7 @@ class ReduceScatter(Row):
                 sums.keeps = True
 
     def end(self) -> None:
-        """Reduce the buckets that are left."""
+        """Reduce the remaining buckets, and end the round."""
         timeline = self.timeline
         if self._next < len(self.sums):
             self._reduce(all_of_them=True)
@@ -261,7 +262,7 @@ class ReduceScatter(Row):
             self.channel.join()
 
     def finish(self, captures: bool) -> int:
-        """Give the sections the summed gradients of every bucket, None for one that does not train. Without gradients.
+        """Complete all reductions, and set the gradients of this rank's pieces. Call it under `torch.no_grad`.
 
         Returns the sum of the parameters' versions.
         """
@@ -283,7 +284,7 @@ class ReduceScatter(Row):
             try:
                 message.check()
             except ValueError:
-                message.is_due = True  # the next `finish` asks again, on all ranks
+                message.is_due = True  # the next `finish` checks again, on all ranks
                 raise
         self._await_all()
         has_gradient = self._all_have if 0 not in timeline.taken else self._had_gradients()
@@ -313,7 +314,7 @@ class ReduceScatter(Row):
             member.take_gradient(section_of[member.bucket] if has_one else None, bool(is_trained))
 
     def _with_kept(self, trains: bytes) -> bytes:
-        """Which parameters train, and those that did when gradients were kept."""
+        """Which parameters train, or trained when their bucket kept gradients."""
         kept = b"".join(bytes([sums.keeps]) * len(sums.filled) for sums in self.sums)
         return bytes(one | (has & was) for one, has, was in zip(trains, kept, self._trained()))
 
@@ -321,7 +322,7 @@ class ReduceScatter(Row):
         return self.timeline.trained or bytes(len(self.timeline.params))
 
     def _follow_trains(self) -> None:
-        """On ranks that agree on what trains: sum up what was kept of what was thawed."""
+        """Follow a change of the agreed set of training buckets: reduce kept gradients of unfrozen buckets."""
         self.trains = self.message.trains
         for sums, awaited in zip(self.sums, self.timeline.buckets):
             if sums.excluded:
@@ -338,9 +339,9 @@ class ReduceScatter(Row):
         return any(param.grad is not None for params in given for param in params)
 
     def _had_gradients(self) -> tuple[bool, ...]:
-        """For each parameter whether any rank had a gradient of it."""
-        # The host looks at the device only if this rank had none for a parameter that trains. What is frozen by now may
-        # have had a gradient on another rank.
+        """For each parameter whether any rank had a gradient."""
+        # The host reads device memory only if this rank lacks a gradient of a parameter that trains, or has trained
+        # since the last step: another rank may have it.
         had, params = list(map(bool, self.timeline.taken)), self.timeline.params
         unsure = [
             place
@@ -349,22 +350,22 @@ class ReduceScatter(Row):
         ]
         if unsure and self._sharding.ranks.count > 1:
             require(not is_capturing(), "a parameter has no gradient here, and only the device knows of other ranks")
-            counts = self.message.sums[self.message.PARTS :].tolist()  # for each parameter, of ranks with a gradient
+            counts = self.message.sums[self.message.PARTS :].tolist()  # per parameter: ranks that have a gradient
             for place in unsure:
                 had[place] = counts[place] > 0
         return tuple(had)
 
     @gradientless
     def reset(self) -> None:
-        """Drop the gradients of every parameter, those on their way too."""
+        """Drop all gradients, including pending reductions."""
         if self.timeline.when == "ready":
-            # A backward pass was broken off; other ranks may be further in this round.
+            # A backward pass was interrupted; other ranks may have reduced more of this round.
             self.end()
         self._await_all()
         rounds, summed = self._rounds, [(sums.was_summed, sums.keeps) for sums in self.sums]
         self.forget()
-        # A rank that drops its gradients alone must not begin a round that the others have behind them, and takes part
-        # where they gather.
+        # A rank that drops its gradients alone must not start a round that the other ranks have finished; it still
+        # joins their all-gathers.
         self._rounds = rounds
         for sums, (was_summed, keeps) in zip(self.sums, summed):
             sums.was_summed, sums.keeps = was_summed, keeps
@@ -372,7 +373,7 @@ class ReduceScatter(Row):
                 param.grad = None
 
     def forget(self) -> None:
-        """After a step: the gradients are used up."""
+        """After a step: drop all gradients, and begin to count rounds anew."""
         for sums in self.sums:
             sums.section = sums.carried = None
             sums.was_summed = sums.excluded = sums.keeps = False
@@ -388,20 +389,20 @@ _NOTHING = nullcontext()
 
 
 class GatherGroup(Ticket):
-    """Buckets that are gathered together, since calls for each would take the host longer than the network."""
+    """Buckets that are all-gathered together, since a call for each would cost the host more time than the network."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         super().__init__()
         self.buckets = list(buckets)
         self._chosen: list[Bucket] = []
         self.sent: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None
-        """What travels, whole buckets and this rank's sections, if nothing is converted for the way."""
-        self.peers: PeerMemory | None = None  # what it lies in, if sections are fetched and not sent
+        """The tensors of the all-gather, whole buckets and this rank's sections, if none is converted."""
+        self.peers: PeerMemory | None = None  # the peer memory of the buckets, if sections are fetched
         self.theirs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Sections of other ranks, in this rank's memory and in theirs, if this rank fetches them."""
+        """Pairs of destination on this rank and source in the other rank's memory, if sections are fetched."""
 
     def choose(self, updated: Sequence[Bucket]) -> bool:
-        """Note which buckets are gathered; whether there are any, which is the same on every rank."""
+        """Choose the buckets to gather; returns whether there are any, the same on every rank."""
         self._chosen = [bucket for bucket in self.buckets if bucket in updated]
         plain = bool(self._chosen) and all(bucket.sync_dtype == bucket.flat.dtype for bucket in self._chosen)
         self.sent = self.send() if plain else None
@@ -410,12 +411,12 @@ class GatherGroup(Ticket):
         return bool(self._chosen)
 
     def send(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """What travels, all of each bucket and this rank's section."""
+        """The tensors of the all-gather: whole buckets, and this rank's sections."""
         wholes, sections = zip(*map(Bucket.sent, self._chosen))
         return wholes, sections
 
     def arrive(self, wholes: Sequence[torch.Tensor], works: Sequence[Any]) -> None:
-        """Wait for what travels, and take over what was converted for the way."""
+        """Wait for the all-gather, and convert parameters that were sent in another dtype."""
         for work in works:
             if work is not None:
                 work.wait()
@@ -424,13 +425,13 @@ class GatherGroup(Ticket):
                 bucket.flat.copy_(whole)
 
 
-PARTS = 6  # a group has at most this part of all bytes, but for the last group: many are gathered while a forward runs
+PARTS = 6  # a group has about 1/6 of all bytes at most, so that most groups are gathered while forward runs
 
 
 def group_buckets(buckets: Sequence[Bucket], together: bool) -> list[list[Bucket]]:
-    """Buckets in the order of the forward that needs them, put together: as many bytes as all before, up to a part."""
-    # So the first module waits for one bucket, as if there were no groups, and the number of calls grows with the
-    # logarithm of the number of buckets. What is converted for the way goes alone: it takes memory for a bucket.
+    """Join buckets, in the order of forward, into groups of as many bytes as all groups before, up to a limit."""
+    # The first module still waits for a single bucket, and the number of calls grows with the logarithm of the number
+    # of buckets. Converted buckets are gathered alone: each needs temporary memory of its size.
     most = sum(bucket.flat.nbytes for bucket in buckets) / PARTS
     groups: list[list[Bucket]] = []
     before = size = 0
@@ -448,19 +449,19 @@ def group_buckets(buckets: Sequence[Bucket], together: bool) -> list[list[Bucket
 
 
 class ParameterSync:
-    """Gathers buckets after a step, and follows what other code writes to their parameters."""
+    """All-gathers buckets after a step, and detects writes of other code to their parameters."""
 
     def __init__(self, sharding: Sharding, channel: SideStream) -> None:
         self._sharding, self._channel = sharding, channel
         self.publication = Publication(channel)
         self._groups: list[GatherGroup] = []
-        self._which = b""  # for each bucket a one if it was updated the last time, else a zero
+        self._which = b""  # for each bucket 1 if the last step updated it, else 0
         self._updated_groups: list[GatherGroup] = []
         self.take_in(sharding.buckets)
 
     def take_in(self, buckets: Sequence[Bucket]) -> None:
-        """Gather further buckets too."""
-        # Not together on a CPU: gloo would copy them, and its calls cost little.
+        """Gather new buckets too."""
+        # Separately on a CPU: gloo would copy joined buckets, and its calls are cheap.
         together = all(bucket.flat.is_cuda for bucket in buckets)
         groups = list(map(GatherGroup, group_buckets(buckets[::-1], together=together)))
         own = {id(param): group for group in groups for bucket in group.buckets for param in bucket.params}
@@ -483,21 +484,21 @@ class ParameterSync:
         self._updated_groups = [group for group in self._groups if group.choose(updated)]
 
     def gather(self, which: bytes | None = None, captures: bool | None = None) -> None:
-        """After a step: let every rank have the parameters that the others have updated."""
+        """After a step: start the all-gathers of updated parameters."""
         which = b"\1" * len(self._sharding.buckets) if which is None else which
         if which != self._which:
             self._note_updated(which)
         captures = is_capturing() if captures is None else captures
         channel, tickets = self._channel, self.publication.tickets
         with channel.after_compute() if channel.in_order else _NOTHING:
-            # A graph is sent what it holds.
+            # A captured step always uses collectives.
             fetched = {group: group.peers for group in self._updated_groups if group.peers and not captures}
             for peers in dict.fromkeys(fetched.values()):
                 peers.meet()
             for group in self._updated_groups:
                 if group in fetched:
-                    # One by one: copies of whole ranges between GPUs are the copy engines' work, and not that of a
-                    # kernel. No rank writes to a section that another rank has not read.
+                    # A copy per section: contiguous copies between GPUs run on copy engines, not in a kernel. The
+                    # barrier after them keeps ranks from overwriting sections that another rank still reads.
                     for own, other in group.theirs:
                         own.copy_(other)
                     fetched[group].meet()
@@ -510,7 +511,7 @@ class ParameterSync:
                     group.finish()
                     group.mark = channel.next_mark(group.mark)
                 tickets[group] = group
-        # As in-place writes do: what was computed from the old values must not be differentiated, as after any step.
+        # Count the gathers as in-place writes: autograd must refuse graphs that saved the old values.
         build.bump(self._written)
         self.writes.total += len(self._written)
         if captures:
@@ -519,14 +520,14 @@ class ParameterSync:
             self.publication.wait_all()
 
     def note_update(self) -> None:
-        """After a replay, which has updated and gathered what trains: count the writes as `gather` does."""
+        """After a replay, which updates and gathers all training buckets: count the writes as `gather` does."""
         self._note_updated(bytes(bucket.trains for bucket in self._sharding.buckets))
         build.bump(self._written)
         self.writes.total += len(self._written)
 
     def written(self, versions: int | None = None) -> list[torch.Tensor]:
-        """The parameters that other code has written to since the last call; their values are taken over."""
-        # Call it without gradients.
+        """Take over parameters that other code has written to since the last call; returns these parameters."""
+        # Call it under `torch.no_grad`.
         moved: set[int] = set()
         params = self.writes.params
         self.writes.attribute(self._written)
@@ -534,7 +535,7 @@ class ParameterSync:
             moved = {id(param) for bucket in self._sharding.buckets for param in bucket.take_back()}
             self.fixed = Table(states=params)
         for bucket in self._sharding.buckets:
-            # No version counts what is written through `param.data`.
+            # Version counters do not count writes through `param.data`.
             bucket.follow_writes()
         if self.writes.are_none(versions) and not moved:
             return []
@@ -544,7 +545,7 @@ class ParameterSync:
 
 
 class ShardedExecution(Execution):
-    """Reduces gradients in backward, updates this rank's sections in the step, and gathers the parameters after it."""
+    """Reduces gradients in backward, updates this rank's sections in the step, and all-gathers parameters after it."""
 
     not_copied = "a sharded optimizer cannot be copied or pickled: save its state_dict() or full_state_dict()"
     begins_together = True
@@ -556,9 +557,9 @@ class ShardedExecution(Execution):
         message = StepMessage(self._reference, sharding.ranks, sharding.members[0].name)
         self.gradients = ReduceScatter(sharding, self.channel, message)
         self.parameters = ParameterSync(sharding, self.channel)
-        self._captures_alone = False  # whether a step is being captured without its backward
-        self.consolidated: dict[str, Any] | None = None  # gathered for the next `state_dict`
-        self._overflows_are_shared = False  # whether a scaler has combined its overflow flags since the last step
+        self._captures_alone = False  # whether a step is under capture without its backward
+        self.consolidated: dict[str, Any] | None = None  # the full state, for the next `state_dict`
+        self._overflows_are_shared = False  # whether a scaler has reduced its `found_inf` since the last step
 
     @property
     def optimizer(self) -> Optimizer:
@@ -573,7 +574,7 @@ class ShardedExecution(Execution):
         return super().making_plan()
 
     def step(self, plain: Callable[..., None]) -> None:
-        """Update this rank's sections and begin to gather the parameters."""
+        """Update this rank's sections, and start the all-gathers of the parameters."""
         optimizer = self._reference()
         assert optimizer is not None
         if optimizer.is_evaluating:
@@ -586,7 +587,7 @@ class ShardedExecution(Execution):
         self._overflows_are_shared = False
         sharding, gradients = self.sharding, self.gradients
         if [group.get("rule") for group in optimizer.param_groups] != sharding.rules:
-            # Other parameters need a new plan, which checks them.
+            # Changed parameters need a new plan anyway, and `making_plan` checks them.
             sharding.require_groups(optimizer)
         captures = is_capturing()
         if captures:
@@ -603,11 +604,11 @@ class ShardedExecution(Execution):
                 self._captures_alone or gradients.summed_in_graph,
                 "its gradients were summed before the graph: capture backward too, or use tilestep.capture(optimizer)",
             )
-        # Nothing else holds the sections and their gradients: they are unchanged since the last step, unless this
-        # execution has changed them. A capture looks at every tensor.
+        # Only this execution can change the pieces and their gradients, so `unmoved` tells whether they are unchanged
+        # since the last step. A capture checks every tensor.
         unmoved = not captures and gradients.unmoved
         gradients.unmoved, self.consolidated = False, None
-        # A parameter that was frozen after its gradient was reduced is updated: torch updates all that have a gradient.
+        # A parameter that is frozen after its reduction is updated too: torch updates every parameter with a gradient.
         updates = bytes(sums.was_summed or sums.bucket.trains for sums in gradients.sums)
         plain(unmoved=unmoved)
         gradients.unmoved = True
@@ -619,7 +620,7 @@ class ShardedExecution(Execution):
 
     @gradientless
     def sync_masters(self, optimizer: Any, versions: int | None = None) -> None:
-        """Wait for all parameters, and take over writes of other code; `versions`: their sum, if it is known."""
+        """Wait for all parameters, and take over writes of other code; `versions`: the sum of versions, if known."""
         params = self.parameters
         params.publication.wait_all()
         written = [self.sharding.member_of[param].piece for param in params.written(versions)]
@@ -629,11 +630,11 @@ class ShardedExecution(Execution):
 
     @gradientless
     def complete_gradients(self, optimizer: Any) -> None:
-        """Give the sections their reduced gradients and the parameters' values; all ranks call it."""
+        """Complete reductions and all-gathers; all ranks must call it."""
         self.sync_masters(optimizer, self.gradients.finish(is_capturing()))
 
     def step_of(self, optimizer: Any, group: Mapping[str, Any]) -> Any:
-        """As of a plain optimizer; the step count of other groups on a rank without shares of this group."""
+        """The step count of a group; on a rank without pieces of the group, the largest step count of other groups."""
         own = super().step_of(optimizer, group)
         members = (self.sharding.member_of[param] for param in group["params"])
         if own is not None or not any(self.sharding.holds_state(optimizer, member) for member in members):
@@ -651,8 +652,8 @@ class ShardedExecution(Execution):
     def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """This rank's part of the state, for `torch.distributed.checkpoint`, as tensors of the parameters' shapes.
 
-        No rank waits for another. Loading it on another number of ranks, or in an optimizer that is not sharded, is
-        `torch.distributed.checkpoint`'s work; `full_state_dict` is for everything else.
+        No rank waits for another. `torch.distributed.checkpoint` loads it on any number of ranks, and into an
+        optimizer that is not sharded; use `full_state_dict` for everything else.
         """
         consolidated, self.consolidated = self.consolidated, None
         return consolidated or self.own_state_dict(plain)
@@ -667,7 +668,7 @@ class ShardedExecution(Execution):
             return plain()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], Any]) -> None:
-        """Take a checkpoint or nothing: what `state_dict` has given, or a full one of any optimizer of the rule."""
+        """Load a sharded or a full checkpoint of any optimizer of the rule; nothing changes on an error."""
         self.gradients.unmoved, self.consolidated = False, None
         optimizer, held_averages = self.optimizer, self.optimizer.is_evaluating
         self.sharding.require_groups(optimizer)
@@ -680,12 +681,12 @@ class ShardedExecution(Execution):
         if held_averages:
             self.parameters.gather()
         for member in self.sharding.members:
-            # A checkpoint with any state gives state to all parameters that train.
+            # Loading a checkpoint with any state makes state for all parameters that train.
             has_state = member.param in begun or (begun and member.param.requires_grad)
             member.has_begun = True if has_state else None
 
     def add_param_group(self, param_group: dict[str, Any], plain: Callable[[dict[str, Any]], None]) -> None:
-        """Add parameters of the model as a group, in buckets of their own; all ranks call it, without gradients."""
+        """Add a param group, in separate buckets; all ranks must call it, while there are no gradients."""
         sharding, optimizer = self.sharding, self.optimizer
 
         def add() -> None:
@@ -706,8 +707,8 @@ class ShardedExecution(Execution):
         self.gradients.has_gradient = ()
 
     def hold_weights(self, plain: Callable[[], None]) -> None:
-        """Write the weights that train, or the weights to evaluate, into the sections, and gather the parameters."""
-        # Gathers read the sections until they have finished.
+        """Write the training or evaluation weights into this rank's sections, and gather the parameters."""
+        # Running all-gathers still read the sections.
         self.sync_masters(self.optimizer)
         self.gradients.unmoved = False
         plain()
@@ -720,11 +721,12 @@ class ShardedExecution(Execution):
 
     @gradientless
     def unscale(self, optimizer: Any, unscale: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Unscale the sections' gradients; an overflow on one rank is an overflow on all ranks."""
+        """Unscale the gradients of this rank's pieces; an overflow on any rank counts on all ranks."""
         self.complete_gradients(optimizer)
         sharding = self.sharding
         dtypes = {bucket.grad_dtype for bucket in sharding.buckets if bucket.trains and self.had_gradients(optimizer)}
-        # A scaler has a flag for each device and dtype that it finds: all ranks must find the same.
+        # A scaler makes flags for the devices and dtypes of the gradients that it finds: empty gradients make all ranks
+        # find the same.
         empty = [torch.zeros(0, dtype=dtype, device=sharding.device, requires_grad=True) for dtype in dtypes]
         for tensor in empty:
             tensor.grad = torch.zeros_like(tensor)
@@ -738,7 +740,7 @@ class ShardedExecution(Execution):
 
     @contextmanager
     def for_graph(self, optimizer: Any, *, alone: bool, replays: bool = False) -> Iterator[None]:
-        """A block in which a step is captured or replayed: gradients and parameters are complete."""
+        """A block in which a step is captured or replayed: reductions and all-gathers are complete."""
         if not replays:
             require_no_waits(optimizer)
         self.sharding.require_groups(optimizer)

@@ -1,6 +1,6 @@
-"""The planner with which distributed checkpoints are loaded: those of torch's optimizers, and of other formats.
+"""`LoadPlanner`: loads distributed checkpoints of torch's optimizers, of earlier revisions, and with other formats.
 
-A module of its own: torch.distributed.checkpoint, whose class it derives from, takes longer to import than tilestep.
+A separate module, since importing torch.distributed.checkpoint takes longer than importing tilestep.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
     """
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
-        """As `DefaultLoadPlanner` does, with the states that begin here, without what the checkpoint cannot have."""
+        """Add states that this optimizer lacks, and drop keys that the checkpoint cannot have."""
         if metadata is not None:
             _begin_states(state_dict, metadata)
         super().set_up_planner(state_dict, metadata, is_coordinator)
         saved = self.state_dict if metadata is None else metadata.state_dict_metadata
-        # Codes that earlier revisions have saved are under the names that NaN has here, see `mark_codes`.
+        # Earlier revisions saved codes under the keys at which `mark_codes` writes NaN now.
         self.state_dict = {
             _saved_key(str(key), saved): value
             for key, value in self.state_dict.items()
@@ -81,9 +81,9 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         def is_never_saved(key: str) -> bool:
             place, _, name = key.rpartition(".")
             if name == "step":
-                # A plain SGD has nothing else, and torch's not even that.
+                # A plain SGD has no other state, and torch's SGD has no state at all.
                 return not counts or place not in places
-            # `load_state_dict` keeps the optimizer's value of a hyperparameter that the checkpoint's group lacks.
+            # `load_state_dict` keeps the optimizer's value of hyperparameters that the checkpoint's group lacks.
             return "param_groups." in f"{place}." and (name in OWN_KEYS or (place in places and name != "params"))
 
         self.state_dict = {
@@ -99,9 +99,9 @@ def _saved_key(key: str, saved: Mapping[str, Any]) -> str:
 
 
 def _begin_states(state_dict: Any, metadata: Any) -> None:
-    """Make room for a checkpoint's states where an optimizer has none yet, or keeps them in other blocks."""
-    # Codes that were read into what keeps numbers, or other codes, would be nothing: they are read as they are, and
-    # `load_state_dict` takes them by value.
+    """Allocate tensors for a checkpoint's states that an optimizer lacks, or keeps in other blocks."""
+    # Codes read into numbers, or into codes of another format, would be meaningless: they are read unchanged, and
+    # `load_state_dict` converts them by value.
     optimizers = dict(_optimizers(state_dict))
     have_begun = {place for place, optimizer in optimizers.items() if optimizer["state"]}
     saved: dict[tuple[tuple[str, ...], str], dict[str, Any]] = {}
@@ -111,7 +111,7 @@ def _begin_states(state_dict: Any, metadata: Any) -> None:
             saved.setdefault((place, str(path[-2])), {})[path[-1]] = metadata.state_dict_metadata[key]
     for (place, param), entries in saved.items():
         optimizer = optimizers[place]
-        # Paths of checkpoints have strings where states have numbers.
+        # Paths of checkpoints have strings, the keys of states are integers.
         numbers = {str(number): number for group in optimizer["param_groups"] for number in group["params"]}
         state = optimizer["state"]
         names: Iterable[str] = entries
@@ -122,13 +122,13 @@ def _begin_states(state_dict: Any, metadata: Any) -> None:
             names = _take_out_other_blocks(own, entries)
         for name in names:
             entry = entries[name]
-            # What is no tensor is set by `load_bytes`.
+            # `load_bytes` sets values that are not tensors.
             value = torch.empty(entry.size, dtype=entry.properties.dtype) if hasattr(entry, "size") else None
             state.setdefault(numbers.get(param, param), {})[name] = value
 
 
 def _take_out_other_blocks(own: dict[str, Any], entries: Mapping[str, Any]) -> list[str]:
-    """Remove the states that a checkpoint has in other blocks, or in none; the names that it has of these."""
+    """Remove states that a checkpoint has in another block format; returns the checkpoint's keys of these."""
     dtypes = {name: entry.properties for name, entry in entries.items() if hasattr(entry, "size")}
     mine, theirs = states_in_blocks(own), states_in_blocks(with_code_names(dtypes))
     names: list[str] = []
@@ -144,7 +144,7 @@ def _take_out_other_blocks(own: dict[str, Any], entries: Mapping[str, Any]) -> l
 
 
 def _optimizers(values: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The state_dicts of optimizers, by their places."""
+    """The optimizers' state_dicts in nested dicts, each with its path."""
     if "param_groups" in values and isinstance(values.get("state"), Mapping):
         yield path, values
         return

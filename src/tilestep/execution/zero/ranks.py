@@ -1,4 +1,4 @@
-"""The ranks that share an optimizer, and what all of them must agree on."""
+"""The ranks of a sharded optimizer, the checks that all ranks agree, at `shard` and at each step (`StepMessage`)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _sharded = itertools.count()  # the sharded optimizers of this process
 
 
 def ranks_of(mesh: Any) -> Ranks:
-    """The ranks of a mesh, for another sharded optimizer; all of them must ask."""
+    """The ranks of a mesh, for a new sharded optimizer; all ranks must call it."""
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("shard() needs torch.distributed: call torch.distributed.init_process_group() first")
     shard, replicate = (dist.group.WORLD, None) if mesh is None else _groups_of(mesh)
@@ -39,7 +39,7 @@ def ranks_of(mesh: Any) -> Ranks:
 
 
 def _groups_of(mesh: Any) -> tuple[Any, Any]:
-    """The group of a mesh that splits the state, and the one that replicates it, if there is one."""
+    """The process group that shards the state, and the group that replicates it, or None."""
     if mesh.ndim not in (1, 2):
         raise ValueError(f"shard() takes a mesh of one or two dimensions, not {mesh.ndim}: slice it, mesh['dp']")
     if mesh.get_coordinate() is None:
@@ -48,7 +48,7 @@ def _groups_of(mesh: Any) -> tuple[Any, Any]:
         return mesh.get_group(), None
     names = mesh.mesh_dim_names or ()
     bare = [name.removeprefix("dp_") for name in names]
-    # Without names the second splits.
+    # Without names the second dimension shards.
     sides = [dim for dim, name in enumerate(bare) if name.startswith("shard")]
     sides += [1 - dim for dim, name in enumerate(bare) if name.startswith("replicate")]
     if names and not sides:
@@ -66,7 +66,7 @@ _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules of models tha
 
 
 def validate_locally(optimizer: Optimizer, model: nn.Module, options: Options) -> dict[Any, str]:
-    """What a rank can see by itself."""
+    """Raise for arguments that a rank can refuse alone; returns the names of the optimizer's parameters."""
     options.check()
     for index, group in enumerate(optimizer.param_groups):
         about_group(index, options.check_group, group)
@@ -98,7 +98,7 @@ def validate_locally(optimizer: Optimizer, model: nn.Module, options: Options) -
 def attempt_together(
     ranks: Ranks, attempt: Callable[[], Result], failure: str = "be sharded", raises: type[Exception] = ValueError
 ) -> Result:
-    """What an attempt gives on this rank if it succeeds on all of them: else they all raise."""
+    """The result of `attempt` on this rank if it succeeds on all ranks; else all ranks raise."""
     error: Exception | None = None
     try:
         result = attempt()
@@ -116,7 +116,7 @@ def attempt_together(
 def validate_across_ranks(
     optimizer: Optimizer, model: nn.Module, ranks: Ranks, options: Options, also: Iterable[str] = ()
 ) -> dict[Any, str]:
-    """`validate_locally`, with its errors raised on every rank; and the first thing in which ranks differ."""
+    """`validate_locally` with its errors raised on every rank; also raises for the first difference between ranks."""
 
     def described() -> tuple[dict[Any, str], list[str]]:
         names = validate_locally(optimizer, model, options)
@@ -144,7 +144,7 @@ def first_difference(lines_of: Sequence[Sequence[str]]) -> str:
 def _described(
     optimizer: Optimizer, model: nn.Module, names: dict[Any, str], ranks: Ranks, options: Options
 ) -> Iterator[str]:
-    """What must be the same on all ranks, one line for each."""
+    """One line for each property that must be the same on all ranks."""
     yield f"{ranks.size} ranks that split the state and {ranks.copies} copies"
     for name, value in vars(options).items():
         yield f"{name}={value}"
@@ -172,7 +172,7 @@ def _described(
 
 
 def _steps(graph: Graph) -> Iterator[str]:
-    """What a rule computes: rules of one name, and functions of the step, may differ in numbers inside of them."""
+    """The operations of a rule: rules with the same name, and functions of the step, may differ in constants."""
     places: dict[int, int] = {}
     for value in (*graph.values(), *ancestors(guard.condition for guard in graph.guards)):
         if id(value) in places:
@@ -187,26 +187,26 @@ def _steps(graph: Graph) -> Iterator[str]:
 
 
 def apart_from_others(ranks: Ranks, model: nn.Module) -> Ranks:
-    """The ranks, over groups of their own if another optimizer is sharded that has parameters of the same modules."""
-    # One backward completes buckets of both, which may come in other orders on other ranks.
+    """The ranks, with separate process groups if another sharded optimizer has parameters of the same model."""
+    # The same backward completes buckets of both optimizers, and their order may differ between ranks.
     modules = set(model.modules())
     is_first = _models.isdisjoint(modules)
     _models.update(modules)
     return ranks if is_first else ranks.apart()
 
 
-_BITS = 11  # of each part of a digest: as float32 numbers, sums of thousands of them are exact
+_BITS = 11  # bits per part of a digest: float32 sums of thousands of parts are exact
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class StepMessage:
-    """What ranks tell each other at a step: what must be the same on all of them, and whose gradients each has had."""
+    """The all-reduce of a step's digest, which must agree on all ranks, and of which gradients each rank had."""
 
-    # Each rank adds the parts of its digest to numbers that are summed over the ranks for every step. If no rank
-    # differs the sums are the rank's own parts times the number of ranks; if one does, no rank finds them so. On a CPU
-    # that is known before the step. The host of a GPU does not wait for it: it is known before the next step, but for
-    # what makes ranks send other messages, a clip that one of them does not have or a parameter that one of them has
-    # frozen, for which it waits when that changes.
+    # The parts of each rank's digest are summed over the ranks at every step. If all ranks agree, the sums are the
+    # rank's own parts times the number of ranks; if a rank differs, every rank finds other sums. On a CPU a difference
+    # is known before the step. On a GPU the host does not wait, and a difference is known before the next step.
+    # Settings that decide which messages ranks send, a clip or frozen parameters, are the exception: when they change,
+    # the host waits.
 
     PARTS = 3
 
@@ -216,12 +216,12 @@ class StepMessage:
         self._values: Any = None
         self._received: deque[Received] = deque()
         self.trains = self._trained = b""  # which parameters train
-        self._shape: Any = None  # what decides which messages a step sends
+        self._shape: Any = None  # the settings that decide which messages a step sends
         self._keys: dict[Any, tuple[str, ...]] = {}
-        self.is_due = False  # whether there was a round since other ranks were last told
+        self.is_due = False  # whether a round has ended since the last message
 
     def reset(self, params: Sequence[torch.Tensor], device: torch.device) -> None:
-        """Tell other ranks of these parameters from now on."""
+        """Send messages about these parameters from now on."""
         size = message_length(self.PARTS + len(params))
         self.sums = torch.zeros(size, dtype=torch.float32, device=device)
         self._sent = self.sums.clone()
@@ -230,9 +230,9 @@ class StepMessage:
         self.trains = survey(list(params)).trains
 
     def send(self, used: bytearray, channel: SideStream, *, captures: bool) -> None:
-        """Tell the other ranks, once for each step."""
-        # After the sums, which a rank without a backward joins at its step. Not in backward, where nothing runs in
-        # order: another optimizer's may come first on another rank.
+        """Send the message, once per step."""
+        # After the reductions, which a rank without a backward joins at its step. Not in backward: another optimizer's
+        # message could be first on another rank.
         self.is_due = False
         with channel.after_compute(self.sums, self._sent):
             if used != self._used:
@@ -250,7 +250,7 @@ class StepMessage:
                 self._received.append(Received.begin(self._expected, self.sums[: self.PARTS]))
 
     def _write(self) -> None:
-        """Put this rank's digest into numbers that are going to be summed; the last ones stay there."""
+        """Write this rank's digest into the message if it has changed."""
         optimizer = self._optimizer()
         if optimizer is None:
             return
@@ -260,10 +260,10 @@ class StepMessage:
             if name not in self._keys:
                 self._keys[name] = deciding_keys(optimizer.rule_of(group))
             for value in map(group.get, self._keys[name]):
-                # One by one: a list in which one was replaced is the same list.
+                # Compare the elements: a list with a replaced element is the same list.
                 values += value if isinstance(value, (tuple, list)) else (value,)
         if not _TENSORS.isdisjoint(map(type, values)):
-            # One that has been written to is the same tensor.
+            # A tensor that was written to is the same tensor: hash the values again.
             self._values = None
         if values != self._values or self.trains != self._trained:
             self._values, self._trained = values, self.trains
@@ -276,7 +276,7 @@ class StepMessage:
                     self._sent[place].fill_(part)
 
     def check(self) -> None:
-        """Raise on all ranks if they differ; before a step."""
+        """Before a step: raise on all ranks if they differ."""
         if not self._received:
             return
         waits = all_wait = self._received[-1].event is None

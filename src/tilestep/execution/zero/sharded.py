@@ -1,4 +1,4 @@
-"""`shard`, and what an optimizer has after it."""
+"""`shard`, and the methods and type of a sharded optimizer."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ShardedMethods:
     def wait(self) -> None:
         """Wait for the parameters that other ranks updated in the last step, and for offloaded state.
 
-        Only needed before you read parameters that you hold yourself, for example in a list; reading a parameter from
+        Needed only before you read parameters that you hold yourself, for example in a list; reading a parameter from
         its module waits for it.
 
         Example:
@@ -79,9 +79,9 @@ class ShardedMethods:
         self._execution.parameters.publication.wait_all()
 
     def describe_gathers(self) -> list[str]:
-        """How parameters that were updated come to the other ranks, a line for each type and way.
+        """How other ranks receive updated parameters, one line for each dtype and method.
 
-        Copy engines fetch them from the memory of the GPUs of one host where `param_buffer` says so and that can be;
+        Copy engines fetch them from the memory of other GPUs of the host if `param_buffer` allows and the GPUs can;
         else the process group sends them, and the line says why.
         """
         lines: dict[str, None] = {}
@@ -129,8 +129,8 @@ class ShardedMethods:
     ) -> torch.Tensor:
         """Scale reduced gradients so that their 2-norm is at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does.
 
-        For what `max_grad_norm` does not do: to clip some parameters only, or between a scaler's `unscale_` and `step`.
-        All ranks must call it. It changes the gradients in place, in a separate pass.
+        Use `max_grad_norm` unless you clip some parameters only, or clip between a scaler's `unscale_` and `step`. All
+        ranks must call it. It changes the gradients in place, in a separate pass.
 
         Args:
             max_norm: the largest norm.
@@ -167,7 +167,7 @@ class ShardedMethods:
     def _norm_of(
         self, params: Iterable[torch.Tensor], groups: Sequence[Any]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The 2-norm of summed gradients over all ranks and further process groups; this rank's pieces of them."""
+        """The 2-norm of reduced gradients over all ranks and further process groups, and this rank's pieces of them."""
         listed = [params] if isinstance(params, torch.Tensor) else list(params)
         if not all(param in self._sharding.member_of for param in listed):
             raise ValueError("grad_norm_of() takes parameters of this optimizer, and was given another tensor")
@@ -214,8 +214,8 @@ class ShardedMethods:
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the full state on one rank, for its next `state_dict()`, as torch's ZeroRedundancyOptimizer does.
 
-        All ranks must call it. The `state_dict()` of the other ranks stays their shard, and so does that of this one
-        after another step.
+        All ranks must call it. `state_dict()` still returns a shard on the other ranks, and on this rank after another
+        step.
 
         Args:
             to: the rank, counted among those that share the optimizer.
@@ -366,7 +366,7 @@ def shard(
     with unchanged_on_error(optimizer):
         optimizer.state.clear()
         optimizer.held = {}
-        # What each rank has counted alone; what they go on with is in the state.
+        # Drop the numbers that each rank counted alone; the state has the numbers to continue with.
         copies = [] if sharding.ranks.replicate is None else [sharding.ranks.replicate]
         optimizer.control.numbers, optimizer.control.copies = None, ReductionGroup(copies)
         optimizer.placement = sharding
@@ -374,7 +374,7 @@ def shard(
         offers = {name: getattr(methods, name) for name in vars(ShardedMethods) if not name.startswith("_")}
         optimizer.attach(("shard",), execution=execution, offers=offers)
         if state is not None:
-            # Before, each rank has remembered norms and losses of its own.
+            # The history of norms and losses may differ between ranks: all continue with rank 0's.
             optimizer.load_state_dict(state)
             for numbers in optimizer.control.history.numbers:
                 sharding.ranks.broadcast(numbers)
@@ -384,12 +384,12 @@ def shard(
 
 
 def _route(unscale: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-    """Have torch's scalers unscale a sharded optimizer as it does itself."""
+    """Make torch's scalers unscale a sharded optimizer by its own method."""
     return optimizer.execution.unscale(optimizer, unscale, *args, **kwargs)
 
 
 def _prepared(optimizer: Any, model: Any, mesh: Any) -> tuple[Optimizer, nn.Module]:
-    """The optimizer, made if a function was given, and the plain module; what cannot be sharded is refused."""
+    """The optimizer, made if a function was given, and the plain module; raises if they cannot be sharded."""
     made = resolve_optimizer("shard", optimizer)
     refuse("shard", made.attached)
     require_listed_once("shard()", made)

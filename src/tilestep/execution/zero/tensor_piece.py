@@ -1,4 +1,4 @@
-"""Tensors of a sharded optimizer's `state_dict`, of which this rank holds a range of elements."""
+"""`ShardedTensorPiece`: a tensor of a sharded `state_dict`, of which this rank holds a range of elements."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ...compat import checkpoint_chunk, checkpoint_items, is_copy, is_empty_like
 from .buckets import memory_order
 
 Block = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Elements of a tensor: the first one and the sizes by dimensions, and the first one along memory without gaps."""
+"""A block of a tensor: its offsets and sizes by dimension, and the index of its first element in memory."""
 
 
 def blocks_of(sizes: Sequence[int], start: int, stop: int) -> list[Block]:
-    """Blocks, each without gaps in memory, that together are a range of a tensor's elements."""
+    """The blocks, each contiguous in memory, that cover a range of a tensor's elements."""
     if start >= stop:
         return []
     if not sizes:
         return [((), (), 0)]
     row, blocks = math.prod(sizes[1:]), list[Block]()
-    # A part of the first row, whole rows, a part of the last; some of them may be empty.
+    # A part of the first row, whole rows, a part of the last row; each may be empty.
     edges = (start, min(-(-start // row) * row, stop), max(stop // row * row, start), stop)
     for begin, end in pairwise(sorted(edges)):
         place, offset = divmod(begin, row)
@@ -36,15 +36,15 @@ def blocks_of(sizes: Sequence[int], start: int, stop: int) -> list[Block]:
 
 
 class ShardedTensorPiece(torch.Tensor):
-    """A tensor of the full shape of which this rank has one range, counted along the memory of its parameter."""
+    """A tensor of the full shape of which this rank has one range, in the memory order of its parameter."""
 
-    # Its memory is the range; operations on it are refused. A range of a tensor of several dimensions is not a block
+    # It allocates the range only; operations on it raise. A range of a tensor with several dimensions is not one block
     # but a few neighbouring blocks: checkpoints store these, and read them on any number of ranks.
 
     local: torch.Tensor  # the elements on this rank, flat
-    own_range: tuple[int, int]  # first element and one past the last, in the order of the dimensions in memory
+    own_range: tuple[int, int]  # the half-open range of elements on this rank, in memory order
     ranges: tuple[tuple[int, int], ...]  # the range of every rank
-    order: tuple[int, ...]  # its dimensions from the slowest in memory to the fastest
+    order: tuple[int, ...]  # the dimensions from the slowest in memory to the fastest
     ranks: Any
 
     @staticmethod
@@ -58,7 +58,7 @@ class ShardedTensorPiece(torch.Tensor):
         return made
 
     def _blocks(self) -> list[tuple[tuple[int, ...], torch.Size, torch.Tensor]]:
-        """Offsets, sizes and memory of the blocks of this rank, by the dimensions of the tensor."""
+        """The offsets, sizes and memory of this rank's blocks, in the tensor's order of dimensions."""
         sizes = [self.shape[dim] for dim in self.order]
         listed = blocks_of(sizes, *self.own_range) if self.numel() else [((0,) * len(sizes), tuple(sizes), 0)]
         inverse = self._inverse()
@@ -73,7 +73,7 @@ class ShardedTensorPiece(torch.Tensor):
         return [self.order.index(dim) for dim in range(len(self.order))]
 
     def collect(self, *, keep: bool) -> torch.Tensor | None:
-        """All of it, in CPU memory; every rank must call it."""
+        """The full tensor in CPU memory, None without `keep`; every rank must call it."""
         flat = torch.empty(self.numel(), dtype=self.dtype, device=self.device)
         for rank, (start, stop) in enumerate(self.ranges):
             if start == stop:
@@ -81,7 +81,7 @@ class ShardedTensorPiece(torch.Tensor):
             part = flat[start:stop]
             if rank == self.ranks.rank:
                 part.copy_(self.local)
-            # As bytes: neither NCCL nor gloo knows 16-bit integers.
+            # As bytes: NCCL and gloo do not support 16-bit integers.
             self.ranks.send(part.view(torch.uint8), rank)
         if not keep:
             return None
