@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from state_files import saved_and_loaded
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch_twins import argument_lists, exchanged_training
 from twins import SHAPES, assert_close, everything, make_params, set_gradients, torch_lists, train, twins
 
@@ -47,6 +48,30 @@ def test_the_state_has_torch_s_keys_and_shapes(name: str) -> None:
             assert entry[key].shape == value.shape and entry[key].dtype == value.dtype, key
     assert set(saved["param_groups"][0]) == set(wanted["param_groups"][0])
     assert set(ours.param_groups[0]) == set(torchs.param_groups[0]) and set(ours.defaults) == set(torchs.defaults)
+
+
+class _Copies(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "copy" in operation.name() or "clone" in operation.name()
+        return operation(*args, **(kwargs or {}))
+
+
+def test_a_load_copies_all_states_together() -> None:
+    copies = []
+    for count in (2, 40):
+        params = make_params([(3,)] * count)
+        optimizer = tilestep.AdamW(params)
+        train([(optimizer, params)], range(1))
+        saved = saved_and_loaded(optimizer.state_dict())
+        with _Copies() as copied:
+            optimizer.load_state_dict(saved)
+        copies.append(copied.count)
+        state = optimizer.state_dict()["state"][1]
+        assert all(torch.equal(value, state[name]) for name, value in saved["state"][1].items())
+        assert all(value.data_ptr() != state[name].data_ptr() for name, value in saved["state"][1].items())
+    assert copies[0] == copies[1] > 0
 
 
 def test_a_checkpoint_of_our_own_continues_bit_for_bit() -> None:
