@@ -336,7 +336,8 @@ def _rank(rank: int, settings: Settings, folder: str, begin: float) -> None:
         "nccl" if gpu else "gloo", store=store, rank=rank, world_size=settings.ranks, timeout=timedelta(90), **options
     )
     bench = Bench(settings, device, begin)
-    with compiled_blocks("inductor" if settings.compiled else ""):
+    backend = "aot_eager" if settings.small else "inductor"
+    with compiled_blocks(backend if settings.compiled else ""):
         bench.run()
     for note in bench.results["notes"]:
         bench.say(f"note: {note}")
