@@ -1,4 +1,4 @@
-"""Where parameters are: DTensors (FSDP2, tensor-parallel, HSDP) and plain tensors; steps work on local parts."""
+"""Placements of parameters: the part of each that this rank updates, for plain tensors, DTensors and shards."""
 
 from __future__ import annotations
 

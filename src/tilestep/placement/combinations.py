@@ -121,7 +121,7 @@ def kind_of(module: nn.Module) -> str:
 
 
 def split_kind(param: torch.Tensor) -> str:
-    """The wrapper that made a parameter a piece of a flat one; empty for other parameters."""
+    """The wrapper that made a parameter a piece of a flat parameter; empty for other parameters."""
     return FSDP1 if is_flat_part(param) else ""
 
 
@@ -147,13 +147,13 @@ def refuse_replaced(model: nn.Module, params: Iterable[torch.Tensor], sharded: i
 
 
 _following: weakref.WeakKeyDictionary[Any, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
-"""Followers, with the modules of their models: when FSDP1 announces a module it has already removed its parameters."""
+"""Followers, with the modules of their models: FSDP1 removes a module's parameters before the hook sees the module."""
 
 _watching: list[Any] = []
 
 
 def wrappers_around(holds: Callable[[Any], bool]) -> list[nn.Module]:
-    """All live wrappers that reduce gradients over ranks and contain such a parameter."""
+    """All live wrappers that reduce gradients over ranks and contain a parameter that `holds` selects."""
 
     def found() -> list[nn.Module]:
         made = living(tuple(kind for kind in (DistributedDataParallel, _fsdp1()) if kind is not None))

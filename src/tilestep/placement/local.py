@@ -1,4 +1,4 @@
-"""The part of a DTensor that lies on this rank, DTensors around such parts, and their gradients step by step."""
+"""DTensors: the local part of a parameter, its gradient and its state on this rank, and DTensors made of such parts."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from ..linalg.views import Cut
 
 
-Over = tuple[int, int]  # the first of some neighbouring dimensions, and the one after the last
+Over = tuple[int, int]  # a half-open range of dimensions
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_distributed(tensor: Any) -> bool:
-    """Whether something is a DTensor."""
+    """Whether `tensor` is a DTensor."""
     if type(tensor) in _PLAIN:
         return False
     kind = distributed_tensor_type()
@@ -38,12 +38,12 @@ def is_distributed(tensor: Any) -> bool:
 
 
 def local_part(tensor: Any) -> Any:
-    """The part of a DTensor on this rank; anything else is its own part."""
+    """The local part of a DTensor; other values unchanged."""
     return ready(local_parts([tensor])[0])
 
 
 def checked_part(label: str, param: torch.Tensor) -> torch.Tensor:
-    """The memory of a parameter on this rank."""
+    """The local part of a parameter; raises if it cannot be updated."""
     if not is_distributed(param):
         return param
     if any(placement.is_partial() for placement in param.placements):  # type: ignore[attr-defined]
@@ -60,9 +60,9 @@ def checked_part(label: str, param: torch.Tensor) -> torch.Tensor:
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
-    """Whether every rank that has a part of a tensor has all of it; the answer is the same on all of them."""
+    """Whether every rank of a tensor's mesh has all of it; the same on all ranks."""
     if tensor.is_meta:
-        # It stands for a tensor of which other ranks have other pieces.
+        # A meta tensor represents a parameter whose pieces are on several ranks.
         return False
     if not is_distributed(tensor):
         return True
@@ -72,13 +72,13 @@ def is_whole(tensor: torch.Tensor) -> bool:
 
 
 def spans_ranks(reduction: Value, cut: Mapping[int, int]) -> bool:
-    """Whether a reduction goes over a dimension along which its operand is cut."""
+    """Whether a reduction includes a dimension along which its operand is cut."""
     gone, over = range(*(reduction.args[0].over or (0, 0))), reduction.over
     return any(dim not in gone and (over is None or dim in range(*over)) for dim in cut)
 
 
 def sharded_dims(tensor: torch.Tensor) -> dict[int, int]:
-    """The dimensions along which a DTensor is cut, and in how many parts."""
+    """The dimensions along which a DTensor is cut, each with the number of parts."""
     parts: dict[int, int] = {}
     if is_distributed(tensor):
         mesh = tensor.device_mesh  # type: ignore[attr-defined]
@@ -94,13 +94,13 @@ def _placed(tensor: Any) -> str:
 
 
 def distribute(part: torch.Tensor, like: torch.Tensor, over: Over | None = None, elements: int = 1) -> torch.Tensor:
-    """A DTensor around a local part, or the part itself where the parameter is a plain tensor."""
+    """A DTensor made of a local part, or the part itself if the parameter is a plain tensor."""
     kind: Any = distributed_tensor_type()
     if kind is None or not isinstance(like, kind):
         return part
     if part.storage_offset() and dtensors_have_parts():
-        # As states on the host lie in a memory for all of them. A DTensor repeats the offset, into no memory, and
-        # `async_save` takes what it gives as its address for one.
+        # States on the host are views of shared memory. A DTensor would repeat the part's storage offset without a
+        # storage, and `async_save` would use the result as an address.
         start = part.new_empty(0).set_(part.untyped_storage(), 0, part.shape, part.stride())
         return with_part(distribute(start, like, over, elements), part)
     mesh, shape, placements = like.device_mesh, _shape_of(like, over, elements), _placements(like, over)
@@ -110,13 +110,13 @@ def distribute(part: torch.Tensor, like: torch.Tensor, over: Over | None = None,
         if has_shape_of_param and part.shape != local_part(like).shape:
             return _replicated(part, mesh)
         if part.device.type != mesh.device_type:
-            # `from_local` would copy it to the mesh's device, and checkpoints would have the copy.
+            # `from_local` would copy the part to the mesh's device, and checkpoints would load into the copy.
             return distributed_like(part, like, shape, stride, placements)
         return kind.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _shape_of(like: torch.Tensor, over: Over | None, elements: int) -> torch.Size:
-    """The shape of a whole buffer of a DTensor."""
+    """The full shape of a DTensor's buffer."""
     return torch.Size(shape_of_entries(like.shape if over is None else _without(like.shape, over), elements))
 
 
@@ -126,7 +126,7 @@ def _without(shape: torch.Size, *overs: Over) -> torch.Size:
 
 
 def _placements(like: Any, *overs: Over | None) -> tuple[Any, ...]:
-    """The placements of a parameter, replicated where they cut it along a dimension that slices have not."""
+    """The placements of a parameter, replicated where they cut a dimension in `overs`."""
     from torch.distributed.tensor import Replicate
 
     gone, dims = [dim for over in overs for dim in range(*(over or (0, 0)))], like.dim()
@@ -134,19 +134,19 @@ def _placements(like: Any, *overs: Over | None) -> tuple[Any, ...]:
 
 
 def slices_here(like: Any, *overs: Over) -> torch.Tensor:
-    """The numbers of a DTensor's slices in this rank's part, int64, in the order of the part."""
+    """The flat indices of the slices in this rank's part of a DTensor, int64, in the order of the part."""
     shape = _without(like.shape, *overs)
     numbers = _replicated(torch.arange(shape.numel(), device="cpu").view(shape), like.device_mesh)
     return local_part(numbers.redistribute(placements=_placements(like, *overs))).reshape(-1)
 
 
 def logical_coordinates(like: Any) -> list[torch.Tensor]:
-    """For each dimension of a DTensor the coordinates of its local part, int64."""
+    """For each dimension of a DTensor the global coordinates of its local part, int64."""
     return [slices_here(like, (0, dim), (dim + 1, like.dim())) for dim in range(like.dim())]
 
 
 def first_index(like: Any, label: str) -> int:
-    """The index of a DTensor's first element on this rank in the whole tensor, by its strides."""
+    """The memory index, in the full tensor, of a DTensor's first element on this rank."""
     index = 0
     for along, stride in zip(logical_coordinates(like), like.stride()):
         if not len(along):
@@ -186,7 +186,7 @@ def local_state(
 
 
 def _part_like(value: Any, like: Any, over: Over | None = None, elements: int = 1) -> torch.Tensor:
-    """This rank's part of a tensor once it is distributed as a DTensor of its shape is; all of it for other shapes."""
+    """This rank's part of a value, distributed as a buffer of `like`; the full value if its shape differs."""
     shape, placements = _shape_of(like, over, elements), _placements(like, over)
     if is_distributed(value) and value.device_mesh == like.device_mesh:
         is_same = value.shape == shape and value.placements == placements
@@ -203,14 +203,14 @@ def _part_like(value: Any, like: Any, over: Over | None = None, elements: int = 
 
 
 def _replicated(value: torch.Tensor, mesh: Any) -> Any:
-    """A replicated DTensor of a tensor that every rank has; nothing is sent."""
+    """A replicated DTensor of a tensor that every rank has, without communication."""
     from torch.distributed.tensor import DTensor, Replicate
 
     return DTensor.from_local(value.to(mesh.device_type), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def sendable(value: Any) -> Any:
-    """A tensor in a dtype that collectives take: not int16, nor floating-point numbers of 8 bits."""
+    """A tensor in a dtype that collectives support: int32 for int16, uint8 for float8."""
     if value.dtype is torch.int16:
         return value.to(torch.int32)
     return value.view(torch.uint8) if value.dtype.is_floating_point and value.dtype.itemsize == 1 else value
@@ -228,7 +228,7 @@ def gathered(value: Any) -> torch.Tensor:
 
 @torch.no_grad()
 def copy_into(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Write a tensor into another of the same full shape; each may be a DTensor, with any placements."""
+    """Copy a tensor into another of the same full shape; each may be a DTensor, with any placements."""
     if is_distributed(target):
         local_part(target).copy_(_part_like(value, target))
     elif is_distributed(value):
@@ -241,20 +241,20 @@ _PLAIN_GRADIENTS = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
 
 class LocalGradients:
-    """Finds what kernels read of the gradients of a list of parameters: of DTensors this rank's parts, and views."""
+    """Finds the tensors that kernels read for gradients: local parts of DTensors, and views of these."""
 
     def __init__(self, labels: Sequence[str], params: Sequence[torch.Tensor], cuts: Sequence[Cut | None]) -> None:
         self._labels = list(labels)
         self._params = list(params)
         self._layouts = layouts(params)
         self.views = [place for place, cut in enumerate(cuts) if cut is not None or params[place].is_complex()]
-        """The parameters that entries are views of: complex ones, and those cut into splits."""
+        """The indices of parameters whose entries are views: complex parameters, and parameters cut into splits."""
         self._cuts = cuts
 
     def parts(self, gradients: Sequence[Any]) -> list[Any]:
         """The local parts of gradients, or views of these."""
-        # A gradient that is distributed otherwise than its parameter (a partial sum, say) is redistributed, and the
-        # result becomes the parameter's `grad`: the same gradient, as later readers expect it.
+        # A gradient whose placements differ from its parameter's (for example a partial sum) is redistributed, and the
+        # result becomes the parameter's `grad`, with the placements that later readers expect.
         now = layouts(gradients)
         if not all(map(operator.is_, now, self._layouts)):
             gradients = list(gradients)
@@ -269,7 +269,7 @@ class LocalGradients:
                 ):
                     gradients[place] = self._placed(place, gradients[place], layout)
                 else:
-                    # The next gradients often come with the same description.
+                    # Later gradients often share this spec: compare identities first.
                     self._layouts[place] = layout
         parts = local_parts(gradients)
         if not set(map(type, parts)) <= _PLAIN_GRADIENTS:
@@ -280,7 +280,7 @@ class LocalGradients:
         return parts
 
     def _viewed(self, place: int, gradient: Any) -> Any:
-        # A gradient that torch conjugates lazily is resolved, and that becomes the parameter's `grad`.
+        # A lazily conjugated gradient is resolved, and the result becomes the parameter's `grad`.
         param, cut = self._params[place], self._cuts[place]
         if param.is_complex() and gradient.dtype is not param.dtype:
             raise GradientError(
@@ -317,19 +317,19 @@ REAL_INSTEAD = (
     "make the module's parameter the pairs of reals, torch.view_as_real of it, and have its forward call "
     "torch.view_as_complex"
 )
-"""What messages advise where complex parameters are refused."""
+"""The remedy in messages that refuse complex parameters."""
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """The real and imaginary parts of a complex tensor in a last dimension of two, a view; a real tensor as it is."""
+    """A view of a complex tensor's real and imaginary parts in a last dimension of size 2; a real tensor unchanged."""
     return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
 
 
 def as_complex(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A buffer that belongs to what `as_real` makes of a tensor, as one that belongs to the tensor."""
+    """A buffer of `as_real(like)` as a buffer of `like`: the inverse of `as_real`."""
     return torch.view_as_complex(tensor) if like.is_complex() else tensor
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor, of which a complex one's memory holds its values: torch conjugates and negates lazily."""
+    """Resolve torch's lazy conjugation and negation of a complex tensor."""
     return tensor.resolve_conj().resolve_neg() if tensor.is_complex() else tensor

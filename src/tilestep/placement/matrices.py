@@ -1,4 +1,4 @@
-"""Owners for matrices of which ranks have parts: buckets travel to their owners, and back."""
+"""Matrices that are sharded over ranks (for Muon): each is gathered on an owner in buckets, and sent back."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ..linalg.views import Cut
 from .local import local_part, logical_coordinates
 from .reduction import all_gather_flat, group_of
 
-Bounds = tuple[slice, ...]  # of a part in the whole, for each dimension
+Bounds = tuple[slice, ...]  # a part's range in the whole, per dimension
 
 OWNED_IN_A_BUCKET = 1 << 26
-"""Elements of an owner's matrices in a bucket. Fewer take products more time: a batch of few large matrices leaves
-multiprocessors idle. More would hide less: nothing is computed while the first bucket arrives."""
+"""Elements of each owner's matrices in a bucket. With fewer, products are slower: a batch of few large matrices leaves
+multiprocessors idle. With more, less communication is hidden: nothing is computed while the first bucket arrives."""
 
-_ALIGNMENT = 64  # elements between which parts begin in a message
+_ALIGNMENT = 64  # alignment of parts in a message, in elements
 
 
 def take_in_matrix(
@@ -36,16 +36,16 @@ def take_in_matrix(
     everywhere: bool,
     cut: Cut | None = None,
 ) -> tuple[MatrixExchange, int]:
-    """The exchange of a DTensor's matrices, and their number in it.
+    """Add a DTensor's matrices to an exchange; returns the exchange, and their number in it.
 
     Args:
-        exchanges: those made so far; one serves all DTensors that the same ranks share.
-        label: what messages call the DTensor.
+        exchanges: the exchanges so far; DTensors that the same ranks share have the same exchange.
+        label: the DTensor's name in messages.
         param: the DTensor.
-        lead: its first dimensions that count matrices. Ranks with other matrices exchange nothing.
-        work: what its matrices cost their owner, in any unit.
-        everywhere: whether every rank works on all matrices, as where it keeps states of them.
-        cut: the rows that are meant; None for all.
+        lead: the number of leading batch dimensions. Ranks with different matrices of the batch exchange nothing.
+        work: the cost of its matrices for their owner, in any unit.
+        everywhere: whether every rank computes all matrices, for example because it keeps states of them.
+        cut: the rows that belong to the matrices; None for all rows.
     """
     mesh, coordinate = param.device_mesh, param.device_mesh.get_coordinate()
 
@@ -62,14 +62,14 @@ def take_in_matrix(
 
 
 class Layout(NamedTuple):
-    """Which part of a tensor each rank has, and which ranks have the same."""
+    """The part of a tensor on each rank, and which ranks have equal parts."""
 
-    shape: torch.Size  # of all matrices that the ranks share
+    shape: torch.Size  # the shape of all matrices that the ranks share
     bounds: list[Bounds]
-    copies: list[tuple[int, ...]]  # ranks with equal numbers have all parts together
+    copies: list[tuple[int, ...]]  # ranks with equal entries together hold every part once
 
     def of(self, cut: Cut) -> Layout:
-        """That of some rows."""
+        """The layout of some rows."""
         dim, rows = cut.dim, self.shape[cut.dim]
 
         def inside(bounds: Bounds) -> Bounds:
@@ -80,7 +80,7 @@ class Layout(NamedTuple):
 
 
 class MatrixExchange:
-    """Matrices that the same ranks have parts of. Each is worked on by its owner, or by every rank."""
+    """Matrices that the same ranks share; each is computed by its owner, or by every rank."""
 
     def __init__(self, ranks: Sequence[int], mesh: Any, everywhere: bool) -> None:
         self.group = group_of(ranks, [mesh])
@@ -88,12 +88,12 @@ class MatrixExchange:
         self.everywhere = everywhere
         self._members = ranks
         self._known: dict[Any, Layout] = {}
-        self.layouts: list[Layout] = []  # of each DTensor, by its number
+        self.layouts: list[Layout] = []  # per DTensor, by its number
         self._work: list[float] = []
         self._owners: list[int] | None = None
 
     def add(self, label: str, param: Any, lead: int, work: float, cut: Cut | None) -> int:
-        """Take in a DTensor, or some of its rows; the number."""
+        """Add a DTensor, or some of its rows; returns its number."""
         key = param.device_mesh, param.placements, param.shape, lead, cut
         if key not in self._known:
             whole = self._layout(label, param, lead)
@@ -108,7 +108,7 @@ class MatrixExchange:
         grid = mesh.mesh.cpu().numpy()
         shape = torch.Size((*local_part(param).shape[:lead], *param.shape[lead:]))
         cuts = [at for at, cut in enumerate(placements) if not cut.is_replicate() and cut.dim % dims >= lead]
-        # What tensor parallelism cuts, FSDP cuts again: its placement, further to the left, says so.
+        # FSDP cuts the local parts of tensor parallelism, although its placement is further to the left.
         cuts.sort(key=lambda at: not placements[at].is_shard())
         replicated = [at for at, cut in enumerate(placements) if cut.is_replicate()]
         bounds, copies = [], []
@@ -131,7 +131,7 @@ class MatrixExchange:
         return Layout(shape, bounds, copies)
 
     def owner(self, place: int) -> int:
-        """The rank that works on a DTensor's matrices: the most work first, each to the rank with the least so far."""
+        """The rank that computes a DTensor's matrices: assigned by decreasing work, each to the rank with the least."""
         if self._owners is None:
             load, self._owners = [0.0] * self.size, [0] * len(self._work)
             for one in sorted(range(len(self._work)), key=lambda at: (-self._work[at], at)):
@@ -140,10 +140,10 @@ class MatrixExchange:
         return self._owners[place]
 
     def buckets(self, kinds: Mapping[int, Hashable]) -> Iterator[Bucket]:
-        """The buckets of these DTensors: in each every owner has some of its own, in this order.
+        """The buckets of these DTensors, in this order; each bucket has matrices for every owner.
 
         Args:
-            kinds: of each DTensor by its number what it has in common with those that are worked on together.
+            kinds: for each DTensor, by its number, a key that is equal for DTensors to be computed in one batch.
         """
         if self.everywhere:
             yield Bucket(self, kinds, list(kinds))
@@ -166,17 +166,17 @@ class MatrixExchange:
 
 
 class Run(NamedTuple):
-    """DTensors of one layout and one kind, which are copied together."""
+    """DTensors of the same layout and kind, which are copied together."""
 
-    places: list[int]  # their numbers
+    places: list[int]  # the DTensors' numbers
     layout: Layout
 
 
 class _Message:
-    """Parts of DTensors one behind the other, in a section for each rank."""
+    """The layout of a message: parts of DTensors, in one section per rank."""
 
     def __init__(self, sections: Sequence[Sequence[tuple[Run, int]]], least: int = 0) -> None:
-        # A section lists runs, each with the rank whose parts these are, and has at least so many elements.
+        # A section lists runs, each with the rank whose parts it contains, and has at least `least` elements.
         self.sizes: list[int] = []
         self._parts: list[tuple[Run, Bounds, list[int], list[int], int]] = []
         for section in sections:
@@ -194,13 +194,13 @@ class _Message:
         return sum(self.sizes)
 
     def parts(self, memory: torch.Tensor) -> Iterator[tuple[Run, Bounds, torch.Tensor]]:
-        """Each run, what of its DTensors is in the message, and the memory of these parts."""
+        """Each run, the bounds of its parts in the whole, and the memory of these parts."""
         for run, bounds, shape, strides, begin in self._parts:
             yield run, bounds, memory.as_strided(shape, strides, begin)
 
 
 class Bucket:
-    """DTensors whose matrices travel to their owners in one message to each, and back in one from each."""
+    """DTensors whose parts are sent to owners in one all-to-all, and back in another."""
 
     def __init__(self, exchange: MatrixExchange, kinds: Mapping[int, Hashable], places: Sequence[int]) -> None:
         ranks, rank, everywhere = range(exchange.size), exchange.rank, exchange.everywhere
@@ -212,15 +212,15 @@ class Bucket:
             return [Run(run, layouts[run[0]]) for run in (list(group) for _, group in grouped)]
 
         self.own = runs_of(rank)
-        """The DTensors whose matrices this rank works on."""
+        """The DTensors whose matrices this rank computes."""
         self._group, self._everywhere = exchange.group, everywhere
         listed = [[(run, other) for run in self.own] for other in ranks]
-        least = max(len(_Message([section])) for section in listed) if everywhere else 0  # messages of one length
+        least = max(len(_Message([section])) for section in listed) if everywhere else 0  # equal lengths for all-gather
         here = [listed[rank]] if everywhere else [[(run, rank) for run in runs_of(other)] for other in ranks]
         self._here = _Message(here, least)
 
         def sent(sections: Sequence[Sequence[tuple[Run, int]]]) -> list[list[tuple[Run, int]]]:
-            # Of ranks that have the same part one sends it.
+            # One of the ranks with equal parts sends the part.
             return [
                 [one for one in section if one[0].layout.copies[rank] == one[0].layout.copies[other]]
                 for other, section in enumerate(sections)
@@ -228,19 +228,19 @@ class Bucket:
 
         self._leaving, self._arriving = _Message(sent(here)), _Message(sent(listed), least)
         self._returning = _Message(listed)
-        self.arriving = len(self._arriving)  # elements of what `gather` receives
-        self.returning = 0 if everywhere else len(self._returning)  # of what `scatter` sends
+        self.arriving = len(self._arriving)  # elements that `gather` receives
+        self.returning = 0 if everywhere else len(self._returning)  # elements that `scatter` sends
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Zeros for this rank's parts, which lie as they travel: neither way needs a copy."""
+        """Zeros for this rank's parts, in the layout of messages, so that neither direction needs a copy."""
         return torch.zeros(len(self._here), dtype=dtype, device=device)
 
     def parts(self, memory: torch.Tensor) -> dict[int, torch.Tensor]:
-        """This rank's part of each DTensor in such memory."""
+        """Views of this rank's part of each DTensor, in memory of `allocate`."""
         return {place: part for run, _, parts in self._here.parts(memory) for place, part in zip(run.places, parts)}
 
     def gather(self, memory: torch.Tensor, received: torch.Tensor) -> Callable[[], object]:
-        """Begin to send this rank's parts to owners; returns what waits for the parts of this rank's own DTensors."""
+        """Start to send this rank's parts to the owners; returns a function that waits for the parts it receives."""
         if self._everywhere:
             work = all_gather_flat(
                 received.view(torch.uint8), memory.view(torch.uint8), group=self._group, async_op=True
@@ -255,16 +255,16 @@ class Bucket:
         return self._exchanged(received, self._arriving, memory, self._leaving).wait
 
     def unpack(self, received: torch.Tensor, wholes: Mapping[int, torch.Tensor]) -> None:
-        """Put what has arrived into whole tensors, those of a run in one, by the number of its first."""
+        """Copy received parts into whole tensors, one per run, keyed by the number of the run's first DTensor."""
         copy_all(*_pairs(wholes, self._arriving, received))
 
     def pack(self, wholes: Mapping[int, torch.Tensor], memory: torch.Tensor, message: torch.Tensor) -> None:
-        """Put parts of whole tensors into the message for `scatter`, or where this rank's parts are."""
+        """Copy parts of whole tensors into the message for `scatter`; with `everywhere`, into this rank's parts."""
         place = (self._here, memory) if self._everywhere else (self._returning, message)
         copy_all(*reversed(_pairs(wholes, *place)))
 
     def scatter(self, message: torch.Tensor, memory: torch.Tensor) -> Callable[[], object]:
-        """Begin to send parts of whole tensors back into the memory of `allocate`; returns what waits for them."""
+        """Start to send results back into memory of `allocate`; returns a function that waits for them."""
         if self._everywhere:
             return lambda: None
         return self._exchanged(memory, self._here, message, self._returning).wait
@@ -278,7 +278,7 @@ class Bucket:
 
 
 def _pairs(wholes: Mapping[int, torch.Tensor], message: _Message, memory: torch.Tensor) -> list[list[torch.Tensor]]:
-    """Parts in whole tensors, and the same parts in a message."""
+    """Views of parts in whole tensors, and of the same parts in a message."""
     parts = list(message.parts(memory))
     inside = [wholes[run.places[0]][(slice(None), *bounds)] for run, bounds, _ in parts]
     return [inside, [own for _, _, own in parts]]

@@ -1,4 +1,4 @@
-"""Memory of parameters that the GPUs of one host read from each other."""
+"""Memory of parameters that GPUs of the same host read from each other directly, without collectives."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .reduction import Ranks, gather_in
 
 
 class MappedMemory:
-    """Flat memory of torch's allocator, which the other ranks map by CUDA's IPC.
+    """Flat memory of torch's allocator, which the other ranks map by CUDA IPC.
 
-    So it is counted as any other, and can be given to further processes as any other. Ranks meet in a word of
-    symmetric memory. What fails is a `RuntimeError`.
+    So torch's memory statistics count it, and tensors in it can be shared with further processes. Ranks synchronize by
+    a word of symmetric memory. Raises `RuntimeError` if any part fails.
     """
 
-    offer: bytes  # what another rank must know to find it
+    offer: bytes  # the handle and offset with which another rank maps it
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         _require_nvidia(device)
@@ -35,31 +35,31 @@ class MappedMemory:
         self._addresses: dict[int, int] = {}
 
     def find(self, rank: int, offers: Sequence[bytes]) -> None:
-        """Map the others' memory; `offers` are those of all ranks, of which this one is `rank`."""
+        """Map the memory of the other ranks; `offers` has one offer per rank, `rank` is this rank."""
         driver, device = driver_of_this_process(), self.memory.device
         for other, offer in enumerate(offers):
             if other != rank:
                 base, self._addresses[other] = driver.open(offer, device)
-                # Not when the process ends, and everything with it.
+                # Not at exit: the driver unmaps everything.
                 weakref.finalize(self, driver.close, base, device).atexit = False
 
     def meet_first(self, group: Any) -> None:
-        """Get ready to meet; all ranks of the group call it."""
+        """Set up `meet`; all ranks of the group must call it."""
         self._signals.meet_first(group)
 
     def of(self, rank: int, first: int, stop: int) -> torch.Tensor:
-        """Elements of a rank's memory, which copies read."""
+        """A view of a rank's memory, as the source of copies."""
         dtype = self.memory.dtype
         address = self._addresses[rank] + first * dtype.itemsize
         return tensor_at(address, stop - first, dtype, self.memory.device)
 
     def meet(self) -> None:
-        """Let what comes next in the current stream wait until all ranks are here in theirs."""
+        """A barrier of the current streams of all ranks; the host does not wait."""
         self._signals.meet()
 
 
 class OwnMemory(SymmetricMemory):
-    """Memory that torch's allocator knows nothing of: it does where that has none that can be mapped."""
+    """Symmetric memory outside of torch's caching allocator, for configurations whose memory IPC cannot map."""
 
     offer = b""
 
@@ -68,7 +68,7 @@ class OwnMemory(SymmetricMemory):
         super().__init__(numel, dtype, device)
 
     def find(self, rank: int, offers: Sequence[bytes]) -> None:
-        """`meet_first` does."""
+        """Nothing: `meet_first` maps the memory."""
 
 
 def _require_nvidia(device: torch.device) -> None:
@@ -78,21 +78,21 @@ def _require_nvidia(device: torch.device) -> None:
 
 PeerMemory = MappedMemory | OwnMemory
 WAYS: tuple[type[PeerMemory], ...] = (MappedMemory, OwnMemory)
-"""The first is as good as memory that is not shared. The others have a price, and are for those who ask for them."""
+"""The first way costs nothing. The second is outside of torch's allocator: only `param_buffer="peers"` uses it."""
 
 
 def share_memory(
     numel: int, dtype: torch.dtype, device: torch.device, ranks: Ranks, ways: Sequence[type[PeerMemory]]
 ) -> tuple[PeerMemory | None, str]:
-    """Zeroed memory that the ranks that split the state read from each other, and why there is none.
+    """Zeroed memory that ranks read from each other, or None and the reason.
 
-    All ranks decide together: if one of them cannot, none of them has it. They try the ways one after the other.
+    All ranks decide together: if a rank cannot, no rank has it. The ways are tried in order.
     """
     hosts = set(gather_in(ranks.shard, socket.gethostname()))
     apart = f"ranks that split the state are on {len(hosts)} hosts" if len(hosts) > 1 else ""
     first = next(filter(None, ranks.gather_objects(apart)), "")
     for way in () if first else ways:
-        # Each part of it on all ranks, before any begins with the next.
+        # All ranks finish each step before the next.
         made, reason = _together(ranks, partial(way, numel, dtype, device))
         if not reason:
             offers = gather_in(ranks.shard, made.offer)
@@ -101,28 +101,28 @@ def share_memory(
             reason = reason or _together(ranks, partial(_verify, made, ranks))[1]
             if not reason:
                 return made, ""
-        made, first = None, first or reason  # what was made is free before the next way allocates
+        made, first = None, first or reason  # free the memory before the next way allocates
     return None, first
 
 
 def _together(ranks: Ranks, work: Callable[[], Any]) -> tuple[Any, str]:
-    """What it gives here, and why the first rank on which it fails cannot do it; empty if all can."""
+    """The result of `work` on this rank, and the error of the first rank on which it fails; empty if none fails."""
     result, reason = None, ""
     try:
         result = work()
     except Exception as error:
-        # Whatever it is: the other ranks wait for this one's answer.
+        # Any error: the other ranks wait for this rank's answer.
         reason = first_line(error)
     return result, next(filter(None, ranks.gather_objects(reason)), "")
 
 
 _SAMPLE = 64
-"""Elements that ranks read from each other once, before anything depends on it."""
+"""The number of elements that ranks read from each other to verify the mapping."""
 
 
 @torch.no_grad()
 def _verify(made: PeerMemory, ranks: Ranks) -> None:
-    """Read what the others have written: machines are known on which copies between GPUs bring something else."""
+    """Verify reads of other ranks' memory: on some machines copies between GPUs return wrong values."""
     sample = made.memory[:_SAMPLE]
     sample.fill_(ranks.rank + 1)
     made.meet()
@@ -144,7 +144,7 @@ class _Handle(ctypes.Structure):
 
 
 class Driver:
-    """CUDA's driver: what processes need to map each other's memory. An error is a `RuntimeError`."""
+    """The functions of CUDA's driver that map memory of other processes. Errors raise `RuntimeError`."""
 
     _LAZY_PEER_ACCESS = 1
 
@@ -157,7 +157,7 @@ class Driver:
             raise RuntimeError(f"CUDA's driver shares no memory between processes: {error}") from error
 
     def export(self, memory: torch.Tensor) -> bytes:
-        """What another process opens: a handle of the allocation that a tensor is in, and where it begins in that."""
+        """The offer of a tensor: its offset in its allocation, and the allocation's IPC handle."""
         address, base, size = ctypes.c_uint64(memory.data_ptr()), ctypes.c_uint64(), ctypes.c_size_t()
         handle = _Handle()
         with torch.cuda.device(memory.device):
@@ -165,7 +165,7 @@ class Driver:
                 "find the allocation of memory",
                 self._library.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), address),
             )
-            # Not that of expandable segments, nor of cudaMallocAsync.
+            # Fails for expandable segments and cudaMallocAsync.
             self._check(
                 "share memory of torch's allocator as it is set up",
                 self._library.cuIpcGetMemHandle(ctypes.byref(handle), base),
@@ -173,7 +173,7 @@ class Driver:
         return (address.value - base.value).to_bytes(8, "little") + bytes(handle)
 
     def open(self, offer: bytes, device: torch.device) -> tuple[int, int]:
-        """Where such an allocation is mapped, and the tensor in it."""
+        """Map an offer; the addresses of the allocation and of the tensor in it."""
         handle, base = _Handle.from_buffer_copy(offer[8:]), ctypes.c_uint64()
         with torch.cuda.device(device):
             code = self._open(ctypes.byref(base), handle, self._LAZY_PEER_ACCESS)
@@ -181,9 +181,9 @@ class Driver:
         return base.value, base.value + int.from_bytes(offer[:8], "little")
 
     def close(self, base: int, device: torch.device) -> None:
-        """Map it no longer; copies that still read it come first."""
+        """Unmap an allocation after all copies that read it."""
         if is_capturing():
-            # Nobody can wait for copies now: it stays mapped until the process ends.
+            # A capture allows no wait: the allocation stays mapped until the process exits.
             return
         with torch.cuda.device(device):
             torch.cuda.synchronize(device)
@@ -197,4 +197,4 @@ class Driver:
 
 
 driver_of_this_process = functools.cache(Driver)
-"""The driver, once it has been loaded."""
+"""The process's driver, loaded at the first call."""

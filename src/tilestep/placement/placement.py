@@ -1,4 +1,4 @@
-"""What a rank updates of a parameter: all of a plain tensor, its part of a DTensor, a section of a bucket."""
+"""`Share` and `Placement`: the part of a parameter that this rank updates, of a plain tensor, DTensor or bucket."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class Share:
-    """What this rank updates of a parameter: an entry of its plan."""
+    """This rank's part of a parameter: an entry of the plan."""
 
-    label: str  # what messages call the parameter
-    listed: str  # what its param group calls it: formats may go by the name in it
-    param: torch.Tensor  # as users have it, the key of its state
-    holder: torch.Tensor  # whose `grad` and `requires_grad` steps look at: the parameter, or this rank's section of it
+    label: str  # the parameter's name in messages
+    listed: str  # its label in the param group; formats may depend on the name in it
+    param: torch.Tensor  # the user's parameter, the key of its state
+    holder: torch.Tensor  # the tensor whose `grad` and `requires_grad` steps read: the parameter, or this rank's piece
     group_index: int
     group: dict[str, Any]
-    ordinal: int  # its place among all parameters
-    local: torch.Tensor  # what kernels update: `holder`, the local part of a DTensor, or its copy on the host
-    exchanges: Sequence[Any] = ()  # of matrices of which ranks have parts, for each size: an exchange, the number there
-    whole: torch.Tensor | None = None  # on the meta device, all of a parameter of which `holder` is a cut section
-    start: int | None = None  # of a cut section the first element, counted along the parameter's memory
-    order: tuple[int, ...] = ()  # of a cut section the parameter's dimensions from the slowest in memory to the fastest
+    ordinal: int  # the parameter's index among all parameters
+    local: torch.Tensor  # the tensor that kernels update: `holder`, a DTensor's local part, or a copy on the host
+    exchanges: Sequence[Any] = ()  # for sharded matrices, by size: a `MatrixExchange`, and the number in it
+    whole: torch.Tensor | None = None  # for a piece of a cut parameter, a meta tensor of the parameter's shape
+    start: int | None = None  # for a piece of a cut parameter, its first element, in memory order
+    order: tuple[int, ...] = ()  # for such a piece, the parameter's dimensions in memory order, the slowest first
 
     def logical(self, index: torch.Tensor) -> torch.Tensor:
-        """Flat indices into the parameter, of flat indices into a section."""
+        """Convert flat indices into a piece to flat indices into the parameter."""
         if self.start is None:
             return index
         rest = index.to(torch.int64) + self.start
@@ -48,35 +48,35 @@ class Share:
 
 
 Listed = tuple[str, int, dict[str, Any], torch.Tensor]
-"""A parameter's label in messages, the index of its group, its group, and the parameter."""
+"""A parameter's label in messages, the index of its param group, the param group, and the parameter."""
 
 
 class Placement:
-    """Plain tensors and DTensors, which tell where they are. A new placement is a class derived from this one."""
+    """The placement of plain tensors and DTensors; other placements derive from this class."""
 
-    device: torch.device | None = None  # where a rank without shares takes part in decisions; None if it does not
-    tables_cover_all = False  # whether statistics have columns for parameters of which this rank has no share
+    device: torch.device | None = None  # the device on which a rank without shares joins decisions; None if it does not
+    tables_cover_all = False  # whether statistics have columns for parameters without a share on this rank
 
     def share(self, listed: Listed, ordinal: int) -> Share | None:
-        """This rank's share of a parameter; None if other ranks have all of it."""
+        """This rank's share of a parameter; None if other ranks own all of it."""
         label, group_index, group, param = listed
         return Share(label, label, param, param, group_index, group, ordinal, param)
 
     def holder(self, param: torch.Tensor) -> torch.Tensor:
-        """The tensor that steps update in place of a parameter of which this rank has a share."""
+        """The tensor that steps update for a parameter with a share on this rank."""
         return param
 
     def own_state(self, share: Share, rule: Rule, saved: Mapping[str, Any]) -> Mapping[str, Any]:
-        """This rank's part of a checkpoint's values; those of DTensors are cut later."""
+        """This rank's part of a checkpoint's values; values of DTensors are cut later."""
         return saved
 
     def sharers(self, params: Iterable[torch.Tensor]) -> ReductionGroup | None:
-        """The ranks that hold parts of the same parameters, before there is a plan; None if no other does."""
+        """The ranks that hold parts of the same parameters, before a plan exists; None if no other rank does."""
         parts = [("a parameter", param) for param in params if is_distributed(param)]
         return ReductionGroup.of_tensors(parts) if parts else None
 
     def take_part(self, plan: Any) -> None:
-        """Tell a plan which ranks decide its steps together and combine its reductions."""
+        """Set the ranks over which a plan takes decisions and combines reductions."""
 
 
-LOCAL = Placement()  # the plain placement, which every optimizer begins with
+LOCAL = Placement()  # the placement of every new optimizer

@@ -1,4 +1,4 @@
-"""Communication: reductions of numbers, collectives of buckets."""
+"""Communication between ranks: `ReductionGroup` reduces numbers of a step, `Ranks` sends buckets of a shard."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from ..devices import is_host
 from ..errors import GradientError
 from .local import is_distributed
 
-# Their names until torch 2.12.
+# Named reduce_scatter_tensor and all_gather_into_tensor until torch 2.12.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _AVERAGED = (torch.bfloat16, torch.float32, torch.float64)
-"""Not float16: a small gradient that is divided before it is added up loses bits, or becomes zero."""
+"""Not float16: a small gradient that is divided before the sum loses bits, or becomes zero."""
 
 
 _OPERATIONS: tuple[Any, Any] = (dist.ReduceOp.SUM, dist.ReduceOp.AVG) if dist.is_available() else (None, None)
-"""The operations of sums and of means."""
+"""The reduce operations of sums and means."""
 
 _groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
-"""Process groups made here, for each initialization of torch.distributed."""
+"""Process groups made by `group_of`, per initialization of torch.distributed."""
 
 _counts: weakref.WeakKeyDictionary[Any, Counter[Hashable]] = weakref.WeakKeyDictionary()
-"""The optimizers numbered so far, for each initialization of torch.distributed."""
+"""The number of optimizers so far, per initialization of torch.distributed."""
 
 
 def next_number(among: Hashable) -> int:
-    """The number of an optimizer among those of the same ranks, in the order in which they are constructed."""
+    """The number of a new optimizer among all optimizers of the same ranks, in the order of construction."""
     counts = _counts.setdefault(dist.group.WORLD, Counter())
     counts[among] += 1
     return counts[among]
 
 
 def message_length(numbers: int) -> int:
-    """The length of a message of so many numbers: the same for most optimizers."""
-    # A backend that gets messages of different lengths from optimizers in different orders hangs or ends the process.
+    """The padded length of a message, the same for most optimizers."""
+    # If ranks step optimizers in different orders, messages of different lengths make backends hang or abort.
     return max(1024, 1 << (numbers - 1).bit_length())
 
 
 class Received(NamedTuple):
-    """Numbers that all ranks have combined, on their way to the host, and what they must be."""
+    """Reduced numbers that are copied to the host, and their expected values."""
 
     expected: list[float]
     values: torch.Tensor
@@ -59,7 +59,7 @@ class Received(NamedTuple):
 
     @classmethod
     def begin(cls, expected: list[float], values: torch.Tensor) -> Received:
-        """Begin to copy numbers to the host."""
+        """Start the copy of numbers to the host."""
         if not values.is_cuda:
             return cls(expected, values.clone(), None)
         pinned = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
@@ -69,21 +69,21 @@ class Received(NamedTuple):
         return cls(expected, pinned, event)
 
     def as_expected(self) -> bool:
-        """Whether the ranks agree; waits for the device."""
+        """Whether the numbers have the expected values; waits for the device."""
         if self.event is not None:
             self.event.synchronize()
         return self.values.tolist() == self.expected
 
 
 class ReductionGroup:
-    """Ranks that combine numbers, with the same result on each of them, to the last bit."""
+    """Ranks that reduce numbers, with bitwise equal results on all of them."""
 
-    # They are those of process groups, which are reduced over one after the other and hold each part of a tensor once;
-    # or, by `of_tensors`, all ranks of the meshes of some DTensors.
-    # The messages of an optimizer with a number begin with a tag, a hash of that number. Ranks that step optimizers in
-    # different orders combine messages of both: then the combined tag differs from that of one optimizer. A CPU knows
-    # it before it uses the numbers. The host of a GPU waits for the first message; later it looks at tags that have
-    # arrived, without a wait.
+    # The ranks of process groups, which are reduced in turn and hold each part of a tensor once; or, by `of_tensors`,
+    # all ranks of the meshes of some DTensors.
+    # If an optimizer has a number, its messages begin with a tag, a hash of the number. Ranks that step optimizers in
+    # different orders mix their messages: then the reduced tag differs from the expected tag. On a CPU the tag is
+    # checked before the numbers are used. On a GPU the host waits for the first message only; later it checks tags
+    # that have arrived, without a wait.
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class ReductionGroup:
     ) -> None:
         if groups:
             ranks = dist.get_process_group_ranks(groups[0])
-        self.ranks: Sequence[int] = ranks or ()  # of several process groups those of the first
+        self.ranks: Sequence[int] = ranks or ()  # with several process groups, the ranks of the first group
         self.size = len(self.ranks)
         self._process_groups, self._meshes, self._number = groups, meshes, number
         self._shares: dict[Any, float] = {}
@@ -104,7 +104,7 @@ class ReductionGroup:
 
     @cached_property
     def _groups(self) -> list[tuple[Any, bool]]:
-        """The process groups of more than one rank, and whether each takes tensors on the host."""
+        """The process groups with several ranks, and whether the backend of each supports host tensors."""
         if self._process_groups is not None:
             groups = [group for group in self._process_groups if dist.get_world_size(group) > 1]
         else:
@@ -114,11 +114,11 @@ class ReductionGroup:
 
     @classmethod
     def of_tensors(cls, tensors: Sequence[tuple[str, Any]], number: int | None = None) -> ReductionGroup:
-        """All ranks of the meshes of labelled DTensors; `number` is that of the optimizer whose numbers these are."""
-        # Several meshes may be given if one holds the others, or if all are slices of one mesh; then a tensor on a
-        # smaller mesh, and a plain one, is held by the other ranks too, as by tensor-parallel ranks whose norms'
-        # weights FSDP shards. A sum over all tensors is one all-reduce: each rank adds its part of a shard once, and of
-        # what several ranks hold the same share.
+        """All ranks of the meshes of labelled DTensors; `number` is the optimizer's, see `next_number`."""
+        # The meshes may differ if one contains the others, or if all are slices of one mesh. The other ranks then hold
+        # copies of a plain tensor, or of a tensor on a smaller mesh: tensor-parallel ranks hold copies of norm weights
+        # that only FSDP shards. A sum over all tensors is one all-reduce: each rank adds its parts, divided by the
+        # number of ranks with the same part.
         meshes: list[Any] = []
         labels: list[str] = []
         for label, tensor in tensors:
@@ -129,11 +129,11 @@ class ReductionGroup:
 
     @property
     def rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's index in `ranks`."""
         return self.ranks.index(dist.get_rank())
 
     def leads(self, tensor: Any) -> bool:
-        """Whether this is the first of the ranks that hold the same part of a tensor."""
+        """Whether this rank is the first with its part of a tensor."""
         if not self._meshes:
             return True
         if not is_distributed(tensor):
@@ -144,7 +144,7 @@ class ReductionGroup:
         return self.ranks[0] in mesh.mesh and all(firsts)
 
     def share(self, tensor: Any, over: tuple[int, int] | None = None) -> float:
-        """What a rank's sums over its part of a tensor count: 1 over the number of ranks that hold the same part."""
+        """The weight of this rank's sums over its part of a tensor: 1 / the number of ranks with the same part."""
         if not self._meshes:
             return 1.0
         if not is_distributed(tensor):
@@ -159,7 +159,7 @@ class ReductionGroup:
         return self._shares[mesh, placements, gone]
 
     def add(self, values: torch.Tensor) -> None:
-        """Replace numbers by their sums over the ranks; after the first time no rank waits on the host for a GPU."""
+        """Replace numbers by their sums over the ranks; after the first call no host waits for a GPU."""
         if self._groups:
             self._combine(values, dist.ReduceOp.SUM)
 
@@ -169,7 +169,7 @@ class ReductionGroup:
         values.div_(self._count)
 
     def largest(self, values: torch.Tensor) -> None:
-        """Replace numbers by the largest over the ranks; NaN on one gives NaN on all."""
+        """Replace numbers by their maxima over the ranks; NaN propagates."""
         if not self._groups:
             return
         is_nan = values.isnan()
@@ -178,7 +178,7 @@ class ReductionGroup:
         values.copy_(torch.where(both[1] > 0, torch.nan, both[0]))
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors of all ranks, of the same shape, in a dtype that collectives take."""
+        """All-gather tensors of the same shape, in a dtype that collectives support."""
         if not self._groups:
             return [values]
         group, takes_host = self._groups[0]
@@ -189,7 +189,7 @@ class ReductionGroup:
 
     @cached_property
     def _count(self) -> int:
-        """How many ranks the messages are sent to."""
+        """The number of ranks that a message is reduced over."""
         return math.prod(dist.get_world_size(group) for group, _ in self._groups)
 
     def _combine(self, values: torch.Tensor, operation: Any) -> None:
@@ -198,13 +198,13 @@ class ReductionGroup:
             return
         frame = values.shape, values.device, operation
         if frame not in self._frames:
-            tag = float(zlib.crc32(repr((self._number, tuple(values.shape))).encode()))  # its sums are exact
+            tag = float(zlib.crc32(repr((self._number, tuple(values.shape))).encode()))  # float64 sums of it are exact
             head = values.new_tensor([tag, -tag], dtype=torch.float64)
             count = len(head) + values.numel()
             tail = head.new_zeros(message_length(count) - count)
             times = self._count if operation == dist.ReduceOp.SUM else 1
             self._frames[frame] = head, tail, [tag * times, -tag * times]
-        head, tail, expected = self._frames[frame]  # a tag, zeros, and the tag that all ranks have together
+        head, tail, expected = self._frames[frame]  # the tag, padding, and the expected reduced tag
         message = torch.cat([head, values.reshape(-1), tail])
         self._all_reduce(message, operation)
         self._compare(message[: len(head)], expected)
@@ -239,12 +239,12 @@ class ReductionGroup:
 
 
 def _on_gpu(values: torch.Tensor) -> torch.Tensor:
-    """Numbers on a GPU, for a backend that takes no others: parameters may be on the host."""
+    """Copy host numbers to the GPU, for a backend that supports only CUDA tensors."""
     return values.cuda() if is_host(values.device) and torch.cuda.is_available() else values
 
 
 def _ranks_of(meshes: Sequence[Any], labels: Sequence[str]) -> list[int]:
-    """The ranks of the largest mesh if it holds all others, else those of the smallest slice of the root that does."""
+    """The ranks of the largest mesh if it contains all others, else of the smallest slice of the root that does."""
     members = [set(mesh.mesh.flatten().tolist()) for mesh in meshes]
     largest = max(members, key=len)
     if all(ranks <= largest for ranks in members):
@@ -266,7 +266,7 @@ def _ranks_of(meshes: Sequence[Any], labels: Sequence[str]) -> list[int]:
 
 
 def group_of(ranks: Sequence[int], meshes: Sequence[Any]) -> Any:
-    """A process group of these ranks: an existing one, or a new one, for which only they must ask."""
+    """An existing or new process group of these ranks; only these ranks need to call it."""
     world = dist.group.WORLD
     if len(ranks) == dist.get_world_size():
         return world
@@ -281,7 +281,7 @@ def group_of(ranks: Sequence[int], meshes: Sequence[Any]) -> Any:
 
 
 class Ranks:
-    """The process groups of a sharded optimizer, as one rank sees them, and the messages of its buckets."""
+    """The process groups of a sharded optimizer, and the collectives of its buckets."""
 
     def __init__(self, shard: Any, replicate: Any, name: Any = None, in_steps: Ranks | None = None) -> None:
         self.shard = shard
@@ -289,19 +289,19 @@ class Ranks:
         self.rank = dist.get_rank(shard)
         self.size = dist.get_world_size(shard)
         self.copies = 1 if replicate is None else dist.get_world_size(replicate)
-        self.count = self.size * self.copies  # all ranks, those that hold copies too
-        self.name = name  # of the sharded optimizer: the same on all ranks, and no other optimizer's
+        self.count = self.size * self.copies  # the number of all ranks, including replicas
+        self.name = name  # the unique name of the sharded optimizer, the same on all ranks
         self.in_steps = in_steps
-        """The groups in which ranks compare what they step, the same for all optimizers of these ranks; None for these.
-        In groups of their own, optimizers in different orders would wait for each other."""
-        self.reductions = ReductionGroup([shard])  # over the ranks that split the state; copies have the same results
+        """The groups of step messages, shared by all optimizers of these ranks; None for this object's groups. With
+        separate groups, ranks that step optimizers in different orders would deadlock instead of comparing messages."""
+        self.reductions = ReductionGroup([shard])  # over the ranks that shard the state; replicas have equal results
 
     def __deepcopy__(self, memo: Any) -> Ranks:
-        # Process groups cannot be copied, and a copy of what has them has the same ranks.
+        # Process groups cannot be copied; a copied owner shares them.
         return self
 
     def apart(self) -> Ranks:
-        """The same ranks over groups of their own, in which no other messages come between; all of them call it."""
+        """The same ranks with separate process groups, without other messages; all ranks must call it."""
         shard, replicate = (
             None
             if group is None
@@ -312,34 +312,34 @@ class Ranks:
 
     @property
     def can_be_captured(self) -> bool:
-        """Whether what they do together can be a part of a CUDA graph."""
+        """Whether CUDA graphs can hold the collectives."""
         return all("nccl" in dist.get_backend_config(group) for group in self.groups)
 
     def can_average(self, flat: torch.Tensor) -> bool:
-        """Whether messages bring means as exactly as sums that are divided."""
-        # NCCL multiplies by 1/N in the type of the tensor before it adds up. That is exact for powers of two alone: in
-        # bfloat16 a third is wrong by 0.2%.
+        """Whether ReduceOp.AVG is as exact as a sum divided by the number of ranks."""
+        # NCCL multiplies by 1/N in the tensor's dtype before the sum. That is exact for powers of two only: in bfloat16
+        # a third has an error of 0.2%.
         powers_of_two = all(number & (number - 1) == 0 for number in (self.size, self.copies))
         return powers_of_two and self.count > 1 and flat.is_cuda and self.can_be_captured and flat.dtype in _AVERAGED
 
     @property
     def groups(self) -> list[Any]:
-        """The groups that together reach all ranks."""
+        """The process groups that together contain all ranks."""
         return [self.shard] if self.copies == 1 else [self.shard, self.replicate]
 
     def add_copies(self, values: torch.Tensor, *, mean: bool = False) -> None:
-        """Replace numbers by their sums over the ranks with copies; by their means where it `can_average` them."""
+        """All-reduce over the replicas; `mean` if `can_average`."""
         dist.all_reduce(values, _OPERATIONS[mean], self.replicate)
 
-    # On a GPU collectives run in the current stream, and give no work: the library's own stream would only be waited
-    # for by ours.
+    # On a GPU synchronous collectives run in the current stream: an asynchronous collective's own stream would only add
+    # a wait.
 
     def reduce_scatter(self, section: torch.Tensor, flat: torch.Tensor, *, mean: bool = False) -> Any:
-        """Begin to sum flat memory up over the ranks that split the state, each receiving its section; its work."""
+        """Start a reduce-scatter of flat memory over the ranks that shard the state; returns its work."""
         return _reduce_scatter(section, flat, _OPERATIONS[mean], self.shard, async_op=not flat.is_cuda)
 
     def all_gather(self, flats: Sequence[torch.Tensor], sections: Sequence[torch.Tensor]) -> list[Any]:
-        """Begin to give all of these ranks every section, in one message where the backend can; the works."""
+        """Start all-gathers of the sections, coalesced if the backend can; returns their works."""
         began, work = gather_together(self.shard, flats, sections) if len(flats) > 1 else (False, None)
         if began:
             return [work]
@@ -349,16 +349,16 @@ class Ranks:
         ]
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Give every rank what the first one has."""
+        """Broadcast rank 0's tensor to all ranks."""
         for group in self.groups:
             dist.broadcast(tensor, dist.get_global_rank(group, 0), group)
 
     def send(self, tensor: torch.Tensor, source: int) -> None:
-        """Give the ranks that split the state what one of them has."""
+        """Broadcast the tensor of rank `source` to the ranks that shard the state."""
         dist.broadcast(tensor, dist.get_global_rank(self.shard, source), self.shard)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """One object of each rank, on every rank."""
+        """All-gather one object per rank over all ranks."""
         values = [value]
         for group in self.groups:
             values = [one for part in gather_in(group, values) for one in part]
@@ -366,7 +366,7 @@ class Ranks:
 
 
 def gather_in(group: Any, value: Any) -> list[Any]:
-    """One object of each rank of a group, on each of them."""
+    """All-gather one object per rank of a group."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values

@@ -1,1 +1,1 @@
-"""The timeline of gradients and parameters between two steps: who waits for what."""
+"""The timeline between two steps: counting gradients of buckets, side streams, waits for parameters in use."""

@@ -1,4 +1,4 @@
-"""Parameters that are still being written or sent: a look-up in a module waits for the parameter's bucket alone."""
+"""Waits for parameters that are still being updated or sent: a look-up in a module waits for the parameter's bucket."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from .side_stream import Mark, SideStream, Ticket
 
 
 class Publication:
-    """The last transition of buckets: updates that still run, parameters that other ranks still send."""
+    """The last transition of buckets: running updates, or running all-gathers of parameters."""
 
-    # Code that looks a parameter up waits for its bucket alone. Compiled code outside of compiled modules looks nothing
-    # up: once there is some, a step waits for all buckets.
+    # A look-up of a parameter waits only for its bucket. Compiled code does not look parameters up: compiled modules
+    # wait when they are called; if other compiled code uses parameters, every step waits for all buckets.
 
     def __init__(self, lane: SideStream) -> None:
         self.lane = lane
-        self.of: Mapping[int, Any] = {}  # by `id` of a parameter its bucket
-        self.tickets: dict[Any, Ticket] = {}  # of the buckets that are on their way
+        self.of: Mapping[int, Any] = {}  # the bucket of a parameter, by the parameter's `id`
+        self.tickets: dict[Any, Ticket] = {}  # the pending buckets
         self.needed: dict[Any, None] = {}  # buckets in the order in which look-ups have waited for them
         self.compiled = False  # whether compiled code outside of compiled modules uses parameters
 
     def wait(self, param: Any, streams: Sequence[torch.cuda.Stream] = ()) -> None:
-        """Let streams, by default the current one, or the host, wait for the bucket of a parameter."""
-        # For every look-up in a forward.
+        """Make streams, by default the current stream, or the host, wait for a parameter's bucket."""
+        # Called for every look-up in a forward.
         bucket = self.of.get(id(param))
         ticket = self.tickets.get(bucket)
         if ticket is None:
@@ -56,7 +56,7 @@ class Publication:
             self.tickets.pop(bucket, None)
 
     def wait_all(self) -> None:
-        """Let the current stream, or the host, wait for every bucket."""
+        """Make the current stream, or the host, wait for every bucket."""
         if self.tickets:
             last = self._last()
             if last is not None:
@@ -65,7 +65,7 @@ class Publication:
                 self.tickets.clear()
 
     def _last(self) -> Mark | None:
-        """Finish the host's part of all tickets; the last mark, after which all buckets have arrived."""
+        """Finish the host's part of all tickets; returns the last mark, which follows all buckets."""
         marks = []
         for ticket in list(self.tickets.values()):
             if ticket.work is not None:
@@ -75,7 +75,7 @@ class Publication:
         return max(marks, key=attrgetter("place"), default=None)
 
     def wait_on_host(self) -> None:
-        """Let the host wait too: later code need not know of these tickets."""
+        """Make the host wait for every bucket, so that later code ignores these tickets."""
         last = self._last()
         if last is not None:
             self.lane.wait_for(last)
@@ -83,7 +83,7 @@ class Publication:
         self.tickets.clear()
 
     def wait_in_graph(self) -> None:
-        """In a CUDA graph that contains the transition: code outside of the graph waits for nothing."""
+        """Wait inside a CUDA graph that contains the transition, so that code outside has nothing to wait for."""
         self._last()
         for ticket in self.tickets.values():
             ticket.mark = None
@@ -91,32 +91,32 @@ class Publication:
         self.tickets.clear()
 
     def end(self) -> None:
-        """After the optimizer: let the streams that it was used from wait for all updates."""
-        # Not with the model, which with FSDP2 dies when garbage is collected: code that is compiled until then would be
-        # compiled once more. On a CPU updates that nothing has needed yet still run at their look-ups.
+        """When the optimizer is gone: make the streams that used it wait for all updates."""
+        # Not when the model is gone: with FSDP2 it lives until garbage is collected, and code compiled until then would
+        # be compiled again. On a CPU pending updates still run at look-ups.
         if self.lane.join_all() or not self.tickets:
             _late.discard(self)
             _unwatch_forwards()
 
 
 def guard_look_ups(publication: Publication, model: nn.Module) -> None:
-    """Let look-ups of the parameters wait, in any module: in those that exist, and in those made later."""
-    # Again when it knows more parameters. Hooks on a module's forward would not do: modules use each other's weights
-    # without calling each other (tied embeddings, the output projection of `nn.MultiheadAttention`). They are for
-    # modules that keep their parameters somewhere else too. Compiled code looks nothing up: a compiled module waits for
-    # all below it when it is called.
+    """Make look-ups of the publication's parameters wait, in all existing and future modules."""
+    # Call it again when the publication has more parameters. Hooks on a module's forward are not enough: modules use
+    # each other's weights without a call (tied embeddings, the output projection of `nn.MultiheadAttention`). Only
+    # modules with further references to their parameters get such hooks too. Compiled code does not look parameters up:
+    # a compiled module waits for all parameters below it when it is called.
     _publications.add(publication)
-    for module in (*model.modules(), *living(nn.Module)):  # the garbage collector does not tell of what is frozen
+    for module in (*model.modules(), *living(nn.Module)):  # `gc` does not list objects frozen by gc.freeze()
         for param in list(dict.values(kept_parameters(module))):
             _look_at(module, "", param)
     for module in model.modules():
         CompiledRegion.put_around(module)
     if not _watching:
-        # Once for all: torch is looking at its hooks whenever one of these might end.
+        # The hook is never removed: torch may be iterating over its hooks at any time.
         _watching.append(register_module_parameter_registration_hook(_look_at))
 
 
-_publications: weakref.WeakSet[Publication] = weakref.WeakSet()  # those whose parameters any module may have
+_publications: weakref.WeakSet[Publication] = weakref.WeakSet()  # publications that guard every module
 _watching: list[Any] = []
 
 
@@ -127,19 +127,18 @@ def _look_at(module: nn.Module, name: str, param: Any) -> None:
 
 
 class CompiledRegion:
-    """A module that runs as compiled code: whatever is below it is waited for when it is called."""
+    """A compiled module: its call waits for all parameters below it."""
 
-    # Code that was traced in such a call depends on `is_entered`, as one of its guards: called from elsewhere, it is
-    # traced again and says that it takes parameters without a region (`Waits.compiled`).
-    # It hangs on the module alone, by the call that it puts around the compiled one: the module can be let go.
+    # Code traced in such a call has a dynamo guard on `is_entered`: called from elsewhere it is traced again, and sets
+    # `Publication.compiled`. The region is owned by the wrapped call of the module, and does not own the module.
 
     def __init__(self) -> None:
-        self.is_entered = False  # whether the module is being called
+        self.is_entered = False  # whether a call of the module is running
         self._guarded: list[GuardedParameters] = []
 
     @classmethod
     def put_around(cls, module: nn.Module) -> None:
-        """Have the call of a compiled module wait for the guarded parameters below it; others stay as they are."""
+        """Make the call of a compiled module wait for the guarded parameters below it; other modules do not change."""
         call = compiled_call(module)
         kept = [entries for part in module.modules() if isinstance(entries := kept_parameters(part), GuardedParameters)]
         if call is None or not kept:
@@ -156,7 +155,7 @@ class CompiledRegion:
     def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def entered(*args: Any, **kwargs: Any) -> Any:
             if _is_traced():
-                # Part of other compiled code, which waits for nothing in the region.
+                # Traced as a part of other compiled code, which does not wait in the region.
                 return call(*args, **kwargs)
             for entries in self._guarded:
                 entries.wait()
@@ -170,11 +169,11 @@ class CompiledRegion:
         return entered
 
 
-_REGION = "tilestep_region"  # the attribute of a call that is a region's
+_REGION = "tilestep_region"  # the attribute of a wrapped call that holds its region
 
 
 _guarded: weakref.WeakKeyDictionary[Publication, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
-"""The modules that wait for something."""
+"""The guarded modules of each publication."""
 
 
 def guard(module: nn.Module, publication: Publication) -> None:
@@ -184,7 +183,7 @@ def guard(module: nn.Module, publication: Publication) -> None:
     guarded.add(module)
     is_guarded = guard_parameters(module, partial(GuardedParameters.of, publication=publication))
     lists = (value for value in vars(module).values() if isinstance(value, (list, tuple)))
-    # Recurrent ones keep their parameters in a list of their own too, for their kernels.
+    # Recurrent modules also keep their parameters in a list, for their kernels.
     if is_guarded and not any(isinstance(item, nn.Parameter) for value in lists for item in value):
         return
 
@@ -198,23 +197,23 @@ def guard(module: nn.Module, publication: Publication) -> None:
 
 _late: weakref.WeakSet[Publication] = (
     weakref.WeakSet()
-)  # those for which modules of any model wait when they are called, too
+)  # publications for which the forward of unguarded modules waits too
 _forwards: list[Any] = []
 
 
 def guard_forwards(publication: Publication) -> None:
-    """After `guard_look_ups`: have modules wait that get a parameter unseen, as `functional_call` gives it to them."""
+    """After `guard_look_ups`: wait in modules whose parameters were set without a hook, as by `functional_call`."""
     _late.add(publication)
     if not _forwards:
-        # Compiled code is traced again when it comes or goes: it goes with the last of them, and not at a later
-        # forward, which may be that of code that was compiled since.
+        # Adding or removing the hook makes dynamo trace again: it is removed with the last publication, and not at a
+        # later forward, whose code may have been compiled since.
         _forwards.append(register_module_forward_pre_hook(_before_any_forward))
     weakref.finalize(publication, _unwatch_forwards).atexit = False
 
 
 def _unwatch_forwards() -> None:
-    """Let modules be if nothing is left that they would wait for."""
-    # What dies now may still be counted; it is not listed.
+    """Remove the global forward hook if no publication needs it."""
+    # `len` of a WeakSet may still count a publication that is being freed; `list` omits it.
     if not list(_late) and not is_being_compiled():
         while _forwards:
             _forwards.pop().remove()
@@ -240,18 +239,18 @@ class GuardedParameters(dict[str, Any]):
     def __init__(self, entries: dict[str, Any], publication: Publication) -> None:
         super().__init__(entries)
         self._publications: tuple[Publication, ...] = (publication,)
-        self.regions: tuple[CompiledRegion, ...] = ()  # the compiled modules that wait for them when called
+        self.regions: tuple[CompiledRegion, ...] = ()  # the compiled modules whose calls wait for these parameters
 
     @classmethod
     def of(cls, entries: dict[str, Any], publication: Publication) -> GuardedParameters:
-        """A module's parameters, guarded for one more optimizer."""
+        """Guard a module's parameters for one more optimizer."""
         if isinstance(entries, cls):
             entries._publications = (*entries._publications, publication)
             return entries
         return cls(entries, publication)
 
     def __getitem__(self, key: str) -> Any:
-        # For every parameter in every forward: no look-up more than there must be.
+        # Called for every parameter in every forward: as few look-ups as possible.
         param = dict.__getitem__(self, key)
         for publication in self._publications:
             if _is_traced():
@@ -264,7 +263,7 @@ class GuardedParameters(dict[str, Any]):
         return self[key] if key in self else default  # noqa: SIM401
 
     def __iter__(self) -> Iterator[str]:
-        # Without it, dict() would copy the entries without asking.
+        # Without this override, dict() would copy the entries without calling `items`.
         return super().__iter__()
 
     def items(self) -> Any:
@@ -285,7 +284,7 @@ class GuardedParameters(dict[str, Any]):
     __copy__ = copy
 
     def wait(self) -> None:
-        """Wait for all of them."""
+        """Wait for all parameters of the module."""
         pending = [publication for publication in self._publications if publication.tickets]
         if pending and not is_dropping_gradients():
             for param in super().values():
@@ -293,5 +292,5 @@ class GuardedParameters(dict[str, Any]):
                     publication.wait(param)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Copies and pickles of the model are ordinary modules.
+        # Copies and pickles of the model have plain dicts.
         return dict, (), None, None, iter(self.items())

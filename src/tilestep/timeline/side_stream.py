@@ -1,4 +1,4 @@
-"""Work concurrent with a device's computation: in a separate stream on a GPU; on a CPU at once, or in threads."""
+"""`SideStream`: work concurrent with a device's computation, in a separate CUDA stream; immediate on a CPU."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from ..compat import UPDATE, current_stream_number, is_capturing, marked
 from ..devices import has_streams
 from ..native.table import memory_of
 
-Event = torch.cuda.Event | None  # a point in a stream's order; None on a CPU, where all before it has happened
+Event = torch.cuda.Event | None  # None on a CPU, where earlier work has finished
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Mark(NamedTuple):
-    """A point that knows which others it comes after."""
+    """An event with its place in the order of its stream's marks."""
 
     event: torch.cuda.Event
     place: int
 
 
 class Ticket:
-    """A transition on its way: what the host still has to do for it, and the point in a line after it."""
+    """A pending transition: the host's remaining work, and the mark that follows the device's work."""
 
     def __init__(self, work: Callable[[], object] | None = None, mark: Mark | None = None) -> None:
         self.work, self.mark = work, mark
 
     def finish(self) -> None:
-        """Do what the host has to do; if it raises, the next to wait tries again."""
+        """Do the host's work; if it raises, the next wait tries again."""
         work, self.work = self.work, None
         try:
             if work is not None:
@@ -42,9 +42,9 @@ class Ticket:
 
 
 class SideStream:
-    """A line of work of one device, in the order in which it is asked for."""
+    """A device's side stream: work runs in the order of its submission."""
 
-    in_order = False  # whether what is asked for runs in that order by itself, without the host waiting
+    in_order = False  # whether a CUDA stream orders the work, without waits of the host
 
     def __init__(self, device: torch.device, *, own: bool = True, priority: int = 0) -> None:
         self._device, self._is_gpu = device, has_streams(device)
@@ -53,19 +53,19 @@ class SideStream:
             self.in_order = True
         self._index = (device.index or 0) if self.stream is None else self.stream.device_index
         self._entered_from: torch.cuda.Stream | None = None
-        self.writers: dict[int, torch.cuda.Stream] = {}  # by number those that `after_compute` waits for
+        self.writers: dict[int, torch.cuda.Stream] = {}  # by number, further streams that `after_compute` waits for
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._marks = 0
-        self._reached: dict[int, int] = {}  # by number of a stream the last mark that it has waited for
+        self._reached: dict[int, int] = {}  # by number of a stream, the last mark that it has waited for
 
-    # Which stream is current.
+    # The current stream.
 
     def current(self) -> torch.cuda.Stream | None:
-        """The stream that work goes to now; None on a CPU."""
+        """The current stream; None on a CPU."""
         return None if self.stream is None else self._numbered(current_stream_number(self._index))
 
     def _numbered(self, number: int) -> torch.cuda.Stream:
-        """The current stream, which has this number; torch's own look takes ten times as long as one in here."""
+        """The current stream, whose number is `number`; torch.cuda.current_stream takes ten times as long."""
         current = self._streams.get(number)
         if current is None:
             current = self._streams[number] = torch.cuda.current_stream(self._device)
@@ -74,7 +74,7 @@ class SideStream:
     # Work in this stream.
 
     def after(self, *streams: torch.cuda.Stream) -> AbstractContextManager[None]:
-        """A block of work that begins when these streams, by default the current one, have done what they have."""
+        """A block of work in this stream, after the work so far in `streams`, by default in the current stream."""
         return _NOTHING if self.stream is None else self._after(self.stream, streams)
 
     @contextmanager
@@ -93,7 +93,7 @@ class SideStream:
             self._entered_from = before
 
     def after_compute(self, *tensors: torch.Tensor | None) -> AbstractContextManager[Any]:
-        """A block of work that begins when the current stream and `writers` have done what they have."""
+        """A block of work in this stream, after the work so far in the current stream and in `writers`."""
         if self.stream is None:
             return _NOTHING
         number = current_stream_number(self._index)
@@ -103,7 +103,7 @@ class SideStream:
         return torch.cuda.stream(self.stream)
 
     def note_current(self, streams: dict[int, torch.cuda.Stream]) -> None:
-        """Add the stream that work goes to now to some streams, by number; on a CPU there is none."""
+        """Add the current stream to `streams`, by number; nothing on a CPU."""
         if self.stream is not None:
             number = current_stream_number(self._index)
             if number not in streams:
@@ -111,8 +111,8 @@ class SideStream:
 
     @contextmanager
     def left(self) -> Iterator[None]:
-        """A block of work that nothing in this stream runs beside, on the stream from which it was entered."""
-        # What it allocates is that stream's memory, as if there were no other.
+        """A block of work in the stream from which this stream was entered; this stream waits, and is waited for."""
+        # So allocations inside belong to the compute stream.
         current = self.current()
         if self.stream is None or current is None:
             yield
@@ -128,33 +128,33 @@ class SideStream:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """A block whose launches and copies go into this line, after what was asked for in it."""
+        """A block whose launches and copies go into this stream, without a wait for other streams."""
         with marked(UPDATE), nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
             yield
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy in this line."""
+        """Copy sources to targets in this stream; pairs of target and source."""
         with self.working():
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
 
     def keep(self, *tensors: torch.Tensor | None) -> None:
-        """Let memory of these tensors be given to nothing else before the work so far has run."""
+        """Keep the allocator from reusing the tensors' memory before this stream's work so far has run."""
         if self.stream is not None:
             on_gpu = [tensor for tensor in tensors if tensor is not None and tensor.is_cuda]
             for tensor in memory_of(on_gpu):
                 tensor.record_stream(self.stream)
 
-    # Waiting for it, and its waiting for others.
+    # Waits between streams.
 
     def follow(self, *events: Event) -> None:
-        """Let what follows here wait for points in other lines."""
+        """Make later work in this stream wait for events of other streams."""
         for event in events:
             if event is not None:
                 (self.stream or torch.cuda.current_stream(self._device)).wait_event(event)
 
     def mark(self) -> Event:
-        """The point after all that was asked for here so far."""
+        """An event after all work so far."""
         return (self.stream or torch.cuda.current_stream(self._device)).record_event() if self._is_gpu else None
 
     def next_mark(self, before: Mark | None = None) -> Mark | None:
@@ -165,24 +165,24 @@ class SideStream:
         return Mark(self.stream.record_event(None if before is None else before.event), self._marks)
 
     def wait_for(self, mark: Mark, streams: Sequence[torch.cuda.Stream] = ()) -> None:
-        """Let streams, by default the current one, wait for a mark; one that has waited for a later one does not."""
-        # Every look at a parameter comes through this function.
+        """Make streams, by default the current stream, wait for a mark, unless they have waited for a later mark."""
+        # Called for every look-up of a pending parameter.
         for stream in streams or (self._numbered(current_stream_number(self._index)),):
             if self._reached.get(stream.cuda_stream, 0) < mark.place:
                 stream.wait_event(mark.event)
                 self._reached[stream.cuda_stream] = mark.place
 
     def join(self) -> None:
-        """Let the current stream wait for all work so far."""
+        """Make the current stream wait for all work so far."""
         if self.stream is not None and not self._is_elsewhere():
             self._numbered(current_stream_number(self._index)).wait_stream(self.stream)
 
     def join_all(self) -> bool:
-        """Let every stream that this was used from wait for all work so far: before memory is given back to them.
+        """Make every stream that used this stream wait for all work so far, before memory returns to them.
 
-        Whether they do: on a CPU there are none.
+        Returns whether they wait; False on a CPU, and during a capture.
         """
-        # A graph that is captured now knows nothing of this work, and none of its memory is given back inside.
+        # A graph under capture does not contain this work, and its memory is not freed inside.
         if self.stream is None or is_capturing():
             return False
         for stream in self._streams.values():
@@ -190,41 +190,41 @@ class SideStream:
         return True
 
     def _is_elsewhere(self) -> bool:
-        """Whether a graph is captured of which this stream is not a part yet: there is nothing to wait for there."""
+        """Whether a graph is under capture without this stream, so that it must not wait for this stream."""
         if not is_capturing():
             return False
         with torch.cuda.stream(self.stream):
             return not is_capturing()
 
     def settle(self) -> None:
-        """Before a CUDA graph: let the current stream wait for all there is, so that nothing in the graph has to."""
+        """Before a capture: make the current stream wait for all work so far, so that the graph needs no wait."""
         with self.after_compute():
             pass
         self.join()
 
     def synchronize(self) -> None:
-        """Have the host wait for all that was asked for here."""
+        """Make the host wait for all work so far."""
         if self.stream is not None:
             self.stream.synchronize()
 
 
 class Held:
-    """Memory that work in a line still reads, until the streams that it belongs to have waited for that work."""
+    """Keeps memory that side-stream work still reads, until the streams that own it have waited for that work."""
 
-    # So it is free at a point of each stream, however far the host is ahead of it: the allocator would free it when the
-    # host sees that the work has run. The stream of the next memory may be another: its waiting would not do.
+    # So the memory is freed at a point in each owner's order, however far the host runs ahead. With `record_stream` the
+    # allocator frees it only when the host sees that the work has run. A wait of another stream would not be enough.
 
     def __init__(self, line: SideStream) -> None:
         self._line, self._bytes = line, 0
         self.pending: deque[tuple[Any, Mark | None, Sequence[torch.cuda.Stream], int]] = deque()
 
     def hold(self, memory: Any, mark: Mark | None, streams: Sequence[torch.cuda.Stream], nbytes: int = 0) -> None:
-        """Keep memory of these streams, which is read before a mark."""
+        """Keep memory owned by `streams`, which is read before `mark`."""
         self.pending.append((memory, mark, streams, nbytes))
         self._bytes += nbytes
 
     def give_back(self, most: int = -1) -> None:
-        """Let streams wait and have their memory back: all of it, or but for so many bytes and the last."""
+        """Make streams wait and free their memory: all of it, or all but `most` bytes and the last entry."""
         while self.pending and (most < 0 or (self._bytes > most and len(self.pending) > 1)):
             _, mark, streams, nbytes = self.pending[0]
             if mark is not None:

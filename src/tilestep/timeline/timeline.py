@@ -1,4 +1,4 @@
-"""Gradients of buckets between two steps: which are awaited, which are ready, and which were taken away."""
+"""`Timeline`: counts the gradients of buckets between two steps, and calls a `Row` when a bucket is complete."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ from ..placement.combinations import follow_wrappers, refuse
 from .side_stream import SideStream
 
 NONE: Set[int] = frozenset()
-_NO_PASS = -1  # gradients of no pass are counted in C++: each is a function call
+_NO_PASS = -1  # outside of a pass, C++ calls the Python function for every gradient
 
 WAITING, TAKEN, UPDATED = 0, 1, 2
-"""Stages of a parameter's gradient since the last step."""
+"""The stages of a parameter's gradient since the last step."""
 
 
 class GradientHooks:
-    """Calls of a function when backward has accumulated gradients, after all other hooks of their parameters."""
+    """Calls a function for each accumulated gradient, after all other hooks of the parameter."""
 
-    # The function must not hold the parameter: tensors keep their hooks where Python's garbage collector does not look,
-    # so neither would ever be freed, nor the model. A hook that is registered later changes gradients before they are
-    # used too, from the next backward on.
+    # The function must not reference the parameter: the garbage collector does not traverse a tensor's hooks, so the
+    # cycle, and the model, would never be freed. From the next backward on, the function also runs after hooks that are
+    # registered later.
 
     def __init__(self, announce: Callable[[torch.Tensor], None]) -> None:
         self._announce = announce
         self.made: dict[int, tuple[torch.Tensor, Any, Any]] = {}
-        """By `id` of a parameter: the parameter, the function around its hook, the handle."""
+        """By `id` of a parameter: the parameter, the wrapper of its hook, and the handle."""
         self._count = 0
         self._params: list[torch.Tensor] = []
 
     def add(self, param: torch.Tensor, through: Any) -> None:
-        """Register a hook; `through` wraps the function."""
+        """Register the hook of a parameter; `through` wraps the function."""
         trains = param.requires_grad
         param.requires_grad_(True)
         handle = param.register_post_accumulate_grad_hook(through(self._announce))
@@ -68,8 +68,8 @@ class GradientHooks:
         self._recount()
 
     def move_last(self) -> Set[int]:
-        """Move hooks behind hooks of other code that were registered since; `id`s of the parameters of moved hooks."""
-        # Inside of a hook: what is called for its own parameter now stays as it was.
+        """Move hooks behind later hooks of other code; returns the `id`s of the parameters of moved hooks."""
+        # Called inside a hook: autograd still calls the running parameter's hooks in the old order.
         if count_gradient_hooks(self._params) == self._count:
             return NONE
         moved = {key for key, (param, _, handle) in self.made.items() if not is_last_gradient_hook(param, handle)}
@@ -85,7 +85,7 @@ class GradientHooks:
 
 
 class Awaited:
-    """The gradients that a bucket waits for, counted in C++ or, until the module is built, in Python."""
+    """The gradients that a bucket waits for, counted in C++, or in Python until the C++ module is built."""
 
     def __init__(
         self,
@@ -95,38 +95,38 @@ class Awaited:
         module: Any = None,
         counted: Any = None,
     ) -> None:
-        self.params, self.first = list(params), first  # and the place of the first one among those of all buckets
+        self.params, self.first = list(params), first  # `first`: the index of the first parameter in all buckets
         self.writers = writers  # the streams that have written gradients, by number
-        self.trains = b""  # a one for each parameter that trains, else a zero
-        self.places = bytearray(len(self.params))  # a one for each gradient that is awaited
+        self.trains = b""  # 1 for each parameter that trains, else 0
+        self.places = bytearray(len(self.params))  # 1 for each awaited gradient, else 0
         self._module, self._counted = module, counted
         self.know_stream: Callable[[torch.Tensor], object] = (
             _nothing if module is None else partial(module.note, counted)
         )
-        """Until the next pass, the current stream of a tensor's device is known to write gradients."""
+        """Tells C++ that the current stream is in `writers`: until the next pass it counts this stream's gradients."""
 
     def hook(self, place: int, function: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-        """A hook for the parameter at a place: in C++ it clears the place, or calls the function."""
+        """A hook for the parameter at `place`: in C++ it clears the place, and calls the function only if it must."""
         return function if self._module is None else self._module.new_hook(self._counted, self.places, place, function)
 
 
 def _nothing(_: object) -> None:
-    """Python looks at the stream of every gradient."""
+    """Without C++, Python checks the stream of every gradient."""
 
 
 class Row:
-    """What a product does with gradients at each transition: it reduces, updates, or copies buckets."""
+    """The callbacks of a `Timeline`, by which `shard`, `overlap` and `offload` reduce, update or copy buckets."""
 
-    choice: str  # what it is in the table of combinations, which says what may wrap the model
-    taken_by: str  # what has taken a gradient, and how to clip then: the end of a sentence
+    choice: str  # the key in the table of refused combinations, for wrappers of the model
+    taken_by: str  # the end of an error message: what took a gradient, and how to clip instead
     refused_as: type[ValueError] = ValueError
-    takes = True  # whether it takes gradients away in backward
+    takes = True  # whether it takes gradients from parameters in backward
     updates = False  # whether it updates in backward too
-    accumulates = True  # whether every backward brings all gradients once more, to be added up; else a round has one
+    accumulates = True  # whether a round may have several backwards, whose gradients are summed
     eager = False  # whether a backward outside of `no_sync` ends its round
 
     def begin(self) -> Set[int]:
-        """Begin a round, at its first gradient; `id`s of parameters whose hooks no longer announce this gradient."""
+        """Begin a round, at its first gradient; returns `id`s of parameters whose hooks do not announce it any more."""
         return NONE
 
     def ready(self, bucket: int) -> None:
@@ -134,83 +134,83 @@ class Row:
         raise NotImplementedError
 
     def again(self, bucket: int, param: torch.Tensor) -> bool:
-        """Whether a ready bucket waits for all its gradients again, after a further gradient of a parameter."""
+        """After another gradient of a complete bucket: whether the bucket waits for all its gradients again."""
         return True
 
     def collect(self) -> None:
-        """A backward of a row that accumulates has ended and leaves the round open."""
+        """A backward has ended and leaves the round open, for a row that accumulates."""
 
     def end(self) -> None:
-        """End the round, after its last backward or a backward that was broken off."""
+        """End the round, after its last backward or an interrupted backward."""
 
     def wrapped(self, wrapper: torch.nn.Module) -> None:
-        """The model, or a part of it, was wrapped by a wrapper that is allowed."""
+        """An allowed wrapper was made around the model or a part of it."""
 
 
 class Timeline:
-    """The gradients of buckets from one step to the next: waiting, then ready, then as far as a row takes them."""
+    """The gradients of buckets from one step to the next: waiting, ready, then taken or updated by the row."""
 
-    # A round lasts from the first gradient after a step, or after the round before, to the row's `end()`. The row has
-    # this and is not kept alive. Gradients of buckets that a row adds up are counted together: a stream is known for
-    # all buckets once it has written a gradient of one.
+    # A round lasts from the first gradient after a step or after the last round, to the row's `end()`. The row owns the
+    # timeline, which holds it weakly. For a row that accumulates all buckets share the C++ counter and `writers`: a
+    # stream is known for all buckets once it has written a gradient.
 
     def __init__(self, row: Row, lane: SideStream) -> None:
         self.row: Callable[[], Any] = weakref.ref(row)
         self._lane = lane
         self.hooks = GradientHooks(partial(arrived, weakref.ref(self)))
-        self.elsewhere: set[int] = set()  # parameters whose gradients no hook announces, by `id`
+        self.elsewhere: set[int] = set()  # `id`s of parameters whose gradients no hook announces
         self.buckets: list[Awaited] = []
-        self.params: list[torch.Tensor] = []  # of all buckets, one after the other
-        self.taken = self._none = bytearray()  # for each parameter what has become of its gradient
-        self.trained = b""  # a one for each parameter that has trained since the last step, if rounds accumulate
+        self.params: list[torch.Tensor] = []  # the parameters of all buckets
+        self.taken = self._none = bytearray()  # the stage of each parameter's gradient
+        self.trained = b""  # 1 for each parameter that has trained since the last step, if rounds accumulate
         self.syncing = True  # whether the next backward is the last one before a step
         self.is_open = False
-        self.when: Literal["ready", "step"] = "step"  # when buckets of this round are taken further
-        self.is_alone = False  # whether it is known that no other optimizer takes the same gradients
+        self.when: Literal["ready", "step"] = "step"  # when the row processes this round's buckets
+        self.is_alone = False  # whether no other optimizer takes the same gradients, as far as was checked
         self.survey: Callable[[list[torch.Tensor]], tuple[int, bool, bytes]] = survey  # `native.table.survey`
-        self._place_of: dict[int, tuple[int, int, int]] = {}  # bucket, place there, place in `params`; by `id`
+        self._place_of: dict[int, tuple[int, int, int]] = {}  # by `id`: bucket, index in it, index in `params`
         self._module: Any = None
-        self._counted: list[Any] = []  # what C++ counts the gradients of a pass in
+        self._counted: list[Any] = []  # the C++ counters of a pass
         self._pass: int | None = None  # the backward pass whose gradients are counted
         self._passes: set[int | None] = set()  # all passes of the same backward
-        self.running: set[int | None] = set()  # backward passes that have not ended, or were broken off
+        self.running: set[int | None] = set()  # backward passes that have not ended, or were interrupted
 
     def announce(self, model: torch.nn.Module | None = None) -> None:
-        """Watch clips of gradients and wrappers of the model from now on."""
+        """Check clips of gradients, and new wrappers of the model, from now on."""
         follow_wrappers(self, model)
         for timeline in list(_timelines):
             timeline.is_alone = False
         _timelines.add(self)
         watch_clips(refuse_taken)
 
-    # What has been taken away.
+    # Taken gradients.
 
     def holds(self, param: Any) -> bool:
         """Whether a parameter's gradients are counted."""
         return id(param) in self._place_of
 
     def take(self, param: torch.Tensor, stage: int = TAKEN) -> None:
-        """Note that a parameter's gradient was taken away."""
+        """Note that a parameter's gradient was taken."""
         self.taken[self._place_of[id(param)][2]] = stage
 
     def stage_of(self, param: Any) -> int:
-        """What has become of a parameter's gradient."""
+        """The stage of a parameter's gradient."""
         place = self._place_of.get(id(param))
         return WAITING if place is None else self.taken[place[2]]
 
     def has_taken(self, param: Any) -> bool:
-        """Whether the coming step reads a parameter's gradient here, and not in its `grad`."""
+        """Whether the next step reads a parameter's gradient from the row, and not from `grad`."""
         row = self.row()
         return self.stage_of(param) != WAITING and row is not None and (row.updates or param.grad is None)
 
     def wrapped(self, wrapper: torch.nn.Module, kind: str) -> None:
-        """Raise in the constructor of a wrapper that would reduce the gradients a second time, or too late."""
+        """Raise in the constructor of a wrapper that would reduce the gradients again, or too late."""
         row = self.row()
         if row is not None:
             refuse(row.choice, [kind], "the model's new wrapper", row.refused_as)
             row.wrapped(wrapper)
 
-    # Which gradients backward has brought.
+    # Arrived gradients.
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -227,12 +227,12 @@ class Timeline:
         self.hooks.remove(params)
 
     def count(self, buckets: Iterable[Sequence[torch.Tensor]]) -> None:
-        """Count the gradients of exactly these buckets from now on."""
+        """Count the gradients of these buckets from now on, instead of earlier buckets."""
         self.hooks.remove()
         listed, stages = list(buckets), {key: self.taken[place] for key, (*_, place) in self._place_of.items()}
         self.params = list(itertools.chain(*listed))
         self.taken = bytearray(stages.get(id(param), WAITING) for param in self.params)
-        # Made once: the first allocation of a kilobyte after a backward has the allocator tidy up what that has freed.
+        # Made once: the first allocation of a kilobyte after a backward makes the allocator consolidate freed memory.
         self._none = bytearray(len(self.taken))
         self._module = module = native.module(len(self.params))
         self.survey = survey if module is None else module.survey
@@ -251,15 +251,15 @@ class Timeline:
             self.buckets.append(awaited)
 
     def note_pass(self, current: int | None) -> Set[int]:
-        """At the first gradient of a pass: begin a round or continue it; `id`s of parameters of moved hooks."""
-        # Passes that reentrant checkpoints begin belong to the backward that they are begun in.
+        """At the first gradient of a pass: begin or continue a round; returns `id`s of parameters of moved hooks."""
+        # Passes of reentrant checkpoints belong to the backward that contains them.
         moved, row = NONE, self.row()
         if not (self.is_open and current in self._passes):
             within = is_in_another_backward()
             if begins := not (within and self.is_open and self._passes):
                 moved = self.hooks.move_last()
                 if row.eager and self.when == "ready":
-                    # The pass before was broken off by an error, after more or fewer buckets on every rank.
+                    # An error interrupted the last pass, after more or fewer buckets on every rank.
                     row.end()
                 was_open = self.is_open
                 if not was_open:
@@ -280,7 +280,7 @@ class Timeline:
         return moved
 
     def note_trains(self, *, waits: bool = False) -> None:
-        """Note which parameters train, and wait for the gradients of these."""
+        """Note which parameters train; with `waits`, wait for their gradients."""
         trains = self.survey(self.params)[2]
         if trains != self.trained and self.row().accumulates:
             self.trained = bytes(map(operator.or_, self.trained, trains)) if self.trained else trains
@@ -305,7 +305,7 @@ class Timeline:
             row.collect()
 
     def begin_another(self, bucket: int) -> None:
-        """End the round in the middle of a backward and begin the next, with a gradient of this bucket in it."""
+        """End the round during a backward, and begin another round with a gradient of this bucket."""
         row, current, passes = self.row(), self._pass, self._passes
         row.end()
         row.begin()
@@ -336,9 +336,9 @@ class Timeline:
 
 @opaque
 def arrived(living: Callable[[], Timeline | None], param: torch.Tensor, *, is_noted: bool = False) -> None:
-    """Count a gradient, if the timeline still exists; `is_noted` if `note_pass` knows its pass already."""
-    # Called for every parameter in every backward, unless C++ has counted it. In a backward that compiled code runs
-    # hooks would be compiled too.
+    """Count a gradient, if the timeline still exists; `is_noted` if `note_pass` has run for its pass."""
+    # Called for every parameter in every backward, unless C++ counts it. `opaque`, since compiled code that runs a
+    # backward would compile hooks too.
     if torch.is_grad_enabled():
         with torch.no_grad():
             arrived(living, param, is_noted=is_noted)
@@ -346,7 +346,7 @@ def arrived(living: Callable[[], Timeline | None], param: torch.Tensor, *, is_no
     timeline = living()
     row = None if timeline is None else timeline.row()
     if timeline is None or row is None or not (timeline.syncing or row.accumulates):
-        # It was dropped in this backward, whose end still knows of the round.
+        # The timeline was freed during this backward, or a row without accumulation ignores gradients in `no_sync`.
         return
     current = timeline._pass if is_noted else backward_pass()
     moved = NONE
@@ -354,14 +354,14 @@ def arrived(living: Callable[[], Timeline | None], param: torch.Tensor, *, is_no
         moved = timeline.note_pass(current)
     counted = timeline._place_of.get(id(param))
     if counted is None:
-        # The round began with a plan for groups from which the parameter was removed.
+        # The parameter was removed from the groups after the round began.
         return
     bucket, place, _ = counted
     awaited = timeline.buckets[bucket]
     if timeline._lane.stream is not None:
         timeline._lane.note_current(awaited.writers)
         awaited.know_stream(param)
-    # A hook of its own that is still to come changes it, or a reduction: then later code takes what they leave.
+    # A later hook of this backward may still change the gradient: then later code takes it.
     if id(param) in moved:
         return
     places = awaited.places
@@ -376,7 +376,7 @@ _timelines: weakref.WeakSet[Timeline] = weakref.WeakSet()
 
 
 def refuse_taken(params: Iterable[Any]) -> None:
-    """Raise if the gradient of a parameter is to be clipped and was taken."""
+    """Raise if one of the gradients to be clipped was taken."""
     takers = [timeline for timeline in _timelines if any(timeline.taken)]
     for place, param in enumerate(params) if takers else ():
         for timeline in takers:
@@ -388,7 +388,7 @@ def refuse_taken(params: Iterable[Any]) -> None:
 
 
 def refuse_taken_by_another(params: Iterable[Any], own: Timeline | None = None) -> None:
-    """Raise in a step if another living optimizer has taken the gradients of these parameters, which have none."""
+    """Raise in a step if another live optimizer has taken the gradients of these parameters without gradients."""
     if not any(any(timeline.taken) for timeline in _timelines if timeline is not own):
         return
     listed = list(params)
@@ -400,7 +400,7 @@ def refuse_taken_by_another(params: Iterable[Any], own: Timeline | None = None) 
 
 
 def refuse_another_taker(own: Timeline) -> None:
-    """Raise if another living optimizer takes these gradients in backward too, and one of both updates there."""
+    """Raise if another live optimizer takes these gradients in backward too, and one of the two updates there."""
 
     def takes_too(timeline: Timeline) -> bool:
         row = timeline.row()
@@ -416,7 +416,7 @@ def refuse_another_taker(own: Timeline) -> None:
 
 
 def _another(own: Timeline | None, is_meant: Callable[[Timeline], bool]) -> bool:
-    # A timeline that nothing else holds any more has no say in later steps.
+    # Unreachable timelines that are not collected yet do not count.
     return reachable(lambda: any(is_meant(other) for other in list(_timelines) if other is not own))
 
 
@@ -425,7 +425,7 @@ Result = TypeVar("Result")
 
 
 def gradientless(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """As the decorator `torch.no_grad()`, which makes, enters and leaves a block even inside of another one."""
+    """The decorator `torch.no_grad()`, without its cost if gradients are disabled already."""
 
     @functools.wraps(function)
     def called(*args: Given.args, **kwargs: Given.kwargs) -> Result:
