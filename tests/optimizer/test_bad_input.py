@@ -211,6 +211,7 @@ def test_parameters_that_interleave_are_no_overlap() -> None:
         ({"lr": None}, TypeError, "Invalid lr: None"),
         ({"betas": (0.9, None)}, TypeError, r"Invalid betas\[1\]: None"),
         ({"betas": 0.9}, TypeError, "Invalid betas: 0.9; it takes 2 values"),
+        ({"maximize": "false"}, TypeError, "Invalid maximize: 'false'; it must be True or False"),
         ({"weight_decay": -0.1}, ValueError, "Invalid weight_decay"),
         ({"max_grad_norm": -1.0}, ValueError, "Invalid max_grad_norm"),
         ({"max_grad_norm": float("nan")}, ValueError, "Invalid max_grad_norm"),

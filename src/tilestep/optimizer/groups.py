@@ -20,7 +20,7 @@ from ..rules.limits import Limit
 from ..rules.protocol import MATRIX_OPTIONS, at_step
 from .masters import MASTER_KEYS, check_choice
 from .matrices import check_matrix_options
-from .parameters import Optimizer, shortened
+from .parameters import Optimizer, check_expression, shortened
 from .states import check_rounding, check_state_dtype
 
 GROUP_OPTIONS: Mapping[str, Any] = {
@@ -177,6 +177,8 @@ def _check_kind(key: str, value: Any, default: Any) -> None:
         limits = "tilestep.ZClip(...), in a new group AdaGC(...)"
         others = limits if key == "max_grad_norm" else "a function of the step"
         raise TypeError(f"Invalid {key}: {value!r}; it must be a number or {others}")
+    if isinstance(default, bool) and isinstance(value, str):
+        raise TypeError(f"Invalid {key}: {value!r}; it must be True or False")
     if callable(value) and (isinstance(default, (bool, str)) or key == "max_grad_norm"):
         wrong = "is a class: call it" if isinstance(value, type) else "cannot be a function of the step"
         raise TypeError(f"Invalid {key}: {value!r}; it {wrong}")
@@ -273,6 +275,9 @@ def param_groups(
         3
     """
     named = model.named_parameters() if isinstance(model, torch.nn.Module) else model
+    for pattern in overrides:
+        if not callable(pattern):
+            check_expression("pattern", pattern)
     taken: dict[Pattern | None, list[tuple[str, torch.Tensor]]] = {None: [], **{pattern: [] for pattern in overrides}}
     fitting: dict[Pattern, str] = {}
     for name, param in named:
