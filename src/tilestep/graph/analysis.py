@@ -1,4 +1,4 @@
-"""Static analysis of graphs: which states are never negative, and by how much the parameter moves."""
+"""Static analysis of graphs: which states are never negative, and the change of the parameter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KEEP_THE_SIGN = {"number", "round", "floor", "trunc", "ceil", "sign", *REDUCTIO
 
 
 def never_negative(graph: Graph, state: str, hypers: Mapping[str, Bounds] | None = None) -> bool:
-    """Whether a state stays non-negative once it is: it is built of sums, products and maxima of squares."""
+    """Whether a state stays non-negative once it is: a composition of sums, products and maxima of squares."""
     output = graph.outputs.get(state)
     if output is None:
         return False
@@ -107,13 +107,13 @@ def _mixed(value: Value, bounds: Mapping[int, Bounds]) -> Bounds | None:
 
 
 def difference(build: Builder, new: Value, old: Value) -> Value:
-    """The value `new - old`, simplified where `new` is `old` scaled or with a term added."""
+    """Return `new - old`, simplified if `new` is `old` scaled or with a term added."""
     moved = _moved(build, new, old)
     return build.apply("sub", new, old) if moved is None else moved
 
 
 def _moved(build: Builder, value: Value, old: Value) -> Value | None:
-    """`value - old`, or None where `value` is not derived from `old`."""
+    """Return `value - old`, or None if `value` is not derived from `old`."""
     if value is old:
         return build.constant(0.0)
     if value.operation == "add":
@@ -146,7 +146,7 @@ def _scaled_moved(build: Builder, value: Value, old: Value) -> Value | None:
             less_one = build.apply("neg", factor.args[1])
         elif factor.operation == "add" and any(_is_number(arg, 1.0) for arg in factor.args):
             less_one = factor.args[_is_number(factor.args[0], 1.0)]
-        # A factor of 1 moves nothing, even an infinite number, whose product with 0 would be NaN.
+        # A factor of 1 moves nothing, not even an infinite number, whose product with 0 would be NaN.
         zero = build.constant(0.0)
         kept = build.apply("where", build.apply("eq", less_one, zero), zero, old)
         pulled = build.apply("mul", kept, less_one)

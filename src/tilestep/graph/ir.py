@@ -122,13 +122,15 @@ _OF_FORMATS = """
 widen narrow bits of_bits whole real shift_left shift_right bit_and bit_or bit_xor block_max nibble pack
 quotient root within rough_ceiling rough_root fused float8_number float8_element
 """
-"""For storage formats: `widen` and `narrow` between an element in memory and a number, `bits` and
-`of_bits` between either and a 32-bit integer of the same bits, `whole` and `real` between numbers and integers,
-`block_max` from integers to the largest of their block, `nibble` and `pack` between two integers of four bits and a
-byte; `quotient` and `root` are `div` and `sqrt` of numbers that the caller knows to be far from the limits of float32,
-and the `rough_` operations may be off by units in the last place; `within` is a minimum that only rounding errors need;
-`fused` is a product and a sum that are rounded once; the last two are their first argument, or a hardware instruction
-on the second that gives the same bits."""
+"""Operations of storage formats.
+
+`widen` and `narrow` convert between an element in memory and a number, `bits` and `of_bits` between either and a 32-bit
+integer of the same bits, `whole` and `real` between numbers and integers. `block_max` maps integers to the largest of
+their block, `nibble` and `pack` convert between two 4-bit integers and a byte. `quotient` and `root` are `div` and
+`sqrt` of numbers far from the limits of float32; `rough_` operations may be off by units in the last place; `within` is
+a minimum that only corrects rounding errors; `fused` is a product and a sum, rounded once. The last two return their
+first argument, or compute the same bits from the second with a hardware instruction.
+"""
 
 OPERATIONS: dict[str, Operation] = {
     **{name: Operation(evaluate) for name, evaluate in _NUMERIC.items()},
@@ -159,7 +161,7 @@ Over = tuple[int, int]  # a block of neighbouring dimensions: first, and last pl
 
 
 def join(values: Iterable[Value]) -> tuple[Level, Over | None]:
-    """The level of a value computed from these values, and the dimensions along which it is constant."""
+    """Return the level of a value computed from these values, and the dimensions along which it is constant."""
     listed = list(values)
     level = max((value.level for value in listed), default=Level.CONSTANT)
     if level is not Level.SLICE:
@@ -171,7 +173,7 @@ def join(values: Iterable[Value]) -> tuple[Level, Over | None]:
 
 @dataclass(eq=False)
 class Value:
-    """One value of the graph: an operation on other values."""
+    """A value of the graph: an operation on other values."""
 
     operation: str
     args: tuple[Value, ...] = ()  # its operands
@@ -218,7 +220,7 @@ class Graph:
     state_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     dims: int = 1  # dimensions of the traced parameter
     reads_shape: bool = False  # whether the rule read the shape: the graph is valid for this number of dimensions only
-    dtype: torch.dtype = torch.float32  # the type of the rule's values in the trace
+    dtype: torch.dtype = torch.float32  # the dtype of the rule's values in the trace
     reads_dtype: bool = False  # whether the rule read the dtype: the graph is valid for this dtype only
     specs: dict[Any, Any] = field(default_factory=dict, repr=False)
     stack: Graph | None = field(default=None, repr=False)  # the graph of a stack of matrices, once made
@@ -234,22 +236,24 @@ class Graph:
 
     @cached_property
     def slice_ends(self) -> set[int]:
-        """Dimensions at which the columns of passes over elements may begin: the one after a reduced block, or the
-        first of the block where it is the last."""
+        """Dimensions at which the columns of elementwise passes may begin.
+
+        The dimension after a reduced block, or the first of the block if it is the last.
+        """
         overs = {*self.slice_states.values(), *(value.over for value in self.values() if value.level is Level.SLICE)}
         return {over[1] if over[1] < self.dims else over[0] for over in overs if over is not None}
 
     def loads(self) -> list[str]:
-        """Names of the buffers that are read."""
+        """Return the names of the buffers that are read."""
         return [value.attribute for value in self.values() if value.operation == "load"]
 
     def hypers(self) -> list[str]:
-        """Names of the numbers the scalar pass reads, in order of first use."""
+        """Return the names of the numbers that the scalar pass reads, in order of first use."""
         return [value.attribute for value in self.values() if value.operation == "hyper"]
 
 
 def ancestors(roots: Iterable[Value], is_leaf: Callable[[Value], bool] = lambda value: False) -> list[Value]:
-    """The roots and all values that they depend on, in dependency order; stops at `leaves`."""
+    """The roots and all values that they depend on, in dependency order; stops at values for which `is_leaf` holds."""
     order: list[Value] = []
     seen: set[int] = set()
     stack = [(root, False) for root in reversed([*roots])]
@@ -265,7 +269,7 @@ def ancestors(roots: Iterable[Value], is_leaf: Callable[[Value], bool] = lambda 
 
 
 def folded(roots: Iterable[Value], apply: Callable[[Value, list[Any]], Any]) -> dict[int, Any]:
-    """The result of `apply` on each value and its operands' results, by identity, for the roots and what they need."""
+    """The results of `apply` on each value and its operands' results, by id, for the roots and their ancestors."""
     results: dict[int, Any] = {}
     for value in ancestors(roots):
         results[id(value)] = apply(value, [results[id(arg)] for arg in value.args])
@@ -273,7 +277,7 @@ def folded(roots: Iterable[Value], apply: Callable[[Value, list[Any]], Any]) -> 
 
 
 def evaluate(value: Value, numbers: Mapping[str, float]) -> float | bool:
-    """The value as a Python number, given the hyperparameters and sizes it depends on."""
+    """Evaluate a value as a Python number, given the hyperparameters and sizes that it depends on."""
 
     def apply(node: Value, args: list[Any]) -> Any:
         if node.operation in ("constant", "hyper"):
@@ -287,11 +291,11 @@ def evaluate(value: Value, numbers: Mapping[str, float]) -> float | bool:
 
 
 IF_NOT_ZERO = {"ne": True, "gt": True, "eq": False, "le": False}
-"""Results of comparisons with zero for a number that the host cannot read, which is assumed to be positive."""
+"""Results of comparisons with zero for a number that the host cannot read and that is assumed positive."""
 
 
 def outcome(condition: Value, numbers: Mapping[str, float], unread: Collection[str] = ()) -> bool | None:
-    """The outcome of a branch, as far as it is known before the step."""
+    """Return the outcome of a branch; None if it is not known before the step."""
     reached = ancestors([condition])
     needed = [node for node in reached if node.operation == "hyper" and node.attribute not in numbers]
     if any(node.is_measured for node in reached):
@@ -308,7 +312,7 @@ def outcome(condition: Value, numbers: Mapping[str, float], unread: Collection[s
 
 
 class Builder:
-    """Builds values: equal operations on equal values are one value, and constants are folded."""
+    """Builds values: equal operations on equal values give the same value, and constants are folded."""
 
     def __init__(self, dims: int = 1, dtype: torch.dtype = torch.float32) -> None:
         self.dims = dims
@@ -320,21 +324,21 @@ class Builder:
         self._values: dict[tuple[Any, ...], Value] = {}
 
     def constant(self, number: float | bool) -> Value:
-        """A constant number or truth value."""
+        """Return a constant number or truth value."""
         attribute = number if isinstance(number, bool) else float(number)
         key = ("constant", repr(attribute))  # not the number: 0.0 == -0.0, and NaN != NaN
         return self._values.setdefault(key, Value("constant", attribute=attribute, is_bool=isinstance(number, bool)))
 
     def integer(self, number: int) -> Value:
-        """A constant 32-bit integer."""
+        """Return a constant 32-bit integer."""
         return self._intern(Value("constant", attribute=number, dtype="int32"))
 
     def load(self, buffer: str, level: Level = Level.ELEMENT, over: Over | None = None, dtype: str = "") -> Value:
-        """The stored value of a buffer; with a dtype, the element as it lies in memory."""
+        """Return the stored value of a buffer; with a dtype, the raw element in memory."""
         return self._intern(Value("load", attribute=buffer, level=level, name=buffer, over=over, dtype=dtype))
 
     def hyper(self, name: str, level: Level = Level.GROUP) -> Value:
-        """A number the scalar pass reads: a hyperparameter, `step`, `gradient_scale`, `numel`, `machine_epsilon`."""
+        """A number of the scalar pass: a hyperparameter, `step`, `gradient_scale`, `numel`, `machine_epsilon`."""
         return self._intern(Value("hyper", attribute=name, level=level, name=name.replace(".", "_")))
 
     def apply(
@@ -346,7 +350,7 @@ class Builder:
         over: Over | None = None,
         dtype: str = "",
     ) -> Value:
-        """An operation on values, folded where its operands are constants or it is an identity."""
+        """Return an operation on values, folded if its operands are constants or it is an identity."""
         described = OPERATIONS[operation]
         if described.evaluate and args and all(arg.operation == "constant" and not arg.dtype for arg in args):
             return self.constant(described.evaluate(*(arg.attribute for arg in args)))
@@ -361,7 +365,7 @@ class Builder:
         return self._intern(Value(operation, args, attribute, level, described.is_bool, space, over, dtype=dtype))
 
     def _divided_slices(self, product: Value, divisor: Value) -> Value | None:
-        """`(row * column) / number` as `(row / number) * column`: a division per row instead of per element."""
+        """Rewrite `(row * column) / number` as `(row / number) * column`: a division per row instead of per element."""
         if product.operation != "mul" or product.level is not Level.ELEMENT:
             return None
         for left, right in (product.args, product.args[::-1]):

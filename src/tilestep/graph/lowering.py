@@ -1,4 +1,4 @@
-"""What each ATen operation means in the graph; everything else is decomposed by torch or refused by name."""
+"""The meaning of each ATen operation in the graph; torch decomposes other operations, or they are refused by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .terms import Term, where
 ALTERNATIVE = (
     "write it with elementwise torch operations (arithmetic, sqrt, exp, where, clamp, sign, ...) or reductions"
 )
-"""What errors propose where no operation is close."""
+"""The proposal of errors for operations without a similar supported operation."""
 
 _IN_PLACES = (
     "an element can depend on those at its own place in other buffers, and on reductions: combine rows or columns by "
@@ -77,7 +77,7 @@ RANDOM = frozenset(
         *("exponential_", "geometric_", "poisson", "binomial", "dropout_", "rrelu_", "alpha_dropout_"),
     )
 )
-"""Functions and methods of torch that draw random numbers, as a rule calls them."""
+"""Functions and methods of torch that draw random numbers, by the names that a rule calls."""
 
 _BY_OPERATION = {operation: text for text, operations in _NEAREST.items() for operation in operations}
 
@@ -92,7 +92,7 @@ Lowering = Callable[..., Value]
 
 
 class Unsupported(Exception):
-    """An operation has no translation; the message says what works instead."""
+    """An operation has no lowering; the message proposes an alternative."""
 
 
 def _as_value(build: Builder, item: Any) -> Value:
@@ -122,7 +122,7 @@ _logical = partial(_numeric, taken=_truth)
 
 
 def formula(function: Callable[..., Term]) -> Lowering:
-    """The lowering of a formula of numbers; arguments by keyword stay as they are."""
+    """Make the lowering of a formula of numbers; keyword arguments are passed through."""
 
     def lower(build: Builder, *args: Any, **options: Any) -> Value:
         return function(*(Term(build, _number(build, arg)) for arg in args), **options).value
@@ -159,7 +159,7 @@ _div = _numeric("div")
 
 @formula
 def _floor_div(left: Term, right: Term) -> Term:
-    """Python's `//`: the floor of the exact quotient, since the rounded quotient may be the next integer."""
+    """Python's `//`: the floor of the exact quotient, because the rounded quotient may be the next integer."""
     rest = left.function("fmod", right)
     quotient = (left - rest) / right
     signs = [(side < 0.0).function("number") for side in (right, rest)]
@@ -337,11 +337,11 @@ def _filled(number: float | None) -> Lowering:
 
 
 CONVERTING = frozenset({"_to_copy", "copy", "fill", "full_like", "masked_fill"})
-"""Operations whose result dtype does not depend on the dtype of their operands."""
+"""Operations whose result dtype does not depend on their operands' dtype."""
 
 
 def converted(build: Builder, value: Value, dtype: torch.dtype) -> Value:
-    """A value rounded as a tensor of this dtype holds it."""
+    """Return a value rounded as a tensor of this dtype would hold it."""
     if dtype is torch.bool:
         return _truth(build, value)
     number = _number(build, value)
@@ -363,11 +363,11 @@ def check_dtype(operation: str, dtype: torch.dtype, operand: torch.dtype | None)
 _EXACT_AS_NUMBERS = frozenset(
     ("neg", "abs", "sign", "sgn", "where", "maximum", "minimum", "clamp", "amax", "amin", "remainder", "fmod")
 )
-_SUMMED_EXACTLY = 2**8  # a program's partial sum of some 10,000 elements is exact then
+_SUMMED_EXACTLY = 2**8  # the partial sum of a program's 10,000 or so elements is exact then
 
 
 def check_integers(build: Builder, operation: str, value: Value, operand: Any, dtype: torch.dtype) -> None:
-    """Raise for element-wise integers that a kernel may round: kernels hold them in the rule's dtype."""
+    """Raise for elementwise integers that a kernel may round: kernels hold them in the rule's dtype."""
     if dtype.is_floating_point or dtype is torch.bool or operation in CONVERTING or operation in _EXACT_AS_NUMBERS:
         return
     is_sum = operation == "sum" and isinstance(operand, Value)
@@ -382,7 +382,7 @@ def check_integers(build: Builder, operation: str, value: Value, operand: Any, d
 
 
 def _magnitude(value: Value) -> float:
-    """An upper bound of the magnitudes of a value, as far as constants tell."""
+    """Return an upper bound of the magnitudes of a value, as far as constants determine it."""
     operation, args = value.operation, value.args
     if operation == "constant":
         return abs(float(value.attribute))
@@ -466,7 +466,7 @@ LOWERINGS: dict[str, Lowering] = {
 }
 for _name in ("number", "and", "or", "not"):  # not in ATen
     del LOWERINGS[_name]
-"""From the name of an ATen operation to its lowering; in-place variants use the entry of the out-of-place operation."""
+"""Maps the name of an ATen operation to its lowering; in-place variants use the out-of-place operation's entry."""
 
 _SYNONYMS = {
     **{"true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub", "negative": "neg", "fix": "trunc"},
@@ -484,20 +484,20 @@ def _size_name(from_end: int) -> str:
 
 
 def size_from_end(name: str) -> int:
-    """Which size of the parameter a number of the scalar pass is, counted from the last as 1; 0 for other numbers."""
+    """The parameter's size that a number of the scalar pass is, counted from the last as 1; 0 for other numbers."""
     if name.startswith(_FAR_SIZE):
         return int(name.removeprefix(_FAR_SIZE))
     return next((from_end for from_end, near in _SIZES.items() if near == name), 0)
 
 
 def sizes_of(shape: Sequence[int]) -> dict[str, float]:
-    """The sizes of a parameter, by their names among the numbers of the scalar pass."""
+    """Return the sizes of a parameter, by their names among the scalar pass's numbers."""
     sizes = {_size_name(from_end): float(size) for from_end, size in enumerate(reversed(shape), start=1)}
     return {"numel": float(math.prod(shape)), **sizes}
 
 
 def count(build: Builder, dims: Iterable[int]) -> Value:
-    """The number of elements along these dimensions of the parameter."""
+    """Return the number of elements along these dimensions of the parameter."""
     chosen = sorted(set(dims))
     if chosen == list(range(build.dims)):
         return build.hyper("numel", Level.TENSOR)
@@ -525,14 +525,14 @@ class _Reduction:
                 f"a reduction of a tensor of {len(self.shape)} dimensions, not the parameter's {build.dims}"
             )
         varies = self.number.level not in SCALAR_LEVELS
-        # Without dimensions a number and a broadcast number look alike, so the graph is valid for 0-dim tensors only.
+        # Without dimensions, a number and a broadcast number look alike, so the graph is valid for 0-dim tensors only.
         build.reads_shape |= is_given or (build.dims == 0 and not varies)
         extent = {axis for axis in named if self.shape[axis] != 1}
         over = self.number.over or (0, 0)
         self.combined = {axis for axis in extent if varies and not over[0] <= axis < over[1]}
         self.repeated = extent - self.combined
         self.target: Over | None = None
-        """The dimensions that are reduced; None for all."""
+        """The reduced dimensions; None for all."""
         if self.combined and not self.is_total:
             reduced = sorted(self.combined | set(range(*over)))
             if len(reduced) != reduced[-1] + 1 - reduced[0]:
@@ -547,12 +547,12 @@ class _Reduction:
         return self.build.apply(operation, self.number, attribute=self.target, level=level, over=self.target)
 
     def sum(self) -> Value:
-        """The sum; an operand that is constant along a dimension is multiplied by its size."""
+        """Return the sum; if the operand is constant along a dimension, multiply by its size."""
         total = self.apply("reduce_sum")
         return self.build.apply("mul", total, count(self.build, self.repeated)) if self.repeated else total
 
     def mean(self) -> Value:
-        """The mean; a 0-dim tensor is divided too, since the graph serves tensors of all dimensions."""
+        """The mean; a 0-dim tensor is divided too, because the graph serves tensors of any number of dimensions."""
         total = self.apply("reduce_sum")
         divided = self.combined or (not self.shape and self.number.level not in SCALAR_LEVELS)
         return self.build.apply("div", total, count(self.build, self.combined)) if divided else total

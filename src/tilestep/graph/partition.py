@@ -1,4 +1,4 @@
-"""Cuts a graph into passes: scalar passes over tensors, tile passes over elements or slices, matrix passes between."""
+"""Cut a graph into passes: scalar passes over tensors, tile passes over elements or slices, and matrix passes."""
 
 from __future__ import annotations
 
@@ -45,39 +45,39 @@ class TilePass:
         return not (self.stores or self.reductions or self.kept or self.parts)
 
     def leaves(self, value: Value) -> bool:
-        """Whether the pass does not compute a value: a number per tensor, a stored value, or one of other slices."""
+        """Whether a value is an input of the pass: a number per tensor, a stored value, or a value of other slices."""
         if id(value) in self.loads or value.level is not Level.SLICE:
             return id(value) in self.loads or value.level in SCALAR_LEVELS
         is_ours = value.over == self.over and value.operation not in REDUCTIONS
         return not is_ours or (value.operation != "load" and self.stages[id(value)] != self.stage)
 
     def values(self) -> list[Value]:
-        """The values that the pass computes and reads, in order, down to its leaves."""
+        """Return the values that the pass computes and reads, in order, down to its leaves."""
         reduced = (reduction.args[0] for _, reduction in (*self.reductions, *self.parts))
         return ancestors([*self.stores.values(), *(value for _, value in self.kept), *reduced], self.leaves)
 
     def slices(self) -> list[Value]:
-        """The slice-level values that the pass reads and another pass stores."""
+        """Return the slice-level values that the pass reads and another pass stores."""
         leaves = [value for value in self.values() if value.level is Level.SLICE and self.leaves(value)]
         return [value for value in leaves if id(value) not in self.loads]
 
     def reads(self) -> list[str]:
-        """The buffers that the pass loads."""
+        """Return the buffers that the pass loads."""
         return list(dict.fromkeys(filter(None, map(self.buffer_of, self.values()))))
 
     def buffer_of(self, value: Value) -> str | None:
-        """The buffer that the pass loads a value from; None for computed values."""
+        """Return the buffer that the pass loads a value from; None for computed values."""
         if id(value) in self.loads:
             return self.loads[id(value)]
         return value.attribute if value.operation == "load" and not self.leaves(value) else None
 
     def place(self, value: Value) -> str:
-        """The place of a slice-level value in the view of the pass; see `View.place`."""
+        """Return the place of a slice-level value in the view of the pass; see `View.place`."""
         assert self.view is not None and value.over is not None
         return self.view.place(value.over)
 
     def parts_of(self, place: str) -> list[tuple[int, Value]]:
-        """The reductions to slices at a place of the view, with their slots."""
+        """Return the reductions to slices at a place of the view, with their slots."""
         return [(slot, reduction) for slot, reduction in self.parts if self.place(reduction) == place]
 
 
@@ -86,18 +86,18 @@ class View:
     """Arrays as a batch of matrices; tiles are cut along their rows and columns."""
 
     over: Over | None
-    dims: int  # number of dimensions left
-    rows: Over  # the dimensions that are rows; earlier dimensions count matrices, later dimensions are columns
+    dims: int  # number of remaining dimensions
+    rows: Over  # the dimensions that are rows; earlier dimensions index matrices, later dimensions are columns
 
     def extents(self, shape: Sequence[int]) -> tuple[int, int, int]:
-        """Matrices, rows and columns of a tensor of this shape."""
+        """Return matrices, rows and columns of a tensor of this shape."""
         first, stop = self.over or (0, 0)
         left = [*shape[:first], *shape[stop:]]
         begin, end = self.rows
         return math.prod(left[:begin]), math.prod(left[begin:end]), math.prod(left[end:])
 
     def place(self, over: Over) -> str:
-        """Where slices reduced over a block lie: a number per "row", "column" or "matrix"; "own" or "other"."""
+        """The place of slices reduced over a block: a number per "row", "column" or "matrix"; "own" or "other"."""
         if over == self.over:
             return "own"
         block = _left(over, self.over)
@@ -107,7 +107,7 @@ class View:
 
 
 def _left(block: Over, over: Over | None) -> Over:
-    """A block of dimensions in the numbering of those left without the dimensions inside it."""
+    """Renumber a block of dimensions after removing the dimensions of `over` inside it."""
     first, stop = over or (0, 0)
     return block[0], block[1] - (stop - first)
 
@@ -131,7 +131,7 @@ def choose_views(
 
 
 def _rows(reduced: Sequence[Over], read: Sequence[Over], dims: int) -> Over:
-    """The dimensions to treat as rows, so that the first reductions fit, and as many of the reads as possible."""
+    """Choose the dimensions to treat as rows: the first reductions must fit, and as many of the reads as possible."""
     column = next((block for block in reduced if block[1] < dims), None)
     if column is not None:
         return column
@@ -147,7 +147,7 @@ def _rows(reduced: Sequence[Over], read: Sequence[Over], dims: int) -> Over:
 
 
 def slice_word(over: Over | None, dims: int) -> str:
-    """A word for slices reduced over these dimensions."""
+    """Return a word for slices reduced over these dimensions."""
     if over is None:
         return "tile"
     words = {(dims - 1, dims): "row", (dims - 2, dims - 1): "column", (dims - 2, dims): "matrix"}
@@ -160,7 +160,7 @@ class Slices:
 
     passes: list[list[TilePass]] = field(default_factory=list)
     slots: dict[int, int] = field(default_factory=dict)
-    overs: list[Over] = field(default_factory=list)  # for each slot, the reduced dimensions of its slices
+    overs: list[Over] = field(default_factory=list)  # per slot, the reduced dimensions of its slices
     views: list[View] = field(default_factory=list)  # every view of a pass
     spans: list[tuple[Over | None, Over]] = field(default_factory=list)
 
@@ -179,19 +179,19 @@ class SliceCutter:
         self._passes: dict[tuple[int, Over | None], TilePass] = {(tile.stage, None): tile for tile in tiles}
 
     def at(self, stage: int, over: Over | None) -> TilePass:
-        """The pass over these slices at a stage."""
+        """Return the pass over these slices at a stage."""
         if (stage, over) not in self._passes:
             title = f"{slice_word(over, self.graph.dims)}_pass_{stage}"
             self._passes[stage, over] = TilePass(title=title, stage=stage, over=over, stages=self.stages)
         return self._passes[stage, over]
 
     def reduce(self, reduction: Value) -> None:
-        """Assign a reduction to slices to the pass before it."""
+        """Assign a reduction to slices to the pass ahead of it."""
         source = self.at(self.stages[id(reduction)] - 1, reduction.args[0].over)
         source.parts.append((self._slot(reduction), reduction))
 
     def store(self, buffer: str, value: Value) -> None:
-        """Write a row or column state in the first pass that knows its value, unless a later pass reads the old."""
+        """Write a row or column state in the first pass that knows it, unless a later pass reads the old value."""
         over, stage = self.graph.slice_states[buffer], self.stages[id(value)]
         last = len(self.tiles) - 1
         readers = [
@@ -238,7 +238,7 @@ class SliceCutter:
         return ordered
 
     def _views(self, tile: TilePass) -> list[TilePass]:
-        """The pass with a view, then further passes for reductions that need another view."""
+        """Return the pass with a view, then more passes for reductions that need another view."""
         read = [value.over for value in tile.slices() if value.over is not None and value.over != tile.over]
         reduced = [value.over for _, value in tile.parts if value.over is not None]
         if tile.over is None and not read and not reduced:
@@ -282,7 +282,7 @@ class MatrixProgram:
     scratch: dict[str, torch.dtype | None] = field(default_factory=dict)
 
     def numbers(self) -> list[Value]:
-        """The operands that must be known before the step."""
+        """Return the operands that must be known before the step."""
         values = [value for matrix_pass in self.passes if matrix_pass for value in matrix_pass.values]
         numbers = [arg for value in values for arg in value.args[len(_matrices(value)) :]]
         return list({id(arg): arg for arg in numbers}.values())
@@ -324,7 +324,7 @@ def matrix_program(graph: Graph, stages: dict[int, int], tiles: Sequence[TilePas
 
 
 def _take_in(matrices: MatrixProgram, index: int, tile: TilePass, value: Value, arg: Value) -> None:
-    """Let a tile pass write an operand of matrix work; in the compute dtype if readers want different dtypes."""
+    """Make a tile pass write an operand of matrix work; in the compute dtype if readers want different dtypes."""
     earlier = (own.inputs[id(arg)] for own in matrices.passes[: index + 1] if own and id(arg) in own.inputs)
     name = next(earlier, "")
     if not name:
@@ -338,7 +338,7 @@ def _take_in(matrices: MatrixProgram, index: int, tile: TilePass, value: Value, 
 
 
 def _conditions(graph: Graph) -> dict[int, list[Condition] | None]:
-    """For each value the conditions under which it is needed, any of which suffices; None for always."""
+    """Return, per value, the conditions under which it is needed, any of which suffices; None for always."""
     needed: dict[int, list[Condition] | None] = {id(value): None for value in graph.outputs.values()}
     for node in reversed(graph.values()):
         chooses = node.operation == "where" and node.args[0].level is Level.GROUP
@@ -353,13 +353,13 @@ def _conditions(graph: Graph) -> dict[int, list[Condition] | None]:
 
 
 def _matrices(value: Value) -> tuple[Value, ...]:
-    """The operands of matrix work, without numbers that are known before the step."""
+    """Return the operands of matrix work, without numbers that are known before the step."""
     operation = MATRIX_OPERATIONS.get(value.operation)
     return value.args[: operation.operands] if operation else value.args
 
 
 def _needed(roots: Sequence[Value], index: int, stages: dict[int, int]) -> set[int]:
-    """The values of the matrix pass after tile pass `index`: results, and intermediates of other shapes."""
+    """Return the values of the matrix pass after tile pass `index`: results, and intermediates of other shapes."""
     inside: set[int] = set()
     waiting = list(roots)
     while waiting:
@@ -430,15 +430,15 @@ class Program:
     slices: Slices = field(default_factory=Slices)
 
     def slices_before(self, index: int) -> list[TilePass]:
-        """The slice passes between scalar pass `index` and tile pass `index`."""
+        """Return the slice passes between scalar pass `index` and tile pass `index`."""
         return self.slices.passes[index] if self.slices.passes else []
 
     def passes_of(self, index: int) -> list[TilePass]:
-        """The passes over elements or slices between scalar pass `index` and the next, in execution order."""
+        """Return the passes over elements or slices between scalar pass `index` and the next, in execution order."""
         return [tile for tile in (*self.slices_before(index), self.tiles[index]) if tile is not None]
 
     def tile_passes(self) -> list[TilePass]:
-        """Every pass over elements or slices, in execution order."""
+        """Return every pass over elements or slices, in execution order."""
         return [tile for index in range(len(self.tiles)) for tile in self.passes_of(index)]
 
     def unscales(self, tile: TilePass) -> bool:
@@ -447,7 +447,7 @@ class Program:
 
     @property
     def unscaling_pass(self) -> int:
-        """The tile pass that also writes unscaled gradients back: the last that reads them."""
+        """The tile pass that also writes unscaled gradients back: the last pass that reads gradients."""
         used = [index for index, tile in enumerate(self.tiles) if tile is not None]
         passes = {index: [self.tiles[index], *self.slices_before(index)] for index in used}
         reading = [index for index in used if any(each and "grad" in each.reads() for each in passes[index])]
@@ -530,7 +530,7 @@ def _store_early(tiles: list[TilePass], stages: dict[int, int], exact: set[str],
 def _columns(
     scalars: list[ScalarPass], tiles: list[TilePass], matrices: MatrixProgram, stages: dict[int, int]
 ) -> dict[int, int]:
-    """Columns for the scalar values that tile and matrix passes use."""
+    """Assign columns to the scalar values that tile and matrix passes use."""
     needed = [value for tile in tiles for value in tile.values()]
     numbers = {id(value) for value in matrices.numbers()}
     for matrix_pass in filter(None, matrices.passes):
@@ -544,7 +544,7 @@ def _columns(
 
 
 def scalar_needs(scalar: ScalarPass) -> list[Value]:
-    """Every value a scalar pass computes or reads, in order."""
+    """Return every value that a scalar pass computes or reads, in order."""
     roots = [
         *(value for _, value in scalar.rows),
         *(value.args[0] for _, value in scalar.global_reductions),

@@ -11,7 +11,7 @@ from .lowering import is_matrix_work
 
 
 def combines(graph: Graph) -> bool:
-    """Whether a graph for a matrix has a number per matrix, row or column, of which a stack has several."""
+    """Whether a graph for a matrix has a number per matrix, row or column; a stack has several of them."""
     kept = bool(graph.slice_states or graph.matrix_states or graph.scalar_states)
     return kept or any(value.operation in REDUCTIONS | GLOBAL_REDUCTIONS for value in graph.values())
 

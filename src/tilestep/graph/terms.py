@@ -11,7 +11,7 @@ from .ir import Builder, Value
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype without `torch.`."""
+    """Return the name of a dtype without `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -31,7 +31,7 @@ def _operator(operation: str, of_truths: str = "") -> Callable[[Term, Any], Term
 class Term:
     """A value of a graph, with operators.
 
-    It is a number (in the compute dtype), a truth value, an integer of 32 bits that wraps around, or a stored element,
+    A term is a number (in the compute dtype), a truth value, a 32-bit integer that wraps around, or a stored element,
     which supports only `bits` and `number`.
     """
 
@@ -39,20 +39,20 @@ class Term:
         self.build, self.value = build, value
 
     def function(self, operation: str, *others: Any, dtype: str | None = None) -> Term:
-        """An operation of the graph on this term and others, such as `sqrt`.
+        """Apply an operation of the graph, such as `sqrt`, to this term and others.
 
-        Formats have operations of their own: `whole`, a number as an integer, rounded towards zero; `block_max`, the
-        largest of an integer's values in its block, without a sign (negative values are above all others); `nibble`,
-        the four bits of an element that shares its byte with a neighbour, 0 to 15; `within`, a number cut off at a
-        bound that it exceeds by rounding errors alone (fast code may omit the cut); `rough_root`, a square root whose
-        last bits change no stored element; `rough_ceiling`, the integer at or above the quotient of two positive
-        numbers, or the next one where rounding decides; `float8_number` and `float8_element`, this term, which a
-        backend may compute from the operand by an instruction that gives the same bits.
+        Operations for formats: `whole`, a number as an integer, rounded towards zero; `block_max`, the unsigned maximum
+        of an integer over its block (negative values are above all others); `nibble`, the four bits of an element that
+        shares its byte with a neighbour, 0 to 15; `within`, a number clipped at a bound that it exceeds only by
+        rounding errors (fast code may omit the clip); `rough_root`, a square root whose last bits change no stored
+        element; `rough_ceiling`, the integer at or above the quotient of two positive numbers, or the next integer if
+        rounding decides; `float8_number` and `float8_element`, this term, which a backend may compute from the operand
+        with an instruction that gives the same bits.
 
         Args:
             operation: its name in the graph.
-            others: further operands.
-            dtype: of the result; by default that of the operation, or else of this term.
+            others: more operands.
+            dtype: the result's dtype; by default the operation's, or else this term's.
         """
         args = [self.value, *(self._like(other).value for other in others)]
         kind = _RESULTS.get(operation, self.value.dtype) if dtype is None else dtype
@@ -65,30 +65,30 @@ class Term:
         return Term(self.build, self.build.integer(int(other)) if is_integer else self.build.constant(other))
 
     def named(self, name: str) -> Term:
-        """The term itself, with a name in generated code."""
+        """Return the term itself, named in generated code."""
         self.value.name = self.value.name or name
         return self
 
     def number(self) -> Term:
-        """An element's number; an integer as a number."""
+        """Return an element's number, or an integer as a number."""
         if self.value.dtype == "int32":
             return self.function("real")
         return self.function("widen") if self.value.dtype else self
 
     def element(self, dtype: torch.dtype) -> Term:
-        """A number rounded to the nearest of a floating dtype."""
+        """Return a number rounded to the nearest of a floating dtype."""
         return self.function("narrow", dtype=dtype_name(dtype))
 
     def bits(self) -> Term:
-        """The bits of a number or element as an integer; bits of narrow dtypes are sign-extended."""
+        """Return the bits of a number or element as an integer; bits of narrow dtypes are sign-extended."""
         return self.function("bits")
 
     def of_bits(self, dtype: torch.dtype | None = None) -> Term:
-        """The (lowest) bits of an integer as an element of a dtype, or as a float32 number."""
+        """Return the (lowest) bits of an integer as an element of a dtype, or as a float32 number."""
         return self.function("of_bits", dtype="" if dtype is None else dtype_name(dtype))
 
     def packed(self, dtype: torch.dtype) -> Term:
-        """An integer of four bits and its neighbour's in one element of eight bits."""
+        """Return a 4-bit integer and its neighbour's in an element of eight bits."""
         return self.function("pack", dtype=dtype_name(dtype))
 
     __add__ = __radd__ = _operator("add")
@@ -116,12 +116,12 @@ class Term:
 
 
 def where(condition: Term, if_true: Term | float, if_false: Term | float) -> Term:
-    """Choose between two terms of one kind by a condition."""
+    """Select between two terms of the same kind by a condition."""
     kind = next((choice for choice in (if_true, if_false) if isinstance(choice, Term)), condition)
     chosen = (kind._like(if_true).value, kind._like(if_false).value)
     return Term(kind.build, kind.build.apply("where", condition.value, *chosen, dtype=kind.value.dtype))
 
 
 def quotient(left: Term | float, right: Term) -> Term:
-    """A quotient by a number from 2^-90 to 2^90; the dividend is in that range too, or negligibly small."""
+    """A quotient by a number from 2^-90 to 2^90; the dividend is in this range too, or negligibly small."""
     return right._like(left).function("quotient", right)

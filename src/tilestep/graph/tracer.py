@@ -1,4 +1,4 @@
-"""Traces a rule: it runs once on fake tensors; a read of a tensor in Python becomes a guard or an error."""
+"""Trace a rule: run it once on fake tensors; a read of a tensor in Python becomes a guard or an error."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .lowering import ALTERNATIVE, LOWERINGS, RANDOM, Unsupported, nearest
 
 
 def flat_numbers(hyperparameters: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The hyperparameters that are numbers or tensors; tuples are flattened to `name.index`."""
+    """Return the hyperparameters that are numbers or tensors; tuples are flattened to `name.index`."""
     flat: list[tuple[str, Any]] = []
     for key, value in hyperparameters.items():
         value = as_python(value)
@@ -46,14 +46,14 @@ def flat_numbers(hyperparameters: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def known_numbers(hyperparameters: Mapping[str, Any]) -> tuple[dict[str, float], set[str]]:
-    """The hyperparameters that are numbers, by name, and the names of hyperparameters that are tensors."""
+    """Return the hyperparameters that are numbers, by name, and the names of hyperparameters that are tensors."""
     flat = flat_numbers(hyperparameters)
     numbers = {name: value for name, value in flat if not isinstance(value, torch.Tensor)}
     return numbers, {name for name, _ in flat} - set(numbers)
 
 
 def group_value(group: Mapping[str, Any], name: str) -> Any:
-    """The entry of a param group for a column of the hyperparameter table."""
+    """Return the entry of a param group for a column of the hyperparameter table."""
     key, index = _column(name)
     value = group.get(key)
     return value if index is None or value is None else value[index]
@@ -66,7 +66,7 @@ def _column(name: str) -> tuple[str, int | None]:
 
 
 class Place(NamedTuple):
-    """A place in a rule: `file:line`, the variable that the statement assigns to, and `file:line` of its start."""
+    """A position in a rule: `file:line`, the variable that the statement assigns, and `file:line` of its start."""
 
     line: str
     name: str
@@ -74,7 +74,7 @@ class Place(NamedTuple):
 
 
 def rule_place() -> Place:
-    """The innermost frame outside torch and this package."""
+    """Return the position of the innermost frame outside torch and this package."""
     frame: types.FrameType | None = inspect.currentframe()
     while frame is not None and _is_internal(frame):
         frame = frame.f_back
@@ -89,7 +89,7 @@ def rule_place() -> Place:
 
 
 def places_of(error: BaseException) -> list[str]:
-    """`file:line` of an error's frames outside torch and this package, innermost last."""
+    """Return `file:line` of an error's frames outside torch and this package, innermost last."""
     frames = traceback.walk_tb(error.__traceback__)
     return [f"{frame.f_code.co_filename}:{line}" for frame, line in frames if not _is_internal(frame)]
 
@@ -108,7 +108,7 @@ def _is_internal(frame: types.FrameType) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _assignments(code: types.CodeType) -> tuple[tuple[int, int, str], ...]:
-    """First line, last line and target variable of the statements that have one."""
+    """Return first line, last line and target variable of the statements with a target."""
     try:
         # inspect.getsource searches all modules for the code's module, which takes tens of milliseconds.
         lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
@@ -161,7 +161,7 @@ def refusing_chance(functions: Sequence[Any], describe: str) -> Iterator[None]:
         raise RuleError(f"{caller.f_code.co_filename}:{caller.f_lineno}: {describe}: {name} {_ONCE}")
 
     before, drawn = sys.getprofile(), _numpy_states(functions)
-    # Finalizers at a garbage collection are no calls of the rule; an error in them is lost and ends the profiling.
+    # Finalizers run by a garbage collection are not calls of the rule; an error in them is lost and ends the profiling.
     with without_collections():
         sys.setprofile(watch)
         try:
@@ -177,7 +177,7 @@ def _is_library(module: str) -> bool:
 
 
 def _chance(called: Any) -> str:
-    """The name of a built-in function whose result depends on chance or time; empty for other functions."""
+    """Return the name of a built-in function whose result depends on chance or time; empty for other functions."""
     owner, name = getattr(called, "__self__", None), getattr(called, "__name__", "")
     if isinstance(owner, random.Random):
         return f"random.{name}"
@@ -192,7 +192,7 @@ def _chance(called: Any) -> str:
 
 
 def _referred(function: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
-    """The names and values outside of itself that a function's code, or the code of its helpers, refers to."""
+    """Yield the outside names and values that a function's code, or the code of its helpers, refers to."""
     if not isinstance(function, types.FunctionType):
         return
     code = function.__code__
@@ -233,7 +233,7 @@ def _numpy_states(functions: Iterable[Any]) -> list[str]:
 
 
 def kept_tensor(function: Any, made: Collection[int]) -> str:
-    """The name under which a function keeps a tensor of the trace for its next call; empty if it keeps none."""
+    """Return the name under which a function keeps a tensor of the trace for its next call; empty if it keeps none."""
     names = (name for name, value in _referred(function) if any(id(tensor) in made for tensor in _tensors(value)))
     return next(names, "")
 
@@ -249,7 +249,7 @@ def _tensors(value: Any, depth: int = 2) -> Iterator[torch.Tensor]:
 
 
 class Memory:
-    """Tracks views: whose memory a tensor aliases, and in which order of elements."""
+    """Tracks views: the memory that a tensor aliases, and the order of its elements."""
 
     def __init__(self) -> None:
         self._places: dict[int, tuple[int, int]] = {}
@@ -258,12 +258,12 @@ class Memory:
         return self._places.get(id(tensor), (id(tensor), id(tensor)))
 
     def share(self, tensor: torch.Tensor, result: torch.Tensor, *, same_order: bool) -> None:
-        """Note that a result is a view of a tensor."""
+        """Record that a result is a view of a tensor."""
         owner, walk = self._place(tensor)
         self._places[id(result)] = owner, walk if same_order else id(result)
 
     def move(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
-        """Note that a tensor has taken the memory of another, as `tensor.data = source` does."""
+        """Record that a tensor has taken the memory of another, as `tensor.data = source` does."""
         self._places[id(tensor)] = self._place(source)
 
     def is_view(self, tensor: torch.Tensor) -> bool:
@@ -272,7 +272,7 @@ class Memory:
         return owner != walk
 
     def aliases(self, tensor: torch.Tensor, among: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, bool]]:
-        """The tensors that alias a tensor, itself included, and whether each has the same order of elements."""
+        """Return the tensors that alias a tensor, itself included, and whether each has the same order of elements."""
         place = self._place(tensor)
         return [(alias, self._place(alias) == place) for alias in among if self._place(alias)[0] == place[0]]
 
@@ -295,7 +295,7 @@ class Recorder(TensorDispatch):
         self.guards: dict[int, Guard] = {}
         self.named: dict[tuple[str, str], Value] = {}
         self.moving: set[int] = set()  # hyperparameters that are functions of the step, by identity
-        self.casts = False  # whether the running function is a cast written in the rule
+        self.casts = False  # whether the current function is a cast written in the rule
         self.keep_alive: list[Any] = []
         self.refused: RuleError | None = None
         self.idle: list[RuleError] = []
@@ -310,15 +310,15 @@ class Recorder(TensorDispatch):
         return tensor
 
     def scalar(self, value: Value, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        """A 0-dim fake tensor of a value of the graph."""
+        """Return a 0-dim fake tensor of a value of the graph."""
         return self.placeholder(torch.empty((), dtype=dtype), value)
 
     def constant(self, number: float) -> torch.Tensor:
-        """A 0-dim fake tensor of a number."""
+        """Return a 0-dim fake tensor of a number."""
         return self.scalar(self.build.constant(number))
 
     def made(self, number: float, dtype: torch.dtype) -> torch.Tensor:
-        """A 0-dim fake tensor of a number that the rule creates with this dtype."""
+        """Return a 0-dim fake tensor of a number that the rule creates with this dtype."""
         try:
             lowering.check_dtype("tensor", dtype, None)
         except Unsupported as error:
@@ -327,19 +327,19 @@ class Recorder(TensorDispatch):
         return self.scalar(value, torch.float64 if dtype.is_floating_point else dtype)
 
     def global_reduce(self, kind: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A 0-dim fake tensor of a value combined over all tensors; `kind` is "sum" or "max"."""
+        """Return a 0-dim fake tensor of a value combined over all tensors; `kind` is "sum" or "max"."""
         combined = self.build.apply(f"global_{kind}", self.value_of(tensor), level=Level.TENSOR)
         return self.scalar(combined)
 
     def precision(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A 0-dim fake tensor of the machine epsilon of the parameter's stored dtype."""
+        """Return a 0-dim fake tensor of the machine epsilon of the parameter's stored dtype."""
         reached = ancestors([self.value_of(tensor)])
         if not any(value.operation == "load" and value.attribute == "param" for value in reached):
             raise self.unsupported("machine_epsilon() takes the parameter, or what is computed from it")
         return self.scalar(self.build.hyper("machine_epsilon"))
 
     def scheduled(self, name: str, value: Any, step: torch.Tensor) -> Any:
-        """A hyperparameter that is a function of the step, computed from the step's fake tensor."""
+        """Compute a hyperparameter that is a function of the step from the step's fake tensor."""
         computed = at_step(value, step, name)
         entries = computed if isinstance(computed, tuple) else (computed,)
         for index, entry in enumerate(entries):
@@ -352,7 +352,7 @@ class Recorder(TensorDispatch):
         return computed
 
     def count(self, tensor: torch.Tensor, dims: Iterable[int]) -> Value:
-        """The number of elements of a traced tensor along some dimensions."""
+        """Return the number of elements of a traced tensor along some dimensions."""
         long = [dim for dim in dims if tensor.shape[dim] != 1]
         value = self.values.get(id(tensor))
         if value is not None and value.space is not None:
@@ -362,7 +362,7 @@ class Recorder(TensorDispatch):
         return lowering.count(self.build, long)
 
     def value_of(self, tensor: Any) -> Value:
-        """The graph value of a traced tensor."""
+        """Return the graph value of a traced tensor."""
         if id(tensor) in self.values:
             return self.values[id(tensor)]
         if isinstance(tensor, torch.Tensor):
@@ -403,7 +403,7 @@ class Recorder(TensorDispatch):
         if mutates and (base == operation_name(func) or self.memory.is_view(args[0])):
             raise self.unsupported(f"torch.ops.{func} writes through a view or an out= argument")
         lowered = torch.utils._pytree.tree_map_only(torch.Tensor, self.value_of, (args, kwargs))
-        # Work on whole matrices keeps the shape of its first operand; without fake tensors it would be done on garbage.
+        # Work on whole matrices keeps the shape of its first operand; without fake tensors it would run on garbage.
         is_called = func.namespace == "tilestep" and operation_name(func) in MATRIX_OPERATIONS
         result = torch.empty_like(args[0]) if is_called else func(*args, **kwargs)
         self.build.shape = tuple(args[0].shape) if args and isinstance(args[0], torch.Tensor) else ()
@@ -429,7 +429,7 @@ class Recorder(TensorDispatch):
         self._describe(value, args[0] if mutates else None)
         self.computed.append(value)
         self.placeholder(result, value)
-        if mutates:  # all aliases of the memory have the new value, and views of it become invalid
+        if mutates:  # all aliases of the memory get the new value, and its views become invalid
             for alias, same_order in self.memory.aliases(args[0], self.keep_alive):
                 if same_order:
                     self.values[id(alias)] = value
@@ -458,12 +458,12 @@ class Recorder(TensorDispatch):
         self.named[statement, name] = value
 
     def unsupported(self, what: str, instead: str = ALTERNATIVE) -> RuleError:
-        """The error for an operation without a translation; it says what works instead."""
+        """Return the error for an operation without a lowering; its message proposes an alternative."""
         self.refused = RuleError(f"{rule_place().line}: in {self.title}: {what}; {instead}")
         return self.refused
 
     def read_error(self, tensor: Any) -> RuleError:
-        """The error for a rule that reads a number on the host."""
+        """Return the error for a rule that reads a number on the host."""
         value = self.value_of(tensor)
         reached = ancestors([value])
         if any(node.operation == "load" for node in reached):
@@ -521,7 +521,7 @@ class Reads(ScalarCalls):
         if name in ("item", "__float__", "__int__", "__index__", "tolist", "numpy"):
             raise recorder.read_error(args[0])
         if name in _OF_DTYPE or func in _DTYPES or (name in _CASTS and args[0].is_floating_point()):
-            # A cast to the dtype of the tensor returns the tensor itself, any other cast a copy.
+            # A cast to the tensor's own dtype returns the tensor itself, any other cast a copy.
             recorder.build.reads_dtype = True
         dim: Any = args[1] if len(args) == 2 else (kwargs or {}).get("dim")
         if name in ("numel", "nelement"):
@@ -545,7 +545,7 @@ class Reads(ScalarCalls):
         """Whether torch may decompose a function differently for vectors and matrices.
 
         `a @ b` is a sum for vectors, and `torch.linalg.norm(x, 1)` another norm for matrices. Functions in `LOWERINGS`
-        are not decomposed; of the others only those in `_ALIKE` are the same for all.
+        are not decomposed; of the remaining functions only those in `_ALIKE` are the same for all.
         """
         bare = name.strip("_").removesuffix(".default")
         if bare in LOWERINGS or bare in _ALIKE:
@@ -553,7 +553,7 @@ class Reads(ScalarCalls):
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
         values = [self.recorder.values.get(id(tensor)) for tensor in tensors]
         has_data = any(value is not None and value.level > Level.GROUP for value in values)
-        # 0-dim data for this parameter may have dimensions for another.
+        # 0-dim data of this parameter may have dimensions for another parameter.
         return any(tensor.dim() > 0 for tensor in tensors) or (has_data and self.recorder.build.dims == 0)
 
 
@@ -567,7 +567,7 @@ _ALIKE = frozenset(
         *("softplus", "gelu", "elu", "leaky_relu", "hardtanh"),
     )
 )
-"""Functions not in `LOWERINGS` that decompose alike for tensors of any number of dimensions."""
+"""Functions not in `LOWERINGS` that decompose equally for tensors of any number of dimensions."""
 
 _MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 _OF_MEMORY = {"__len__": "len()", "stride": "stride()"}
@@ -581,7 +581,7 @@ _DIMENSIONS = torch.Tensor.ndim.__get__  # type: ignore[attr-defined]
 
 
 def _sizes(dims: int) -> tuple[int, ...]:
-    """A shape of distinct sizes, which identify dimensions; its number of elements fits 64 bits."""
+    """Return a shape of distinct sizes, which identify dimensions; its number of elements fits 64 bits."""
     primes = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
     return primes[3 : 3 + dims] if dims <= 8 else (*primes[:dims], *(1,) * (dims - len(primes)))
 
@@ -598,7 +598,7 @@ def trace(
     shape = _sizes(dims)
     with torch.device("cpu"), fake_tensors():
         results = contextvars.copy_context().run(_run, recorder, rule, hyperparameters, shape)
-        if recorder.refused:  # the rule caught the error, and continued differently than it would untraced
+        if recorder.refused:  # the rule caught the error, and continued differently than without a trace
             raise recorder.refused
         outputs = _outputs(recorder, rule, results, shape)
         _check_kept(recorder, rule, results, outputs)
@@ -626,7 +626,7 @@ def trace(
 
 
 def _run(recorder: Recorder, rule: Rule, hyperparameters: Mapping[str, Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """Call the rule on fake tensors with recording on, in a context of its own, and return its results."""
+    """Call the rule on fake tensors with recording on, in a separate context, and return its results."""
     buffers = recorder.buffers = _placeholders(recorder, rule, shape)
     values = {key: _hyper_input(recorder, key, value) for key, value in hyperparameters.items()}
     step = _hyper_input(recorder, "step", 1.0)
@@ -658,7 +658,7 @@ def _run(recorder: Recorder, rule: Rule, hyperparameters: Mapping[str, Any], sha
 
 
 def _refusal(message: str) -> str:
-    """The text of a RuleError in place of torch's message about the arguments of a call, with what works instead."""
+    """Rewrite torch's message about the arguments of a call for a RuleError, with an alternative."""
     called = _CALLED.match(message)
     name = called[1] if called else ""
     if nearest(name) != ALTERNATIVE:
@@ -672,7 +672,7 @@ _CALLED = re.compile(r"(\w+)\(\)")  # the start of torch's and Python's messages
 
 
 def _slice_states(rule: Rule, states: Mapping[str, State], dims: int) -> dict[str, Over]:
-    """The row and column states, each with its reduced dimension."""
+    """Return the row and column states, each with its reduced dimension."""
     kinds = {name: state.shape for name, state in states.items()}
     overs = {name: over for name, kind in kinds.items() if (over := _lies(kind, (1,) * dims)[1]) is not None}
     for name, over in overs.items():
@@ -684,11 +684,11 @@ def _slice_states(rule: Rule, states: Mapping[str, State], dims: int) -> dict[st
     return overs
 
 
-_FROM_END = {"row": 1, "column": 2}  # the reduced dimension of such a state, counted from the last as 1
+_FROM_END = {"row": 1, "column": 2}  # the reduced dimension of row and column states, counted from the last as 1
 
 
 def _lies(kind: str, shape: tuple[int, ...]) -> tuple[Level, Over | None, tuple[int, ...]]:
-    """The level, the reduced dimensions and the shape of a state of this kind."""
+    """Return the level, the reduced dimensions and the shape of a state of this kind."""
     if kind == "scalar":
         return Level.TENSOR, None, ()
     if kind in lowering.SQUARES:

@@ -1,4 +1,4 @@
-"""Update rules, a short function each; modules of this folder are imported automatically."""
+"""Update rules, a short function each; all modules of this package are imported automatically."""
 
 import importlib
 import pkgutil

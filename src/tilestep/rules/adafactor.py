@@ -54,7 +54,7 @@ def adafactor(
     if maximize:
         grad = -grad
     root_numel = math.sqrt(param.numel())
-    # Comparisons, as Python's max of torch's code: of an RMS that is NaN the other number is taken.
+    # Comparisons, like Python's max in torch's code: an RMS of NaN selects the other operand.
     size = param.norm() / root_numel
     alpha = torch.where(size > eps2, size, eps2) * min(lr, 1 / math.sqrt(step))
     param = param * (1 - lr * weight_decay)

@@ -49,7 +49,7 @@ def adamuon(
         v <- momentum * v + (1 - momentum) * o^2
         n = o / (sqrt(v) + eps)
         p <- p - lr * weight_decay * p - lr * 0.2 * sqrt(rows * columns) / (norm(n) + eps) * n
-    `ns_coefficients`, `ns_steps` and matrices inside of parameters are as in Muon.
+    `ns_coefficients`, `ns_steps` and matrices inside parameters are as in Muon.
 
     Source: Si et al., "AdaMuon: Adaptive Muon Optimizer" (2025), algorithm 1 of its third version; names and defaults
     of the authors' Chongjie-Si/AdaMuon, gpt2/models/optimizers, whose second moment is in bfloat16.

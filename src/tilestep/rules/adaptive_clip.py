@@ -1,4 +1,4 @@
-"""A clip for each tensor by what its own gradient norms have been."""
+"""A clip per tensor, relative to its previous gradient norms."""
 
 import functools
 import math
@@ -17,23 +17,24 @@ from .scalars import sum_over_tensors
 class AdaGC:
     """A limit for `max_grad_norm` that clips each tensor's gradient to a multiple of the mean of its previous norms.
 
-    The optimizer's rule becomes `adaptive_clip(rule)`, which has the equations: so the limit is part of the kernel, its
-    numbers are hyperparameters of the param groups (`clip_rel`, `clip_limit`, `clip_decay`, `clip_warmup`), and the
-    mean norm is a state of each parameter (`clip_norm`). A param group may have its own, or another `max_grad_norm`
-    instead. A group with None there or `in_norm=False` is not clipped, and the global norm is that of the others.
+    The optimizer's rule becomes `adaptive_clip(rule)`; see there for the equations. The limit is part of the kernel,
+    its numbers are hyperparameters of the param groups (`clip_rel`, `clip_limit`, `clip_decay`, `clip_warmup`), and the
+    mean norm is a state of each parameter (`clip_norm`). A param group may have a different `AdaGC`, or another
+    `max_grad_norm`. A group with `max_grad_norm=None` or `in_norm=False` is not clipped, and is left out of the global
+    norm.
 
     Args:
         rel: a gradient's norm may be this many times the mean of the clipped norms; at least 1.
         limit: largest global norm during the first steps; above 0.
-        decay: what the mean keeps from step to step; in [0, 1).
-        warmup: the step from which tensors have their own limits; at least 2.
+        decay: the decay of the mean per step; in [0, 1).
+        warmup: the step from which each tensor has a separate limit; at least 2.
 
     Raises:
         ValueError: for a value out of its range.
 
     Source: Wang et al., "AdaGC: Improving Training Stability for Large Language Model Pretraining" (arXiv 2502.11034),
-    algorithm 1 (`lambda_rel`, `lambda_abs`, beta, T_start). The authors' lishuai-97/AdaGC has 1.04 and 0.99 for `rel`
-    and `decay`, and begins one step later.
+    algorithm 1 (`lambda_rel`, `lambda_abs`, beta, T_start). The authors' lishuai-97/AdaGC sets `rel` and `decay` to
+    1.04 and 0.99, and starts one step later.
 
     Example:
         >>> AdaGC()
@@ -56,11 +57,11 @@ class AdaGC:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The hyperparameters that this clip is, for the param groups of a clipped rule."""
+        """The clip's numbers as hyperparameters, for the param groups of a clipped rule."""
         return {f"clip_{name}": value for name, value in vars(self).items()}
 
     def on(self, rule: Rule) -> Rule:
-        """The rule with such a clip before it, the same one whatever the numbers; a clipped rule itself."""
+        """The rule with this clip in front, the same rule for any numbers; a clipped rule is returned unchanged."""
         return rule if self.numbers.keys() <= rule.hyperparameters.keys() else _clipped(rule)
 
 
@@ -72,7 +73,7 @@ def adaptive_clip(rule: Rule, rel: float = 1.05, limit: float = 1.0, decay: floa
         t < clip_warmup:  s <- min(1, clip_limit / N),        c <- min(c, s * n)
         after that:       s <- min(1, clip_rel * c / n),      c <- clip_decay * c + (1 - clip_decay) * s * n
         g <- s * g, then the rule
-    Where n is 0, c stays: the paper's would be 0 from then on, and weights before a layer of zeros would never move.
+    Where n is 0, c stays: in the paper c would remain 0, and weights before a layer of zeros would never move.
 
     Args:
         rule: the rule whose gradients to clip.

@@ -8,7 +8,7 @@ from .protocol import ADAM_RANGES, at_least, nonnegative, rule
 
 
 def warm_up_alpha(step: Any, alpha: Any, warmup: Any) -> Any:
-    """The mixing coefficient at a step: from 0 to `alpha` in a straight line over `warmup` steps.
+    """The mixing coefficient at a step: rises linearly from 0 to `alpha` over `warmup` steps.
 
     Args:
         step: the step count from 1, a 0-dim tensor.
@@ -25,11 +25,11 @@ def warm_up_alpha(step: Any, alpha: Any, warmup: Any) -> Any:
 
 
 def warm_up_beta3(step: Any, beta1: Any, beta3: Any, warmup: Any) -> Any:
-    """The slow momentum's decay at a step: from `beta1` to `beta3` over `warmup` steps, its half-life growing evenly.
+    """The slow momentum's decay at a step: from `beta1` to `beta3` over `warmup` steps, its half-life growing linearly.
 
     Args:
         step: the step count from 1, a 0-dim tensor.
-        beta1: the decay to begin at, a 0-dim tensor.
+        beta1: the initial decay, a 0-dim tensor.
         beta3: the final decay, a 0-dim tensor.
         warmup: the number of steps.
 

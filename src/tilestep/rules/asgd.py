@@ -14,7 +14,7 @@ from .scalars import decayed
     options=TORCH_OPTIONS,
     keyword_only=("maximize",),
     positional=("foreach", "maximize", "differentiable", "capturable"),
-    # float32 beside float64 parameters too, as torch keeps them: the rounded rate is the one that is used.
+    # float32 even for float64 parameters, as in torch: the rounded rate is the rate in use.
     states={
         "eta": State(init="lr", shape="scalar", dtype=torch.float32),
         "mu": State(init=1.0, shape="scalar", dtype=torch.float32),
@@ -47,14 +47,14 @@ def asgd(
     Source: Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging" (SIAM 1992), with the rates of
     Bottou, "Stochastic Gradient Descent Tricks" (2012); torch.optim.ASGD.
     """
-    # Steps before the first that is taken may have been skipped, with another rate than this one's; the same rate
-    # stays as eta has it, rounded.
+    # Earlier steps may have been skipped, with another rate than this step's; if the rate is unchanged, keep eta's
+    # rounded value.
     eta = torch.where((step == 1) & ((lr - eta).abs() > 1e-6 * lr), lr, eta)
     if maximize:
         grad = -grad
     grad = decayed(grad, param, weight_decay)
-    # Not as a product with 1 - lambd * eta: rounded to float32 that is off by as much at every step, and it adds up.
-    # But that product would keep infinite weights, and so does this.
+    # Not a product with 1 - lambd * eta: its rounding to float32 is an error of that size at every step, and
+    # accumulates. But the product would keep infinite weights, and so does this.
     shrinking = torch.where(torch.isinf(param), 0.0, param)
     param = param - eta * (grad + lambd * shrinking)
     ax = torch.where(mu == 1, param, ax + mu * (param - ax))

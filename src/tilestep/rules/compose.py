@@ -1,6 +1,6 @@
-"""Compositions: functions from a rule to a rule, which is traced to one fused kernel like any other.
+"""Compositions: functions from a rule to a rule, which is traced into one fused kernel like any rule.
 
-A composed rule has the states and hyperparameters of its inner rule, followed by new ones.
+A composed rule has the states and hyperparameters of its inner rule, followed by its own.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def clip_update(rule: Rule, rms: float = 1.0) -> Rule:
 def centralize(rule: Rule) -> Rule:
     """Subtract the mean of each output unit's gradient.
 
-    Equations (the mean is over all dimensions but the first; one-dimensional gradients stay as they are):
+    Equations (the mean is over all dimensions but the first; one-dimensional gradients do not change):
         g <- g - mean(g)
 
     Args:
@@ -311,20 +311,20 @@ _LARGEST = 2.0**15
 
 
 def scaled_states(rule: Rule) -> Rule:
-    """Store the rule's states in float16, with one scale per state and parameter, set by its largest element.
+    """Store the rule's states in float16, with a scale per state and parameter, set by its largest element.
 
     Equations (for each state s that begins at zero and has the parameter's shape, kept as h in 16 bits beside c):
         s <- c * h, then the rule, then
         c <- max|s| / 2^15     (1 where s is 0)
         h <- s / c
-    Elements of s below about 1e-12 of its largest are lost. Two bytes an element in place of four beside float32
-    parameters and masters; the maximum costs a second pass, which computes the rule again from what is stored.
-    `state_dtype="scaled_float16"` keeps any rule's states so without one: with a scale for each block of 128, so that
-    neither bits nor checkpoints are the same. A scale of the whole tensor needs a pass of its own: it is part of a
-    rule, and no format.
+    Elements of s below about 1e-12 of its largest are lost. States take two bytes per element instead of four with
+    float32 parameters and masters; the maximum costs a second pass, which recomputes the rule from the stored values.
+    `state_dtype="scaled_float16"` needs no second pass, for any rule: it has a scale per block of 128 elements, so its
+    bits and checkpoints differ. A scale for the whole tensor requires the second pass, and so it is part of a rule and
+    not a format.
 
     Args:
-        rule: the rule whose states to keep.
+        rule: the rule whose states to store.
 
     Raises:
         RuleError: if the rule has no such state.
@@ -352,7 +352,7 @@ def scaled_states(rule: Rule) -> Rule:
         for name in scaled:
             value = new[name]
             if value is None or (value is wide[name] and version_of(value) == versions[name]):
-                # The rule does not use it with these hyperparameters.
+                # The rule does not use the state with these hyperparameters.
                 new[name] = kept[name]
                 continue
             largest = value.abs().amax()
@@ -380,8 +380,8 @@ def _require_lr(label: str, rule: Rule) -> None:
 
 @torch.library.custom_op("tilestep::displacement", mutates_args=(), schema="(Tensor new, Tensor old) -> Tensor")
 def displacement(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """`new - old`; in a kernel, what the rule added to `old`, without the rounding of adding and subtracting it."""
-    return torch.where(new == old, 0.0, new - old)  # also where both are infinite
+    """Return `new - old`; in a kernel, the rule's update of `old`, without the rounding of adding and subtracting."""
+    return torch.where(new == old, 0.0, new - old)  # also if both are infinite
 
 
 @displacement.register_fake
@@ -392,14 +392,14 @@ def _(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
 def _update(
     rule: Rule, param: Any, grad: Any, states: tuple[Any, ...], hyper: Mapping[str, Any]
 ) -> tuple[Any, tuple[Any, ...]]:
-    """The change of the parameter by the rule, and the new states."""
-    # Copies, since a rule may work in place; they are free in a kernel.
+    """Return the change of the parameter by the rule, and the new states."""
+    # Copies, because a rule may work in place; a kernel does not copy.
     moved, *states_after = rule(param.clone(), grad.clone(), *states, **hyper)
     return displacement(moved, param), tuple(states_after)
 
 
 def _descending(value: Any, hyper: Mapping[str, Any]) -> Any:
-    """The gradient, negated with `maximize`."""
+    """Return the gradient, negated with `maximize`."""
     return -value if hyper.get("maximize") else value
 
 
@@ -413,7 +413,7 @@ def compose(
     uses_step: bool = False,
     evaluation: Callable[..., Any] | None = None,
 ) -> Rule:
-    """Compose a rule of `function`, with the inner rule's signature, then new states and hyperparameters."""
+    """Make a rule from `function`: the inner rule's signature, followed by new states and hyperparameters."""
     label = composer.__name__
     _require_rule(label, rule)
     taken = {*rule.state_names, *rule.hyperparameters, *rule.options}

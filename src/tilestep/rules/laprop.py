@@ -56,7 +56,7 @@ def laprop(
     and c2 are `exp_avg_lr_1` and `exp_avg_lr_2`. Where lr is 0 only the decay moves p; the authors' code subtracts m.
 
     Source: Ziyin et al., "LaProp: Separating Momentum and Adaptivity in Adam" (2020), and the authors' laprop.py
-    (Z-T-WANG/LaProp-Optimizer), whose names and defaults these are.
+    (Z-T-WANG/LaProp-Optimizer), with their names and defaults.
     """
     beta1, beta2 = betas
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad * grad

@@ -1,6 +1,6 @@
-"""Limits: functions of a step's norm and loss, on floats, that decide whether it is skipped and to what it is clipped.
+"""Limits: functions on floats, from a step's norm and loss to whether to skip it and the norm to clip to.
 
-A limit is called as it is where the step runs on a CPU. For other devices it is traced (backends/floats.py).
+A limit is called directly if the step runs on a CPU. For other devices it is traced (backends/floats.py).
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from ..errors import RuleError
 
 
 def valid(limit: Any, /, **numbers: tuple[bool, str]) -> None:
-    """Raise `ValueError` for a number that is not valid: whether it is, and what it must be, by name."""
+    """Raise `ValueError` for an invalid number; per name: whether the number is valid, and the requirement."""
     for name, (holds, wanted) in numbers.items():
         if not holds:
             raise ValueError(f"Invalid {name}: {getattr(limit, name)!r}; {wanted}")
 
 
 Memory = Any
-"""The memory of a limit in one step: a namespace with a float or a `Window` for each entry of `Limit.memory`."""
+"""The memory of a limit in a step: a namespace with a float or a `Window` per entry of `Limit.memory`."""
 
 
 class Window:
-    """The last numbers that a limit has seen.
+    """The most recent numbers that a limit has seen.
 
     Args:
-        size: how many; at least 2.
+        size: number of entries; at least 2.
 
     Raises:
         ValueError: for a size below 2.
@@ -51,17 +51,17 @@ class Window:
         self.held = list(numbers[1 : 1 + min(int(self.count), size)])
 
     def append(self, number: float) -> None:
-        """Put a number in place of the oldest."""
+        """Append a number; a full window drops its oldest."""
         place = int(self.count) % self.size
         self.held[place : place + 1] = [number]
         self.count += 1
 
     def mean(self) -> float:
-        """The mean of the numbers in it; NaN without any."""
+        """The mean of the numbers in the window; NaN if it is empty."""
         return math.fsum(self.held) / len(self.held) if self.held else math.nan
 
     def std(self) -> float:
-        """The standard deviation of the numbers in it, as torch.std; NaN for fewer than 2."""
+        """The standard deviation of the numbers in the window, as torch.std; NaN for fewer than 2."""
         if len(self.held) < 2:
             return math.nan
         mean = math.fsum(self.held) / len(self.held)
@@ -73,21 +73,21 @@ class Limit:
 
     `decide(self, norm, loss, memory)` is plain Python on floats. On a GPU it runs inside the kernel that decides the
     step, also in CUDA graphs, and ranks that step together decide alike. It returns a pair: whether to skip the step,
-    and the global norm to which gradients are clipped, `math.inf` for no clip.
+    and the global norm to clip gradients to, `math.inf` for no clip.
 
-    - `norm` is the global 2-norm of the unscaled gradients, which may be infinite; `loss` is that of `step(loss=...)`,
-      the mean over ranks, and None in a step without one.
+    - `norm` is the global 2-norm of the unscaled gradients, which may be infinite; `loss` is the argument of
+      `step(loss=...)`, averaged over ranks, or None.
     - `memory` has an attribute for each entry of the class's `memory`: a float, which `decide` may set, or a `Window`.
       It is saved in the `state_dict` (`limits` of the first group) under the name of the class.
-    - Allowed: arithmetic, comparisons, `if`, `and`, `or`, `not`, `min`, `max`, `abs`, functions of `math` with one
-      result, loops of a known length, and the dataclass's own numbers. A loop that ends by what numbers are, a number
-      made an `int` or a `str`, and random numbers are refused.
-    - Results are those of Python, to the bit for `+ - * /` and `math.sqrt`; where Python raises, for a division by zero
-      for example, a CPU's step raises and a GPU computes an infinity or NaN.
-    - Steps that are skipped already, for gradients that are not finite or by another limit, are not asked about, nor a
-      norm of NaN, unless `decide` has a keyword-only parameter `skipped`.
+    - Allowed: arithmetic, comparisons, `if`, `and`, `or`, `not`, `min`, `max`, `abs`, functions of `math` with a single
+      result, loops of a known length, and the dataclass's fields. Loops with a data-dependent end, conversions of
+      numbers to `int` or `str`, and random numbers are refused.
+    - Results equal Python's, to the bit for `+ - * /` and `math.sqrt`; where Python raises, on a division by zero for
+      example, a step on a CPU raises and a GPU computes inf or NaN.
+    - `decide` is not called for steps that are already skipped, because of nonfinite gradients or another limit, nor
+      for a norm of NaN, unless it has a keyword-only parameter `skipped`.
 
-    `max_grad_norm=` takes limits that clip, for the groups that have it; they may skip steps too. `skip_above=` takes
+    `max_grad_norm=` takes limits that clip the groups with this value; they may also skip steps. `skip_above=` takes
     limits that only skip.
 
     Example:
@@ -114,15 +114,15 @@ class Limit:
     """
 
     memory: ClassVar[Mapping[str, float | Window]] = {}
-    """What it remembers, by name, with first values: numbers, or a `Window`; or a property that returns this."""
+    """The memory's entries by name, with initial values: numbers, or a `Window`; or a property that returns them."""
 
     decide: Callable[..., tuple[Any, Any]]
 
     known: ClassVar[dict[str, dict[str, type[Limit]]]] = {}
-    """The classes of limits by name and then by module and qualified name, for checkpoints."""
+    """The classes of limits by name, then by module and qualified name, for checkpoints."""
 
     sees_skipped: ClassVar[bool] = False
-    """Whether it is asked about steps that are skipped already."""
+    """Whether `decide` is also called for steps that are already skipped."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -140,7 +140,7 @@ class Limit:
         return super().__new__(cls)
 
     def ask(self, norm: float, loss: float | None, memory: Memory, skipped: bool) -> tuple[Any, Any]:
-        """What it decides; nothing for a step that is skipped already, or without a norm."""
+        """Call `decide`; a step that is already skipped, or without a norm, neither skips nor clips by this limit."""
         if self.sees_skipped:
             return self.decide(norm, loss, memory, skipped=skipped)
         if skipped or norm != norm:
@@ -148,7 +148,7 @@ class Limit:
         return self.decide(norm, loss, memory)
 
     def remembered(self, numbers: Sequence[float]) -> Memory:
-        """The memory of these numbers, float64 each: a number for each entry, and for a `Window` its count first."""
+        """The memory with these numbers, float64 each: a number per entry; for a `Window`, its count comes first."""
         memory, start = SimpleNamespace(), 0
         for name, _, size in layout_of(self):
             stop = start + 1 + size
@@ -157,7 +157,7 @@ class Limit:
         return memory
 
     def numbers_of(self, memory: Memory) -> list[float]:
-        """The numbers of a memory."""
+        """Return the numbers of a memory."""
         numbers: list[float] = []
         for name, _, size in layout_of(self):
             entry = getattr(memory, name)
@@ -167,7 +167,7 @@ class Limit:
 
 @functools.lru_cache(maxsize=256)
 def layout_of(limit: Limit) -> tuple[tuple[str, float, int], ...]:
-    """The entries of a limit's memory: name, first value, and the size of a `Window`, otherwise 0."""
+    """The entries of a limit's memory: name, initial value, and the size of a `Window`, otherwise 0."""
     try:
         return tuple(
             (name, 0.0, entry.size) if isinstance(entry, Window) else (name, float(entry), 0)
@@ -178,7 +178,7 @@ def layout_of(limit: Limit) -> tuple[tuple[str, float, int], ...]:
 
 
 def first_numbers(limit: Limit) -> list[float]:
-    """The numbers that a limit's memory begins with."""
+    """The initial numbers of a limit's memory."""
     return [number for _, first, size in layout_of(limit) for number in [first, *[0.0] * size]]
 
 
@@ -186,14 +186,14 @@ def first_numbers(limit: Limit) -> list[float]:
 class TimesMean(Limit):
     """A limit for `skip_above`: a multiple of the running mean of the global gradient norm.
 
-    The first norms count equally; then the mean is exponential. A norm above the limit enters the mean as the limit
-    itself: one spike hardly moves it, and after a lasting rise of the norm it follows, so that skipping ends. Norms
-    that are not finite do not enter.
+    The first norms have equal weights; then the mean is exponential. A norm above the limit enters the mean as the
+    limit itself: a single spike hardly moves the mean, and after a lasting rise of the norm it follows, so that
+    skipping ends. Nonfinite norms do not enter.
 
     Args:
         factor: skip above this many times the mean; more than 1.
-        decay: what a norm keeps of its weight from step to step; 0.99 averages over about 100 steps. In [0, 1).
-        warmup: norms that must have entered before any step is skipped; at least 1.
+        decay: decay of the mean per step; 0.99 averages over about 100 steps. In [0, 1).
+        warmup: number of norms to enter the mean before any step is skipped; at least 1.
 
     Raises:
         ValueError: for a value out of its range.
@@ -218,7 +218,7 @@ class TimesMean(Limit):
         )
 
     def decide(self, norm: float, loss: float | None, memory: Memory, *, skipped: bool) -> tuple[bool, float]:
-        """Skip a norm above the limit; every finite norm of a step that is not skipped already moves the mean."""
+        """Skip a norm above the limit; every finite norm of a step that is not already skipped moves the mean."""
         limit = math.inf
         if memory.count >= self.warmup and memory.mean > 0:
             limit = self.factor * memory.mean
@@ -232,17 +232,17 @@ class TimesMean(Limit):
 class Sigma(Limit):
     """A limit for `skip_above`: standard deviations above the mean of recent norms and of recent losses.
 
-    A step is skipped if its global norm, or the loss that `step(loss=...)` was given, is more than `factor` standard
-    deviations above the mean of those of the `window` steps before. All finite norms and losses enter the window, those
-    of skipped steps too, so that skipping ends after a lasting rise. Ranks that step together use their mean loss, also
-    those of a DistributedDataParallel; where gradients are summed by hand, give each rank the mean.
+    A step is skipped if its global norm, or its loss from `step(loss=...)`, is more than `factor` standard deviations
+    above the mean over the previous `window` steps. All finite norms and losses enter the window, also from skipped
+    steps, so that skipping ends after a lasting rise. Ranks that step together use their mean loss, also under
+    DistributedDataParallel; if gradients are summed by hand, pass the mean loss on each rank.
 
     Args:
         factor: standard deviations; above 0.
         window: the number of recent steps; at least 2.
-        warmup: steps that must have been seen, the present one counted, before any is skipped; None for 20 or half of
-            the window, what is more.
-        both_sides: whether values far below the mean skip a step too, as in the source.
+        warmup: number of steps, the current one included, before any is skipped; None for 20 or half of the window,
+            whichever is more.
+        both_sides: whether values far below the mean also skip a step, as in the source.
 
     Raises:
         ValueError: for a value out of its range.
@@ -269,7 +269,7 @@ class Sigma(Limit):
 
     @property
     def memory(self) -> Mapping[str, Window]:  # type: ignore[override]
-        """Two windows."""
+        """A window of norms and a window of losses."""
         return {"norms": Window(self.window), "losses": Window(self.window)}
 
     def decide(self, norm: float, loss: float | None, memory: Memory, *, skipped: bool) -> tuple[bool, float]:
@@ -280,7 +280,7 @@ class Sigma(Limit):
         return above | (norm == math.inf), math.inf
 
     def _enter(self, window: Window, number: float) -> bool:
-        """Whether a number is an outlier of a window, to which it is appended if it is finite."""
+        """Whether a number is an outlier of a window; appends it if it is finite."""
         if not -math.inf < number < math.inf:
             return False
         distance = number - window.mean()
@@ -303,12 +303,12 @@ class ZClip(Limit):
     Norms of skipped steps and non-finite norms are ignored.
 
     Args:
-        z: how many standard deviations above the mean a norm may be; above 0.
-        decay: what mean and variance keep from step to step; in [0, 1).
-        warmup: norms from which mean and variance begin, during which only `max_norm` clips; at least 2.
-        max_norm: a limit that holds beside it, from the first step; None for none.
-        option: what an outlier is clipped to: "adaptive" as above, "mean" to m, "percentile" to m + z * sqrt(v).
-        factor: scales what "adaptive" clips to; above 0.
+        z: largest distance of a norm above the mean, in standard deviations; above 0.
+        decay: decay of mean and variance per step; in [0, 1).
+        warmup: number of norms that initialize mean and variance, during which only `max_norm` clips; at least 2.
+        max_norm: an additional fixed limit, from the first step; None for no such limit.
+        option: target norm of an outlier: "adaptive" as above, "mean" for m, "percentile" for m + z * sqrt(v).
+        factor: scales the target norm of "adaptive"; above 0.
 
     Raises:
         ValueError: for a value out of its range.
@@ -348,10 +348,10 @@ class ZClip(Limit):
         if self.max_norm is not None:
             most = self.max_norm
         if skipped or not norm < math.inf:
-            # A norm above float64's range is an outlier whatever came before; one of infinite gradients stays NaN.
+            # A norm above float64's range is an outlier after any history; the norm of infinite gradients stays NaN.
             return False, min(most, mean) if is_warm and norm == math.inf and not skipped else most
         if not is_warm:
-            # The sum of squares until the last of them: Welford's way.
+            # A sum of squared deviations until the last of these steps, by Welford's algorithm.
             memory.count += 1
             memory.mean += (norm - mean) / memory.count
             memory.variance += (norm - mean) * (norm - memory.mean)
@@ -376,4 +376,4 @@ class ZClip(Limit):
 _OPTIONS = ("adaptive", "mean", "percentile")
 
 EARLIER_KEYS = {"TimesMean": ("norm_mean", "norm_mean_count")}
-"""Keys of a state_dict's first group under which earlier versions saved what limits remember."""
+"""Keys of a state_dict's first group in which earlier versions saved the memory of limits."""

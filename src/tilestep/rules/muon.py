@@ -1,4 +1,4 @@
-"""Muon: momentum whose every matrix is replaced by the nearest orthogonal one."""
+"""Muon: momentum, with every matrix replaced by the nearest orthogonal matrix."""
 
 import math
 from collections.abc import Mapping
@@ -11,20 +11,20 @@ from .scalars import scalar_globals
 
 
 def _as_torch_has_it(group: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The number of steps, which torch's Muon wants to be told."""
+    """Return the number of steps, which torch's Muon requires in a param group."""
     is_told = group["ns_steps"] is not None or isinstance(group["ns_coefficients"], str)
     return {} if is_told else {"ns_steps": len(rows_of(group["ns_coefficients"]))}
 
 
 SCALINGS = one_of(None, "original", "match_rms_adamw", "spectral", "spectral_unclamped")
-"""What `adjust_lr_fn` may be."""
+"""The valid values of `adjust_lr_fn`."""
 
 
 NEWTON_SCHULZ = nonnegative("lr", "eps", ns_coefficients=refusal, ns_steps=between(0, 100, or_none=True))
 
 
 def averaged(grad: Any, momentum_buffer: Any, momentum: Any, nesterov: bool) -> tuple[Any, Any]:
-    """The average of gradients, and what is orthogonalized: with `nesterov` it looks a step ahead."""
+    """Return the average of gradients, and the matrix to orthogonalize: with `nesterov`, a step ahead."""
     momentum_buffer = momentum_buffer + (1 - momentum) * (grad - momentum_buffer)
     update = grad + momentum * (momentum_buffer - grad) if nesterov else momentum_buffer
     return momentum_buffer, update
@@ -32,7 +32,7 @@ def averaged(grad: Any, momentum_buffer: Any, momentum: Any, nesterov: bool) -> 
 
 @scalar_globals
 def ratio_of(adjust_lr_fn: str | None, param: Any) -> Any:
-    """What an orthogonal update is multiplied by."""
+    """The factor of an orthogonal update."""
     rows, columns = param.size(-2), param.size(-1)
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
@@ -72,15 +72,16 @@ def muon(
         p <- p - lr * weight_decay * p - lr * lr_scale * ratio * orthogonalize(u)
     with ratio = sqrt(max(1, rows / columns)), or 0.2 * sqrt(max(rows, columns)) for `adjust_lr_fn="match_rms_adamw"`,
     or sqrt(max(rows, columns)) for "spectral", or sqrt(rows / columns) for "spectral_unclamped".
-    The orthogonalization is `tilestep.orthogonalize` in bfloat16. `ns_coefficients` are three numbers, a list of such,
-    one a step, or the name of a set, as "polar_express"; `ns_steps` is by default as many as these have, 5 for three
-    numbers.
+    The orthogonalization is `tilestep.orthogonalize` in bfloat16. `ns_coefficients` are three numbers, a list of
+    triples, one per iteration, or the name of a set, such as "polar_express"; `ns_steps` defaults to the number of
+    triples, and to 5 for three numbers.
 
-    Each matrix inside of a parameter is updated as a parameter of its own. Dimensions before the last two are a stack.
-    `flatten=True` takes all dimensions but the first as columns, as for convolutions; `heads` are so many blocks of
-    rows; `splits` are sizes of blocks of rows, which repeat if the rows are a multiple of their sum, and then equal
-    places form one matrix. Each may be a mapping from regular expressions, searched in parameters' names, to that, and
-    stand in a param group. Vectors and others are for another rule: `tilestep.muon_groups` makes such groups.
+    Each matrix inside a parameter is updated as a separate parameter. Dimensions before the last two are a stack.
+    `flatten=True` treats all dimensions but the first as columns, as for convolutions; `heads` is a number of equal
+    blocks of rows; `splits` are the sizes of blocks of rows, which repeat if the rows are a multiple of their sum, and
+    then equal positions form one matrix. Each option may also be a mapping from regular expressions, searched in
+    parameters' names, to its values, and may be set in a param group. Vectors and other tensors need another rule:
+    `tilestep.muon_groups` makes such groups.
 
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); Liu et al., "Muon is
     Scalable for LLM Training" (2025) for match_rms_adamw; Bernstein, "Deriving Muon" (2025) for spectral_unclamped;

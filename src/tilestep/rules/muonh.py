@@ -43,8 +43,8 @@ def muonh(
         o = orthogonalize(g + momentum * (b - g) with nesterov, else b)
         q = p - lr * norm(p) * o / max(norm(o), eps)
         p <- q * norm(p) / max(norm(q), eps)
-    A matrix of zeros stays zero: initialize with other values. The norm replaces the weight decay, which there is none
-    of. `ns_coefficients`, `ns_steps` and matrices inside of parameters are as in Muon.
+    A matrix of zeros stays zero: initialize with other values. The fixed norm replaces weight decay.
+    `ns_coefficients`, `ns_steps` and matrices inside parameters are as in Muon.
 
     Source: Wen et al., "Fantastic Pretraining Optimizers and Where to Find Them 2.1: Hyperball Optimization" (2025);
     the result MuonH of KellerJordan/modded-nanogpt, track 3, whose defaults these are; its `mu` is `momentum`.

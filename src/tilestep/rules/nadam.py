@@ -13,7 +13,7 @@ from .scalars import decayed
     ranges=nonnegative("momentum_decay", **ADAM_RANGES),
     options=TORCH_OPTIONS,
     keyword_only=("maximize",),
-    states={"mu_product": State(init=1.0, shape="scalar", dtype=torch.float32)},  # as torch keeps it
+    states={"mu_product": State(init=1.0, shape="scalar", dtype=torch.float32)},  # as in torch
 )
 def nadam(
     param: Any,

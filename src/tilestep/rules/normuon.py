@@ -1,4 +1,4 @@
-"""NorMuon: Muon whose rows have step sizes of their own.
+"""NorMuon: Muon with a separate step size per row.
 
 Example:
     >>> import torch
@@ -57,7 +57,7 @@ def normuon(
         v <- beta2 * v + (1 - beta2) * (mean of o^2 over each row)
         n = o / (sqrt(v) + eps)
         p <- p - lr * weight_decay * p - lr * lr_scale * ratio * n * norm(o) / (norm(n) + eps)
-    with Muon's `ratio` for `adjust_lr_fn`, `ns_coefficients`, `ns_steps`, and matrices inside of parameters.
+    with Muon's `ratio` for `adjust_lr_fn`, `ns_coefficients`, `ns_steps`, and matrices inside parameters.
 
     Source: Li et al., "NorMuon: Making Muon More Efficient and Scalable" (2025); names and defaults of the authors'
     zichongli5/NorMuon. dion's NorMuon is this with `nesterov=False`, `eps=1e-8`, `lr=0.01`, `weight_decay=0.01`,
@@ -68,7 +68,7 @@ def normuon(
     square = (orthogonal * orthogonal).mean(dim=-1, keepdim=True)
     second_momentum_buffer = second_momentum_buffer + (1 - beta2) * (square - second_momentum_buffer)
     rate = 1 / (second_momentum_buffer.sqrt() + eps)
-    # The norms of o and n are those of the means of their rows, which takes no pass over elements.
+    # The norms of o and n follow from the means of their rows, without a pass over elements.
     root_numel = math.sqrt(param.size(-2) * param.size(-1))
     norm_before = root_numel * square.mean(dim=-2, keepdim=True).sqrt()
     norm_after = root_numel * (square * rate * rate).mean(dim=-2, keepdim=True).sqrt()

@@ -59,8 +59,8 @@ def prodigy(
 ) -> tuple[Any, ...]:
     """Adam with an estimate d of the distance to the solution as its step size.
 
-    Equations (dot and norm1 are sums over all parameters; p0 is where each began; beta3 is sqrt(beta2) if None; t
-    counts steps from 1, but for the `idle` ones in which nothing moved):
+    Equations (dot and norm1 are sums over all parameters; p0 is the initial parameter; beta3 is sqrt(beta2) if None; t
+    counts steps from 1, without the `idle` steps in which nothing moved):
         e <- d * lr, times sqrt(1 - beta2^t) / (1 - beta1^t) with `use_bias_correction`
         r <- beta3 * r + d / d0 * e * dot(g, p0 - p)
         s <- beta3 * s + d / d0 * e * g     (d in place of e with `safeguard_warmup`)
@@ -69,12 +69,12 @@ def prodigy(
         h <- d_coef * r / norm1(s)
         d <- min(max(d_max, h), growth_rate * (max(d, h) if d = d0 else d)), d_max <- max(d_max, h)
         p <- p - weight_decay * e * p - e * m / (sqrt(v) + d * eps)
-    with g <- g + weight_decay * p before instead of the decay when `decouple` is off. While norm1(s) is 0, and where
-    lr is 0, nothing moves. d, d_max and d_numerator (r) are one number for the whole optimizer, of which every
-    parameter keeps a copy that steps with a gradient renew: d and d_max are the largest of the parameters that have
-    one, and r is that with the most `renewals`. A step in which only parameters that missed others have a gradient
-    goes on from an older r. An h that is not a number, as beside infinite weights, leaves d and d_max as they are.
-    With beta1 = 0 the authors' code takes the new d for m, and this rule the one that the equations have.
+    with g <- g + weight_decay * p before instead of the decay when `decouple` is off. While norm1(s) is 0, and if lr is
+    0, nothing moves. d, d_max and d_numerator (r) are global scalars of the optimizer. Every parameter keeps copies,
+    which are renewed in steps with a gradient: d and d_max are the largest copies among parameters with a gradient, and
+    r is the copy with the most `renewals`. If only parameters that missed earlier steps have a gradient, the step
+    continues from an older r. An h of NaN, as with infinite weights, leaves d and d_max unchanged. With beta1 = 0 the
+    authors' code uses the new d for m, and this rule the old d, as in the equations.
 
     Source: Mishchenko and Defazio, "Prodigy: An Expeditiously Adaptive Parameter-Free Learner" (ICML 2024),
     algorithm 4; names and defaults of the authors' konstmish/prodigy, without `slice_p`.
@@ -82,8 +82,8 @@ def prodigy(
     beta1, beta2 = betas
     if beta3 is None:
         beta3 = torch.sqrt(beta2)
-    # Copies that were not renewed, for want of a gradient, are behind: d and d_max never fall, so the largest are the
-    # newest; r does, so the newest is that of the parameters that have been renewed most often.
+    # Copies of parameters without a gradient were not renewed and are behind: d and d_max never fall, so their maxima
+    # are the newest; r may fall, so the newest r belongs to the parameters with the most renewals.
     d, d_max, newest = max_over_tensors(d), max_over_tensors(d_max), max_over_tensors(renewals)
     latest = max_over_tensors(torch.where(renewals == newest, d_numerator, -math.inf))
     if not decouple:
@@ -96,16 +96,16 @@ def prodigy(
     s = torch.where(active, beta3 * s + (d / d0) * (d if safeguard_warmup else dlr) * grad, s)
     exp_avg = torch.where(active, beta1 * exp_avg + (d * (1 - beta1)) * grad, exp_avg)
     exp_avg_sq = torch.where(active, beta2 * exp_avg_sq + (d * d * (1 - beta2)) * grad * grad, exp_avg_sq)
-    # Scaled before it is summed, so that the sum is of the pass that has s.
+    # Scaled before summation, so that the sum is part of the pass that has s.
     progress = ((d / d0) * dlr * grad * (p0 - param)).sum()
     numerator = beta3 * latest + sum_over_tensors(progress)
     denominator = sum_over_tensors(torch.where(active, s.abs().sum(), 0.0))
-    # Of infinite or missing numbers the denominator is NaN: standing still would hide them.
+    # With infinite or NaN values the denominator is NaN: not moving would hide them.
     moves = denominator != 0
     if use_bias_correction:
         idle = torch.where(moves, idle, idle + 1)
     d_hat = d_coef * numerator / denominator
-    # d0 may have been rounded when it was stored as the first d, so equality would miss. Comparisons leave out NaN.
+    # d0 may have been rounded when it was stored as the first d, so equality could fail. Comparisons exclude NaN.
     begun = torch.where((d <= d0 * (1 + 1e-6)) & (d_hat > d), d_hat, d)
     d_max = torch.where(moves & (d_hat > d_max), d_hat, d_max)
     d = torch.where(moves, torch.minimum(d_max, begun * growth_rate), d)

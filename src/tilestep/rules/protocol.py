@@ -1,7 +1,8 @@
 """Update rules: plain PyTorch functions whose signatures declare states and hyperparameters.
 
-The first parameter is the model's parameter, the second its gradient, other positional ones are state buffers (their
-names are the `state_dict` keys), keyword-only ones are hyperparameters with defaults, and `step` is the count from 1.
+The first parameter is the model's parameter, the second its gradient, further positional parameters are state buffers
+(their names are the `state_dict` keys), keyword-only parameters are hyperparameters with defaults, and `step` is the
+count from 1.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Interval:
 
 
 def at_least(low: float, *, or_none: bool = False) -> Interval:
-    """The interval of numbers that are `low` or more, for `ranges=` of `tilestep.rule`.
+    """The interval of numbers from `low` up, for `ranges=` of `tilestep.rule`.
 
     Args:
         low: the smallest value.
@@ -89,13 +90,13 @@ def between(
 
 
 Allowed = Callable[[Any], str]
-"""A check of a hyperparameter: what it must be if a value is invalid, otherwise an empty string."""
+"""A check of a hyperparameter: the requirement if a value is invalid, otherwise an empty string."""
 
 Range = Interval | tuple[Interval, ...] | Allowed
 
 
 def nonnegative(*names: str, **ranges: Range) -> dict[str, Range]:
-    """The ranges of a rule: hyperparameters that are at least 0 by name, others by their range.
+    """The ranges of a rule: the named hyperparameters are at least 0, the keyword arguments have their own range.
 
     Example:
         >>> sorted(nonnegative("lr", betas=between(0, 1)))
@@ -111,10 +112,10 @@ TORCH_OPTIONS: Mapping[str, Any] = {"foreach": None, "capturable": False, "diffe
 
 
 def one_of(*values: Any) -> Allowed:
-    """The choice between some values, for `ranges=` of `tilestep.rule`.
+    """A choice of values, for `ranges=` of `tilestep.rule`.
 
     Args:
-        values: the values.
+        values: the valid values.
 
     Example:
         >>> one_of(None, "sum", "mean")("max")
@@ -124,8 +125,11 @@ def one_of(*values: Any) -> Allowed:
 
 
 MATRIX_OPTIONS: Mapping[str, Any] = {"flatten": False, "heads": None, "splits": None}
-"""Options of rules that work on matrices: which matrices a parameter holds. Any param group of such a rule may have
-them; a rule that names them in `options` makes them arguments of its optimizer."""
+"""Options of rules that work on matrices: which matrices a parameter holds.
+
+Any param group of such a rule may set them; a rule that names them in `options` makes them arguments of its
+optimizer.
+"""
 
 _SHAPES = ("param", "scalar", "row", "column", "left", "right")
 
@@ -170,20 +174,20 @@ class State:
 
     Args:
         init: a number to fill with; `"param"` for a copy of the parameter; the name of a hyperparameter for its value
-            when the state is made.
-        shape: `"param"` for a buffer with the parameter's shape; `"scalar"` for one number per parameter; `"row"` for
-            one number per row (the last dimension reduced to 1); `"column"` for one per column (the last but one);
-            `"left"` or `"right"` for a square matrix on that side of a matrix, for products with it.
+            when the state is created.
+        shape: `"param"` for a buffer with the parameter's shape; `"scalar"` for a number per parameter; `"row"` for a
+            number per row (the last dimension reduced to 1); `"column"` for a number per column (the second-to-last
+            reduced to 1); `"left"` or `"right"` for a square matrix to multiply with on that side of the parameter.
         dtype: the storage dtype. For a buffer with the parameter's shape, None means the parameter's dtype, float32
-            with masters. For one number per parameter it is float32 or float64; None means float64 for float64
-            parameters and float32 otherwise. `state_dtype` of an optimizer does not change a dtype that is given here.
+            with masters. For a number per parameter it is float32 or float64; None means float64 for float64 parameters
+            and float32 otherwise. An optimizer's `state_dtype` does not change a dtype that is set here.
         signed: whether elements can be negative, for formats with blocks; None derives it from the rule's formula and
             the ranges of its hyperparameters.
-        zero_if_late: the name of a hyperparameter that must be 0 where the state begins in a later step of its
-            parameter than the first, as when other hyperparameters have switched it on; a step raises where it is not.
+        zero_if_late: the name of a hyperparameter that must be 0 when the state starts after its parameter's first
+            step, as when a change of other hyperparameters switches it on; otherwise the step raises.
 
     Raises:
-        RuleError: for another shape, or a dtype that does not fit the shape.
+        RuleError: for an unknown shape, or a dtype that does not fit the shape.
 
     Example:
         >>> import torch, tilestep
@@ -228,12 +232,11 @@ class State:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Rule:
-    """An update rule, made by `tilestep.rule`: called on tensors the reference implementation, and traced into kernels.
+    """An update rule, made by `tilestep.rule`: on tensors the reference implementation, and traced into kernels.
 
     Attributes:
-        name: the name in `tilestep.registry`, or the function's.
-        composition: for a rule derived from another, the function and arguments that derive it again when it is
-            unpickled.
+        name: the name in `tilestep.registry`, or the function's name.
+        composition: for a rule derived from another, the function and arguments that derive it again on unpickling.
 
     Example:
         >>> import torch, tilestep
@@ -340,7 +343,7 @@ class Rule:
 
     @property
     def counts_steps(self) -> bool:
-        """Whether torch's optimizer of this name stores a step count; without a count, missing states are made.
+        """Whether torch's optimizer of this name stores a step count; without a count, missing states are created.
 
         Example:
             >>> registry["AdamW"].counts_steps, registry["SGD"].counts_steps
@@ -408,7 +411,7 @@ class Rule:
         return interval if isinstance(interval, Interval) else Interval()
 
     def __call__(self, *buffers: Any, **hyperparameters: Any) -> tuple[Any, ...]:
-        """The new values of the parameter and of all state buffers, computed by the rule's PyTorch code."""
+        """Return the new values of the parameter and of all state buffers, computed by the rule's PyTorch code."""
         names = self.buffer_names
         if len(buffers) != len(names):
             raise TypeError(f"{self.__name__}() takes {len(names)} buffers ({', '.join(names)}), got {len(buffers)}")
@@ -437,12 +440,12 @@ class Rule:
         return self._returned(result, buffers)
 
     def evaluated(self, param: Any, states: Mapping[str, Any], hyperparameters: Mapping[str, Any]) -> Any:
-        """The weights to evaluate and save: an average that the rule keeps, or the parameter itself.
+        """Return the weights to evaluate and save: an average that the rule keeps, or the parameter itself.
 
         Args:
             param: the training weights.
             states: the parameter's state buffers by name.
-            hyperparameters: its group's hyperparameters, and `step` for those that are functions of it.
+            hyperparameters: its group's hyperparameters, and `step` if any of them is a function of the step.
 
         Returns:
             A tensor like `param`; it may be `param` or one of the states itself, so copy it before writing.
@@ -475,7 +478,7 @@ class Rule:
         return tuple(result)
 
     def bound(self) -> Callable[..., Any]:
-        """The function with `math`, `min` and other functions replaced by versions that take 0-dim tensors.
+        """Return the function with `math`, `min` and similar functions replaced by versions that accept 0-dim tensors.
 
         Example:
             >>> import math, torch
@@ -538,18 +541,18 @@ def changes(value: Any) -> bool:
 
 
 def at_step(value: Any, step: Any, name: str = "the function") -> Any:
-    """What a hyperparameter is at a step: functions of the step are called, a tuple entry by entry.
+    """Return the value of a hyperparameter at a step: functions of the step are called, in a tuple entry by entry.
 
     Args:
         value: a hyperparameter.
         step: the count from 1: a number, or a 0-dim tensor.
-        name: how messages call the hyperparameter.
+        name: the hyperparameter's name in messages.
 
     Returns:
-        The value itself if it is no function, else a 0-dim float64 tensor.
+        The value itself if it is not a function, else a 0-dim float64 tensor.
 
     Raises:
-        RuleError: for a function that does not give one number.
+        RuleError: for a function that does not return a single number.
 
     Example:
         >>> at_step((0.9, lambda step: 1 - 1 / step), 4)
@@ -559,13 +562,13 @@ def at_step(value: Any, step: Any, name: str = "the function") -> Any:
         return tuple(at_step(entry, step, f"{name}[{index}]") for index, entry in enumerate(value))
     if not callable(value):
         return value
-    # Scalars that the function makes are on the device of the step count, not on torch's default device.
+    # Scalars that the function creates are on the step count's device, not on torch's default device.
     with step.device if isinstance(step, torch.Tensor) else torch.device("cpu"):
         try:
             result = as_scalar(scalar_globals(value)(as_scalar(step)))
         except TypeError as error:
             raise RuleError(f"{name} is a function of the step, and cannot be called with it: {error}") from error
-    # Strides: reading the number of dimensions would bind the graph to it.
+    # Read strides, because reading the number of dimensions would specialize the graph on it.
     if not isinstance(result, torch.Tensor) or result.stride():
         shown = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else repr(result)
         raise RuleError(f"{name} is a function of the step and must give one number, not {shown}")
@@ -573,7 +576,7 @@ def at_step(value: Any, step: Any, name: str = "the function") -> Any:
 
 
 def _check_free(name: str, made: Rule) -> None:
-    """Raise for a rule with the name of a rule of tilestep: optimizers and checkpoints refer to rules by name."""
+    """Raise for a user's rule with the name of a tilestep rule: optimizers and checkpoints refer to rules by name."""
     own, taken = __name__.rpartition(".")[0], registry.get(name)
     if taken is not None and taken.__module__.startswith(f"{own}.") and made.__module__ != taken.__module__:
         raise RuleError(
@@ -604,30 +607,31 @@ def rule(
 
     Args:
         function: `f(param, grad, *states, *, hyperparameter=default, ..., step)`, returning the new parameter and the
-            new states in order, or None when it works in place. Inside it every value is float32 (float64 for float64
+            new states in order, or None if it works in place. Inside it every value is float32 (float64 for float64
             parameters); hyperparameters and `step` are 0-dim float64.
-        name: the name of the optimizer class made from it; a named rule enters the registry, in place of an earlier one
-            of the same name, but not of one that comes with tilestep.
-        states: how state buffers start; buffers that are not named start as zeros with the parameter's shape.
-        ranges: the valid values of hyperparameters: an interval; for a tuple, one interval for all entries or a tuple
-            of intervals; or a function of the value that returns what it must be, and "" if it is that.
-        options: further keys kept in `param_groups` that the rule does not read.
-        keyword_only: hyperparameters that the class takes by keyword only.
-        positional: options, and names of `keyword_only`, that the class takes by position too, after all others.
-        evaluation: where the weights to evaluate are not the parameter itself: a function from the parameter and,
-            by name, the states and hyperparameters it needs to those weights. Called by `Rule.evaluated`.
+        name: the name of the optimizer class for the rule; a named rule enters the registry and replaces an earlier
+            rule of this name, except a built-in rule.
+        states: initialization of state buffers; unnamed buffers start as zeros with the parameter's shape.
+        ranges: the valid values of hyperparameters: an interval; for a tuple, an interval for all entries or a tuple of
+            intervals; or a function of the value that returns the requirement, or "" if the value is valid.
+        options: additional keys of `param_groups` that the rule does not read.
+        keyword_only: hyperparameters that the class accepts only by keyword.
+        positional: options, and names of `keyword_only`, that the class also accepts by position, after all others.
+        evaluation: if the weights to evaluate are not the parameter itself: a function that returns them from the
+            parameter and, by name, the states and hyperparameters that it needs. Called by `Rule.evaluated`.
         fallback: for a rule that works on matrices only, the name of the rule for a model's other parameters.
-        uncounted: whether torch's optimizer of this name keeps no step count: a checkpoint without one is taken for one
-            of a training that has begun, though the rule reads `step`.
-        at_once: whether torch's optimizer of this name has state before any step: checkpoints have it then.
-        numbered: how many of its states bitsandbytes' optimizer of this name has, which numbers them in this order.
-        saved: a function from a param group to the keys that checkpoints have otherwise, as torch's optimizer of this
-            name needs them.
+        uncounted: whether torch's optimizer of this name keeps no step count: a checkpoint without a count then loads
+            as a training in progress, although the rule reads `step`.
+        at_once: whether torch's optimizer of this name creates its state in the constructor, so that checkpoints have
+            it before any step.
+        numbered: number of the rule's states in bitsandbytes' optimizer of this name, which numbers them in this order.
+        saved: a function from a param group to keys that checkpoints replace, in the form that torch's optimizer of
+            this name needs.
         by_position: the earlier name of `positional`.
         others: the earlier name of `fallback`.
 
     Raises:
-        RuleError: if the signature does not follow the protocol, or tilestep's own rule has the name.
+        RuleError: if the signature does not follow the protocol, or a built-in rule has the name.
 
     Example:
         >>> import torch, tilestep

@@ -57,7 +57,7 @@ def radam(
     rho = rho_inf - 2 * step * beta2**step / bias_correction2
     rectification = (rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho)
     trusted = rho > 5
-    # Numbers are chosen first and tensors second, so that an untrusted step computes no invalid square root.
+    # Select scalars first and tensors second, so that an untrusted step computes no invalid square root.
     scale = torch.where(trusted, torch.sqrt(torch.where(trusted, rectification * bias_correction2, 1.0)), 1.0)
     denom = torch.where(trusted, exp_avg_sq.sqrt() + eps, 1.0)
     param = param - (lr * scale / (1 - beta1**step)) * (exp_avg / denom)

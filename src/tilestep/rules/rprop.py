@@ -40,7 +40,7 @@ def rprop(
     smallest, largest = step_sizes
     if maximize:
         grad = -grad
-    # Again at the first step that is taken: those before it may have been skipped, with other rates.
+    # Set again at the first step taken: earlier steps may have been skipped, with other rates.
     step_size = torch.where(step == 1, lr, step_size)
     agreement = grad * prev
     shrunk = torch.where(agreement < 0, step_size * eta_minus, step_size)

@@ -1,4 +1,4 @@
-"""Number functions that also accept 0-dim tensors, so that a rule may use `math.sqrt(1 - beta2**step)`."""
+"""Number functions that also accept 0-dim tensors, so that a rule can use `math.sqrt(1 - beta2**step)`."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from torch.overrides import TorchFunctionMode
 from ..errors import RuleError
 
 global_reduce: ContextVar[Callable[[str, Any], Any] | None] = ContextVar("global_reduce", default=None)
-"""Combines a 0-dim value over all parameters, from "sum" or "max" and the value; the tracer sets it."""
+"""Combines a 0-dim value over all parameters, given "sum" or "max" and the value; set by the tracer."""
 
 precision_of: ContextVar[Callable[[Any], Any] | None] = ContextVar("precision_of", default=None)
-"""The machine epsilon of the type in which a buffer is stored; set where the rule computes in another type."""
+"""The machine epsilon of the dtype that a buffer is stored in; set if the rule computes in another dtype."""
 
 _TORCH_NAMES = {"fabs": "abs", "pow": "pow", "copysign": "copysign"}
 
 
 def is_traced(value: Any) -> bool:
-    """Whether torch's functions take a value: a tensor, or a number of a function of floats that is traced."""
+    """Whether torch's functions accept a value: a tensor, or a number in a traced function of floats."""
     return hasattr(type(value), "__torch_function__")
 
 
 def where(condition: Any, if_true: Any, if_false: Any) -> Any:
-    """Choose by a condition that may be a Python bool, a 0-dim value or a tensor; `torch.where` for all of them.
+    """Select by a condition that may be a Python bool, a 0-dim value or a tensor; `torch.where` for all of them.
 
     Args:
         condition: a bool, or a bool tensor of any shape.
@@ -47,7 +47,7 @@ def where(condition: Any, if_true: Any, if_false: Any) -> Any:
 
 
 def decayed(grad: Any, param: Any, weight_decay: Any) -> Any:
-    """The gradient with that of an L2 penalty; without a penalty as it is, where weights are infinite too."""
+    """Add the gradient of an L2 penalty; without a penalty return the gradient unchanged, also for infinite weights."""
     return torch.where(weight_decay == 0, grad, grad + weight_decay * param)
 
 
@@ -87,7 +87,7 @@ def max_over_tensors(value: Any) -> Any:
 def machine_epsilon(param: Any) -> Any:
     """The machine epsilon of a parameter's storage dtype, or of its master's.
 
-    Inside a rule every value is float32 or float64, so `torch.finfo(param.dtype)` is not that of the storage.
+    Inside a rule every value is float32 or float64, so `torch.finfo(param.dtype)` does not describe the storage.
 
     Args:
         param: the rule's parameter.
@@ -143,7 +143,7 @@ def _lifted_math() -> dict[str, Callable[..., Any]]:
 
 
 class _NumberType(type):
-    """The type of `float` in a rule: 0-dim float64 tensors, such as hyperparameters, are instances too."""
+    """The metaclass of `float` in a rule: 0-dim float64 tensors, such as hyperparameters, are instances too."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         if not isinstance(instance, torch.Tensor):
@@ -184,7 +184,7 @@ def scalar_globals(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ScalarCalls(TorchFunctionMode):
-    """Accepts 0-dim float64 tensors where torch expects numbers or equal dtypes: `alpha=`, `value=`, and in `lerp`."""
+    """Accepts 0-dim float64 tensors where torch expects numbers or equal dtypes: `alpha=`, `value=`, and `lerp`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -8,7 +8,7 @@ from .protocol import State, between, nonnegative, rule
 
 _STATES = {
     "z": State("param"),
-    # float64, as the authors' Python numbers: in float32 a sum of a million weights is a percent off.
+    # float64, as the authors' Python floats: in float32 a sum of a million weights is off by a percent.
     "weight_sum": State(0.0, shape="scalar", dtype=torch.float64),
     "lr_max": State(-1.0, shape="scalar", dtype=torch.float64),
 }
@@ -19,7 +19,7 @@ _INSIDE = between(0, 1, open_low=True)
 def _averaging(
     lr: Any, lr_max: Any, weight_sum: Any, warmup_steps: Any, r: Any, weight_lr_power: Any, step: Any
 ) -> tuple[Any, ...]:
-    """The warmed-up learning rate, the weight of this step's point in the average, and two running numbers."""
+    """Return the warmed-up learning rate, the weight of this step's point in the average, and two running scalars."""
     lr = lr * torch.clamp(step / torch.clamp(warmup_steps, min=1), max=1)
     lr_max = torch.maximum(lr, lr_max)
     weight = step**r * lr_max**weight_lr_power
@@ -29,17 +29,17 @@ def _averaging(
 
 
 def _move(param: Any, z: Any, direction: Any, lr: Any, share: Any, momentum: Any) -> tuple[Any, Any]:
-    """y and z after a step along `direction`, without forming x."""
+    """Return y and z after a step along `direction`, without computing x."""
     moved = param + share * (z - param) + lr * (momentum * (1 - share) - 1) * direction
     return moved, z - lr * direction
 
 
 def average_of_sgd(param: Any, z: Any, *, momentum: Any) -> Any:
-    """The weights x to evaluate and save, from those that train.
+    """The weights x to evaluate and save, computed from the training weights.
 
     Args:
         param: the training weights y.
-        z: the state of that name, like `param`.
+        z: the state `z`, like `param`.
         momentum: the hyperparameter; not 0.
 
     Source: Defazio et al. (2024), the interpolation solved for x: y = (1 - momentum) * z + momentum * x.
@@ -53,11 +53,11 @@ def average_of_sgd(param: Any, z: Any, *, momentum: Any) -> Any:
 
 
 def average_of_adamw(param: Any, z: Any, *, betas: Any) -> Any:
-    """The weights x to evaluate and save, from those that train: `average_of_sgd` with beta1 as the momentum.
+    """The weights x to evaluate and save, computed from the training weights: `average_of_sgd` with beta1 as momentum.
 
     Args:
         param: the training weights y.
-        z: the state of that name, like `param`.
+        z: the state `z`, like `param`.
         betas: the hyperparameter; its first entry is not 0.
 
     Example:

@@ -47,7 +47,7 @@ def scion(
 ) -> tuple[Any, ...]:
     """Stochastic conditional gradients with a linear minimization oracle for each layer.
 
-    Equations, where momentum is one minus what other optimizers call so, and 1 keeps no b:
+    Equations, where momentum is one minus the momentum of other optimizers, and 1 keeps no b:
         b <- (1 - momentum) * b + momentum * g
         p <- p * (1 - lr) - lr * scale * lmo(b)     (p - lr * scale * lmo(b) with `unconstrained`)
     and for a matrix lmo(b) is
@@ -60,7 +60,7 @@ def scion(
     sqrt(rows), 1 and 1 (for "ColNorm" it is off by default, and on it multiplies the denominator by columns);
     `transpose` swaps rows and columns for "ColNorm" and "RowNorm".
 
-    Each matrix inside of a parameter is updated as a parameter of its own, as in Muon. The authors' "SpectralConv" is
+    Each matrix inside a parameter is updated as a separate parameter, as in Muon. The authors' "SpectralConv" is
     "Spectral" with `flatten=True` and a `scale` 1 / k times as large for kernels of k x k, 1 / sqrt(k) for k.
 
     Source: Pethick et al., "Training Deep Learning Models with Norm-Constrained LMOs" (ICML 2025); names and defaults

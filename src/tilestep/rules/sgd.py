@@ -32,8 +32,8 @@ def sgd(
 ) -> tuple[Any, ...]:
     """Gradient descent with momentum, dampening, Nesterov's correction and coupled weight decay.
 
-    Equations (b starts at 0, and the gradient of step 1 enters it undampened, as the first one must: where `momentum`
-    is raised from 0 later, `dampening` must be 0 in that step; where it is 0, b is dropped, which torch keeps):
+    Equations (b starts at 0, and the gradient of step 1 enters b without dampening: if `momentum` is raised from 0 in a
+    later step, `dampening` must be 0 in that step; while `momentum` is 0, b is dropped, unlike in torch):
         g <- g + weight_decay * p
         b <- momentum * b + (1 - dampening) * g
         g <- g + momentum * b if nesterov else b
@@ -41,7 +41,7 @@ def sgd(
 
     Raises:
         ValueError: for `nesterov` without momentum or with dampening.
-        StateError: where the momentum begins later than at a parameter's first step, with dampening.
+        StateError: if momentum starts after a parameter's first step, with dampening.
 
     Source: Sutskever et al., "On the importance of initialization and momentum in deep learning" (ICML 2013);
     torch.optim.SGD.
@@ -52,7 +52,7 @@ def sgd(
         grad = -grad
     grad = decayed(grad, param, weight_decay)
     if momentum != 0:
-        # A buffer that was loaded without a step count is kept, since only the gradient's weight depends on the step.
+        # A buffer that was loaded without a step count is kept, because only the gradient's weight depends on the step.
         momentum_buffer = momentum * momentum_buffer + torch.where(step == 1, 1.0, 1 - dampening) * grad
         grad = grad + momentum * momentum_buffer if nesterov else momentum_buffer
     param = param - lr * grad

@@ -60,11 +60,11 @@ def soap(
 
     A side longer than `max_precond_dim` keeps no L and U (R and V): embeddings and heads are turned on one side.
     That cannot change for a parameter that has been stepped. Vectors are turned on none. Tensors of more than two
-    dimensions are for another rule, in a param group of its own.
+    dimensions need another rule, in a separate param group.
 
     In the null space of a singular L or R (gradients of low rank, rows without gradients, the longer side of a matrix
-    at its first step) the basis is what rounding leaves, and Adam scales rounding's gradients there as all others. The
-    authors' code on gradients that differ in the last place differs from itself as much as from this rule.
+    at its first step) the basis consists of rounding errors, and Adam scales the gradients there like all gradients.
+    The authors' code on gradients that differ in the last place deviates from itself as much as from this rule.
 
     Source: Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (ICLR 2025), and its soap.py.
     """
@@ -79,7 +79,7 @@ def soap(
     turned = _turned(grad, left, right)
     mean = torch.where(first, exp_avg, exp_avg + (1 - beta1) * (turned - exp_avg))
     square = torch.where(first, exp_avg_sq, beta2 * exp_avg_sq + (1 - beta2) * turned * turned)
-    square = torch.clamp(square, max=_LARGEST)  # products that only reorder it would make NaN of an infinity
+    square = torch.clamp(square, max=_LARGEST)  # products that only reorder it would turn inf into NaN
     update = _turned_back(mean / (square.sqrt() + eps), left, right)
     if normalize_grads:
         update = update / (1e-30 + (update * update).mean().sqrt())
@@ -115,7 +115,7 @@ def soap(
 
 
 def _turned(value: Any, left: Any, right: Any) -> Any:
-    """A matrix in the bases of its sides; None stands for the identity."""
+    """Return a matrix in the bases of its sides; None stands for the identity."""
     value = value if left is None else left.mT @ value
     return value if right is None else value @ right
 

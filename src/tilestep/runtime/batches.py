@@ -1,4 +1,4 @@
-"""The matrices of a segment in batches of one shape: one call for all, also those that ranks share."""
+"""Batches of equally shaped matrices in a segment: one call per batch, also for matrices that ranks share."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from .segment import Segment
 LEAST_MATRICES = 32
 """Passes over fewer matrices are not recorded: a graph's workspace stays allocated between steps.
 
-Recordings take 7.6 ms of the host's time to 0.6 for 168 matrices, and steps of 126 convolutions from 5.7 ms to 1.5
+Recordings reduce host time from 7.6 ms to 0.6 for 168 matrices, and steps of 126 convolutions from 5.7 ms to 1.5
 (benchmarks/results/muon_recordings_h100_1.json).
 """
 
 _LANES = 3
-"""Streams for small batches of a recorded pass: products of one do not fill a GPU."""
+"""Streams for small batches of a recorded pass: the products of a single small batch do not fill a GPU."""
 
 _SMALL, _SMALL_TOGETHER = 1 << 23, 1 << 26
-"""Elements of a small batch, and of all that run side by side: none of their results shares memory with an operand."""
+"""Most elements of a small batch, and of all that run concurrently: no result shares memory with an operand."""
 
-_MESSAGES = 3  # buckets that are on their way or worked on at once
+_MESSAGES = 3  # buckets in flight or in work at the same time
 
 _RUNS_BEFORE = 2
-"""In the first runs kernels are built and libraries initialize themselves, which a recording cannot contain."""
+"""The first runs build kernels and initialize libraries, which a recording cannot contain."""
 
 
 class RecordedPass:
-    """Work that launches the same on the same memory at every step, recorded at its third run."""
+    """Work that launches the same kernels on the same memory at every step, recorded at its third run."""
 
     def __init__(self, device: torch.device, pool: Any) -> None:
         self._device = device
@@ -57,7 +57,7 @@ class RecordedPass:
         return self._graph is not None
 
     def run(self, work: Callable[[], object]) -> None:
-        """Launch the work, which is the same at each call, on the current stream."""
+        """Launch the work, identical at each call, on the current stream."""
         if torch.cuda.is_current_stream_capturing() or self._fails:
             work()
             return
@@ -70,13 +70,13 @@ class RecordedPass:
             self._graph.replay()
 
     def _record(self, work: Callable[[], object]) -> None:
-        """Record the work; nothing runs meanwhile, so what cannot be recorded is launched as before."""
+        """Record the work; a recording executes nothing, so work that cannot be recorded is launched as before."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device):
             current, side = torch.cuda.current_stream(), _side_stream(self._device)
             side.wait_stream(current)
             try:
-                # A CUDA graph in the garbage would be destroyed, which ends the recording.
+                # Collecting a CUDA graph as garbage destroys it, which would abort the recording.
                 with without_collections(), torch.cuda.stream(side):
                     graph.capture_begin(self._pool, capture_error_mode="thread_local")
                     try:
@@ -92,7 +92,7 @@ class RecordedPass:
 
 @lru_cache(maxsize=64)
 def _side_stream(device: torch.device, lane: int = 0) -> torch.cuda.Stream:
-    """A stream for recordings, which the default stream does not allow; its library has set itself up."""
+    """Return a stream for recordings, because the default stream cannot be captured; initializes its cuBLAS handle."""
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         for dtype in (torch.bfloat16, torch.float32):
@@ -105,9 +105,9 @@ def _side_stream(device: torch.device, lane: int = 0) -> torch.cuda.Stream:
 def _side_by_side(
     streams: Sequence[torch.cuda.Stream],
 ) -> Iterator[Callable[[int], AbstractContextManager[object]]]:
-    """What gives the context of each piece of work that may run beside the others, by its number: one of the streams.
+    """Yield a function from the number of a concurrent piece of work to the context of its stream.
 
-    Only recordings take several: the host launches small kernels slower than a GPU works on them.
+    Only recordings use several streams: otherwise the host launches small kernels slower than a GPU runs them.
     """
     if not streams or not torch.cuda.is_current_stream_capturing():
         yield nullcontext
@@ -129,12 +129,12 @@ class SharedMatrices:
         members: Mapping[MatrixExchange, Mapping[int, int]],
         records: bool,
     ) -> None:
-        # `members` are places of tensors in the segment by their numbers in an exchange, those of one key side by side.
-        # `records` if every step launches the same for a bucket.
+        # `members`: places of tensors in the segment by their numbers in an exchange, tensors of the same key in
+        # sequence. `records`: every step launches the same kernels for a bucket.
         segment, keys = matrices.segment, matrices.keys
         self._scratch = {name: dtype or segment.spec.compute for name, dtype in matrices.program.scratch.items()}
         self._stages: list[tuple[Bucket, list[tuple[Batch, dict[int, list[int]]]], dict[str, torch.Tensor]]] = []
-        """What travels together: a bucket, the batches of its matrices here with the shapes of runs, scratch memory."""
+        """The buckets, each with the batches of its matrices here, the shapes of their runs, and scratch memory."""
         for exchange, numbered in members.items():
             for bucket in exchange.buckets({number: keys[member][:2] for number, member in numbered.items()}):
                 memory = {name: bucket.allocate(dtype, segment.device) for name, dtype in self._scratch.items()}
@@ -149,16 +149,16 @@ class SharedMatrices:
         self._device = segment.device
         self._pool = torch.cuda.graph_pool_handle() if records else None
         self._recorded: dict[tuple[int, int], RecordedPass] = {}
-        """The work on a bucket, by pass and place, if it is recorded: exchanges are not."""
+        """The recorded work on a bucket, by pass and place; the exchanges are not recorded."""
         sizes = [max(bucket.arriving, bucket.returning) for bucket, _, _ in self._stages]
         width = max((dtype.itemsize for dtype in self._scratch.values()), default=0)
         self._message_bytes = max(sizes, default=0) * width
         self._messages: dict[tuple[int, int], torch.Tensor] = {}
 
     def _message(self, at: int, place: int, numel: int, name: str) -> torch.Tensor:
-        """Memory for what a bucket receives or sends; recordings find it where it was."""
-        # A bucket returns from where it arrived. Meanwhile the next is worked on, and the third arrives: the one before
-        # in the same memory has returned by then.
+        """Return memory for a message of a bucket; recordings need it at a fixed address."""
+        # A bucket returns in the memory where it arrived. Meanwhile the next bucket is worked on, and the third
+        # arrives: the earlier bucket in the same memory has returned by then.
         dtype = self._scratch[name]
         if self._pool is None:
             return torch.empty(numel, dtype=dtype, device=self._device)
@@ -168,7 +168,7 @@ class SharedMatrices:
         return self._messages[key][: numel * dtype.itemsize].view(dtype)
 
     def _launch(self, matrix_pass: MatrixPass, place: int, batches: Sequence[Batch], work: Callable[[], None]) -> None:
-        """Do the work on some batches, recorded if it can be and launches anything."""
+        """Run the work on some batches, recorded if possible and if it launches anything."""
         if self._pool is None or not any(map(_elements, batches)):
             return work()
         key = id(matrix_pass), place
@@ -186,12 +186,12 @@ class SharedMatrices:
         own: Sequence[Batch],
         compute: Callable[[Sequence[Batch]], None],
     ) -> None:
-        """Run a matrix pass: a bucket arrives and another returns while a third is worked on.
+        """Run a matrix pass, pipelined: a bucket arrives and another returns while a third is worked on.
 
         Args:
             matrix_pass: the pass.
-            own: batches that need no exchange, worked on while the first bucket arrives.
-            compute: the work of batches; of matrices that it leaves out zeros are sent.
+            own: batches without an exchange, worked on while the first bucket arrives.
+            compute: the work on batches; zeros are sent for matrices that it leaves out.
         """
         inputs, outputs = (list(dict.fromkeys(names.values())) for names in (matrix_pass.inputs, matrix_pass.outputs))
 
@@ -226,7 +226,7 @@ class SharedMatrices:
         leaving: Mapping[str, torch.Tensor],
         compute: Callable[[Sequence[Batch]], None],
     ) -> None:
-        """Unpack the matrices of a bucket, work on them, and pack what returns."""
+        """Unpack the matrices of a bucket, compute, and pack the results."""
         bucket, batches, memory = self._stages[place]
         for name, message in received.items():
             bucket.unpack(message, self._wholes(name, batches, torch.empty))
@@ -240,7 +240,7 @@ class SharedMatrices:
     def _wholes(
         self, name: str, batches: Sequence[tuple[Batch, Mapping[int, list[int]]]], make: Callable[..., torch.Tensor]
     ) -> dict[int, torch.Tensor]:
-        """New arrays of batches, seen as whole tensors, those of a run in one, by the number of its first."""
+        """Allocate arrays of batches; return views of whole tensors, a view per run, by the run's first number."""
         wholes = {}
         for batch, shapes in batches:
             array = make(sum(batch.counts), *batch.shape, dtype=self._scratch[name], device=batch.device)
@@ -251,14 +251,14 @@ class SharedMatrices:
 
 
 def elementwise(operation: str, arguments: list[torch.Tensor]) -> torch.Tensor:
-    """Apply an operation of the graph by torch's function of the same name."""
+    """Apply an operation of the graph with torch's function of the same name."""
     if operation == "number":
         return arguments[0]
     return getattr(torch, f"logical_{operation}" if operation in ("and", "or", "not") else operation)(*arguments)
 
 
 class _Chunk:
-    """Some matrices of a batch, and what a pass has computed of them, by the identity of the value."""
+    """Some matrices of a batch, and the values that a pass has computed for them, by identity."""
 
     def __init__(self, segment: Segment, batch: Batch, chunk: slice) -> None:
         self._segment, self._batch, self._chunk = segment, batch, chunk
@@ -292,14 +292,14 @@ class _Chunk:
             return operation.run(operands, [numbers[id(arg)] for arg in value.args[operation.operands :]], out)
         if value.operation == "where":
             branches = [results[id(arg)] for arg in value.args[1:] if id(arg) in results or arg.level in SCALAR_LEVELS]
-            if len(branches) == 1:  # the step does not take the other one, so it was not computed
+            if len(branches) == 1:  # the other branch is not taken in this step, so it was not computed
                 return branches[0]
         arguments = [results[id(arg)] if id(arg) in results else self._number(arg) for arg in value.args]
         result = elementwise(value.operation, arguments)
         return result if out is None else out.copy_(result)
 
     def _number(self, value: Value) -> torch.Tensor:
-        """A number for each tensor, [matrices, 1, 1]; a constant without dimensions."""
+        """Return a number per tensor, [matrices, 1, 1]; a constant is 0-dimensional."""
         table = self._segment.rows
         if value.operation == "constant":
             dtype = torch.bool if value.is_bool else table.dtype
@@ -316,8 +316,8 @@ class _Chunk:
         index = self._batch.index[self._chunk]
         active = ((self._segment.grads[index] != 0) & (self._segment.control.skip == 0))[:, None, None]
         old = {name: self._batch.states[name][self._chunk] for name in new}
-        # All are chosen before any is written: one may be another's old value. A state that stays has its own memory
-        # and strides; its transpose has the memory alone.
+        # Select all states before writing any: a new state may alias the old value of another. An unchanged state has
+        # its own memory and strides; its transpose shares only the memory.
         chosen = {
             name: torch.where(active, value, old[name]) for name, value in new.items() if not value.is_set_to(old[name])
         }
@@ -326,14 +326,14 @@ class _Chunk:
 
 
 SkippedValues = dict[tuple[int, int], frozenset[int]]
-"""Identities of values that are not computed, by the indices of matrix pass and batch."""
+"""Identities of skipped values, by the indices of matrix pass and batch."""
 
 
-_LOOKED_AHEAD = 1000  # following steps that are searched for one in which the host waits for nothing
+_LOOKED_AHEAD = 1000  # number of following steps to search for a step in which the host does not wait
 
 
 class NumbersByName(dict[str, float]):
-    """A group's hyperparameters as numbers, by `key` or `key.index`; with the step, if it is given."""
+    """A group's hyperparameters as numbers, by `key` or `key.index`; also the step, if given."""
 
     def __init__(self, group: Mapping[str, Any], **step: float) -> None:
         super().__init__(step)
@@ -349,7 +349,7 @@ class NumbersByName(dict[str, float]):
 
 
 def work_of(matrices: MatrixProgram, group: Mapping[str, Any], rows: int, columns: int) -> float:
-    """Floating-point operations of a rule's matrix passes for a matrix, under a group's hyperparameters."""
+    """Return the floating-point operations of a rule's matrix passes for a matrix, under a group's hyperparameters."""
     numbers, total = NumbersByName(group), 0.0
     for value in [value for matrix_pass in matrices.passes if matrix_pass for value in matrix_pass.values]:
         operation = MATRIX_OPERATIONS.get(value.operation)
@@ -360,7 +360,7 @@ def work_of(matrices: MatrixProgram, group: Mapping[str, Any], rows: int, column
 
 
 class Conditions:
-    """The host's bounds of the step counts, which tell what the next step needs."""
+    """The host's bounds of the step counts, which determine the values that the next step needs."""
 
     def __init__(self, groups: Sequence[Mapping[str, Any]], steps: torch.Tensor) -> None:
         self._groups, self._steps = groups, steps
@@ -373,7 +373,7 @@ class Conditions:
         self._skipped: dict[tuple[int, tuple[int, ...], frozenset[int]], frozenset[int]] = {}
 
     def look(self, active: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Update the bounds of the step counts: the least and the greatest that each can be, int64[tensors]."""
+        """Update the least and greatest possible step counts, int64[tensors] each, and return them."""
         steps = self._steps
         if not steps.is_cuda:
             self._least = self._most = steps.numpy().astype(np.int64)
@@ -392,7 +392,7 @@ class Conditions:
         return self._low, self._high
 
     def launched(self, active: np.ndarray, may_skip: bool) -> None:
-        """A step was launched."""
+        """Account for a launched step."""
         if not self._steps.is_cuda:
             return
         self._most = self._most + active
@@ -405,18 +405,18 @@ class Conditions:
             self._copy.copy_(self._steps, non_blocking=True)
             self._arrival = torch.cuda.Event()
             self._arrival.record()
-            # The step that is being launched has not counted itself yet.
+            # The step under launch has not incremented its count yet.
             self._since = active.astype(np.int64)
 
     def skipped_values(self, matrix_pass: MatrixPass, members: Sequence[int], groups: Sequence[int]) -> frozenset[int]:
-        """The identities of values that these tensors certainly do not need in this step."""
+        """Return the identities of values that these tensors certainly do not need in this step."""
         taking_part = [member for member in members if self._active[member]]
         counts = {(int(self._low[member]), int(self._high[member])) for member in taking_part}
         following = {step + 1 for low, high in counts for step in range(low, high + 1)}
         return self._skipped_in(matrix_pass, groups, frozenset(following))
 
     def later(self, passes: Sequence[MatrixPass], groups: Sequence[int]) -> list[frozenset[int]] | None:
-        """The values that a later step, in which the host waits for nothing, does not need."""
+        """Return the values that a later step without a host wait does not need; None if there is no such step."""
         waiting = [{id(value) for value in matrix_pass.values if _waits(value)} for matrix_pass in passes]
         highest = int(self._high.max(initial=0))
         for step in range(highest + 1, highest + 1 + _LOOKED_AHEAD):
@@ -440,7 +440,7 @@ class Conditions:
         return self._skipped[key]
 
 
-_ALIGNMENT = 128  # elements between which the arrays of batches begin
+_ALIGNMENT = 128  # alignment of the arrays of batches, in elements
 
 
 def _elements(batch: Batch) -> int:
@@ -488,7 +488,7 @@ class MatrixBatches:
         sums = accumulate(map(_elements, self.batches))
         fits = [_elements(batch) <= _SMALL and total <= _SMALL_TOGETHER for batch, total in zip(self.batches, sums)]
         self.side_by_side = sum(fits) if records and not apart else 0
-        """How many of the first batches run side by side in recordings."""
+        """How many of the first batches run concurrently in recordings."""
         self._allocate()
         shared: dict[MatrixExchange, dict[int, int]] = {}
         for member in chain.from_iterable(self._sorted(list(apart)).values()):
@@ -496,15 +496,15 @@ class MatrixBatches:
             shared.setdefault(exchange, {})[number] = member
         self.shared = SharedMatrices(self, shared, records) if shared else None
         self.skipped_values: SkippedValues | None = None
-        """The values that steps leave out, set while a step is captured; None lets the host decide."""
-        self.active = np.ones(0, dtype=bool)  # which tensors took part in the last step, if conditions need it
-        self.is_built = False  # whether all passes have run and nothing is left to compile
+        """The values that steps skip, set during a capture; None: the host decides."""
+        self.active = np.ones(0, dtype=bool)  # which tensors took part in the last step, for the conditions
+        self.is_built = False  # whether all passes have run, so that nothing is left to compile
         self._streams = [_side_stream(segment.device, lane + 1) for lane in range(min(self.side_by_side, _LANES))]
         pool = torch.cuda.graph_pool_handle() if records and not shared else None
         self._recorded = {index: RecordedPass(segment.device, pool) for index in self.passes if pool is not None}
 
     def _keys(self) -> list[tuple[Any, ...]]:
-        """The shape and numbers of each tensor's matrices, and how many it holds."""
+        """Return the shape and numbers of each tensor's matrices, and how many matrices it holds."""
         numbers_of = {
             group: tuple(float(evaluate(value, NumbersByName(self.groups[group]))) for value in self.numbers)
             for group in {entry.share.group_index for entry in self.entries}
@@ -530,7 +530,7 @@ class MatrixBatches:
         return members
 
     def batches_of(self, indices: Sequence[int]) -> list[Batch]:
-        """New batches of the matrices of these tensors, whose states become views of the batches'."""
+        """Make batches of these tensors' matrices; the tensors' states become views of the batches' states."""
         work = [value.operation for matrix_pass in self.passes.values() for value in matrix_pass.values]
         batches = []
         for (shape, numbers), members in self._sorted(indices).items():
@@ -546,8 +546,8 @@ class MatrixBatches:
         return batches
 
     def _allocate(self) -> None:
-        """Scratch arrays; a result lies before the operand it replaces, by the largest chunk of all batches."""
-        # Batches run in this order, the first of them side by side: no result reaches an operand still to be read.
+        """Allocate scratch arrays; a result is placed ahead of the operand that it replaces, by the largest chunk."""
+        # Batches run in this order, the first of them concurrently: no result overwrites an operand still to be read.
         for name, replaced in self._replacements().items():
             dtype = self.program.scratch[name] or self.spec.compute
             sizes = [_elements(batch) for batch in self.batches]
@@ -566,7 +566,7 @@ class MatrixBatches:
                     self.entries[index].arrays[name] = part.view(self.entries[index].param.shape)
 
     def _replacements(self) -> dict[str, str | None]:
-        """Each scratch array with its own memory, and the array, if any, that takes over this memory chunk by chunk."""
+        """Map each scratch array that owns memory to the array that reuses this memory chunk by chunk, or None."""
         scratch = self.program.scratch
         owners: dict[str, str | None] = dict.fromkeys(scratch)
         work = [(matrix_pass, value) for matrix_pass in self.passes.values() for value in matrix_pass.values]
@@ -581,7 +581,7 @@ class MatrixBatches:
         return owners
 
     def plain(self) -> SkippedValues | None:
-        """The values that a step without waiting leaves out; None if there is no such step."""
+        """Return the values skipped by a step without host waits; None if there is no such step."""
         if not self.waits:
             return {}
         if self.conditions is None:
@@ -607,7 +607,7 @@ class MatrixBatches:
         return True
 
     def launches(self) -> list[Launch]:
-        """The launches of Triton kernels in operations on matrices of the parameter's shape."""
+        """Return the launches of Triton kernels in operations on matrices of the parameter's shape."""
         launches: list[Launch] = []
         for matrix_pass in self.passes.values():
             for value in matrix_pass.values:
@@ -620,7 +620,7 @@ class MatrixBatches:
         return launches
 
     def build(self) -> None:
-        """Build every kernel of the matrix passes, and let the matrix library set itself up; only scratch changes."""
+        """Build every kernel of the matrix passes, and initialize the matrix library; only scratch arrays change."""
         skipped_values = self.plain()
         if not self.is_built and skipped_values is not None:
             for index in self.passes:
@@ -628,19 +628,19 @@ class MatrixBatches:
             self.is_built = True
 
     def run(self, index: int) -> None:
-        """Run the matrix pass after tile pass `index`, if there is one; nothing is waited for."""
+        """Run the matrix pass after tile pass `index`, if there is one; does not synchronize."""
         if index in self._recorded:
             self._recorded[index].run(partial(self._run, index, self.skipped_values, stores=True))
         elif index in self.passes:
             self._run(index, self.skipped_values, stores=True)
 
     def _records(self) -> bool:
-        """Whether every step launches the same, and the host saves enough by recordings."""
+        """Whether every step launches the same kernels, and recordings save enough host time."""
         differs = self.waits or self.conditions is not None
         return has_streams(self.segment.device) and not differs and len(self.entries) >= LEAST_MATRICES
 
     def _active(self) -> np.ndarray:
-        """Which tensors take part in this step."""
+        """Return which tensors take part in this step."""
         gradients = self.segment.gradients or self.entries
         return np.asarray([gradient is not None for gradient in gradients], dtype=bool)
 
@@ -648,7 +648,7 @@ class MatrixBatches:
         return sorted({self.entries[member].share.group_index for member in batch.members})
 
     def _skipped_values(self, matrix_pass: MatrixPass, batch: Batch) -> frozenset[int]:
-        """The values that a batch does not need in this step."""
+        """Return the values that a batch does not need in this step."""
         if self.conditions is None:
             return frozenset()
         return self.conditions.skipped_values(matrix_pass, batch.members, self._groups(batch))

@@ -1,8 +1,8 @@
-"""Steps inside CUDA graphs, in which nothing may be built, moved or uploaded.
+"""Steps inside CUDA graphs, where nothing may be built, moved or uploaded.
 
-A graph replays its launches with the addresses that they had. It reads the gradients' addresses from a table of its
-own, which no later step overwrites. All other tables are shared with steps outside the graph and must not change: a
-change makes the engine stale, and a new one is built. Only hyperparameters change in place.
+A graph replays its launches with the captured addresses. It reads the gradients' addresses from a separate table, which
+no later step overwrites. All other tables are shared with steps outside the graph and must not change: a change makes
+the engine stale, and a new engine is built. Only hyperparameters change in place.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class GraphTables:
         self.in_use = False  # whether a graph reads the engine's tables; then only hyperparameters may change
         self.captures = False  # whether a step is being captured
         self._sources: list[torch.Tensor] = []
-        """The memory from which graphs copy at each replay; it is kept, as graphs do not say when they are deleted."""
+        """Memory that graphs copy from at each replay; never freed, because graphs do not report their deletion."""
         self._prepared: tuple[np.ndarray, torch.Tensor] | None = None
 
     def prepare(self, addresses: np.ndarray) -> torch.Tensor:
@@ -44,11 +44,11 @@ class GraphTables:
         return table
 
     def forget(self) -> None:
-        """Let go of the prepared table."""
+        """Drop the prepared table."""
         self._prepared = None
 
     def table(self, addresses: np.ndarray) -> torch.Tensor:
-        """A table for the graph that is being captured."""
+        """Return a table for the graph under capture."""
         if self._prepared is not None and np.array_equal(self._prepared[0], addresses):
             return self._prepared[1]
         source = torch.empty(addresses.shape, dtype=torch.int64, device="cpu", pin_memory=self._like.is_cuda)
@@ -58,7 +58,7 @@ class GraphTables:
 
 
 def require_no_branches(every: Sequence[Passes], *, alone: bool) -> None:
-    """Raise `CaptureError` if the host has to make decisions in a step, or to wait in it, which no graph can hold."""
+    """Raise `CaptureError` if a step needs decisions or waits of the host, which a graph cannot contain."""
     for passes in every:
         matrices, rule = passes.matrices, passes.segment.spec.program.graph.title
         if matrices is None or not matrices.waits or matrices.skipped_values is not None:
@@ -75,7 +75,7 @@ def require_no_branches(every: Sequence[Passes], *, alone: bool) -> None:
 
 @contextmanager
 def nothing_skipped(every: Sequence[Passes]) -> Iterator[None]:
-    """A block in which the host decides nothing: steps do all optional work, unless `HostBranches` leaves it out."""
+    """A block in which the host decides nothing: steps do all optional work, unless `HostBranches` skips it."""
     undecided = [passes.matrices for passes in every if passes.matrices and passes.matrices.skipped_values is None]
     for matrices in undecided:
         matrices.skipped_values = {}
@@ -87,11 +87,11 @@ def nothing_skipped(every: Sequence[Passes]) -> Iterator[None]:
 
 
 class HostBranches:
-    """The optional work of an engine's segments, which captured steps leave out.
+    """The optional work of an engine's segments, which captured steps skip.
 
-    Conditions on hyperparameters and the step count tell which steps need it. A CUDA graph does the same at every
-    replay, so it leaves that work out. The host evaluates the conditions without waiting; the graph is replayed only if
-    the step certainly needs none of it, and other steps run outside of the graph.
+    Conditions on hyperparameters and the step count determine the steps that need it. A CUDA graph repeats the same
+    work at every replay, so it skips the optional work. The host evaluates the conditions without a sync; the graph is
+    replayed only if the step certainly needs no optional work, and other steps run outside the graph.
     """
 
     def __init__(self, every: Sequence[Passes]) -> None:
@@ -105,7 +105,7 @@ class HostBranches:
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """A block, the capture, in which steps leave out the optional work."""
+        """A block, the capture, in which steps skip the optional work."""
         for matrices, skipped in zip(self._matrices, self._skipped):
             matrices.skipped_values = skipped
         try:
@@ -122,7 +122,7 @@ class HostBranches:
         return all(matrices.suffices(skipped, active) for matrices, skipped, active in parts)
 
     def replayed(self) -> None:
-        """Take note that the captured step was launched."""
+        """Account for a replay of the captured step."""
         for matrices, active, may_skip in zip(self._matrices, self._taking_part, self._may_skip):
             if matrices.conditions is not None:
                 matrices.conditions.launched(active, may_skip)

@@ -1,4 +1,4 @@
-"""The inputs of a step's decision, and what its limits remember."""
+"""The inputs of a step's decision, and the memory of its limits."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ..rules.limits import Limit, first_numbers
 
 
 def clip_code(limit: Any) -> float:
-    """`max_grad_norm` of a group, or another number, as kernels read it; below 0 for CLIP."""
+    """Encode `max_grad_norm` of a group, or another number, for kernels; below 0 means the control number CLIP."""
     return -math.inf if isinstance(limit, Limit) else float(limit)
 
 
 class StepHistory:
-    """What is kept between an optimizer's steps: the numbers of its limits, the same on each of its devices."""
+    """Memory across an optimizer's steps: the numbers of its limits, equal on all of its devices."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[Limit, torch.device], torch.Tensor] = {}
         self.loss: torch.Tensor | None = None
-        """The loss of the step that is decided next, float64[1], if there is one."""
+        """The loss of the step to be decided next, float64[1]; None without a loss."""
         self.has_norm = False  # whether the last step computed the norm of its gradients
 
     def of(self, limit: Limit, device: torch.device) -> torch.Tensor:
-        """The numbers of a limit on a device, float64[numbers]; they begin as a copy of another device's."""
+        """Return the numbers of a limit on a device, float64[numbers]; a new device starts with a copy of another's."""
         key = (limit, device)
         if key not in self._numbers:
             elsewhere = next((numbers for (other, _), numbers in self._numbers.items() if other == limit), None)
@@ -38,11 +38,11 @@ class StepHistory:
 
     @property
     def numbers(self) -> list[torch.Tensor]:
-        """The numbers of all limits, in the order in which they began."""
+        """The numbers of all limits, in order of creation."""
         return list(self._numbers.values())
 
     def save(self, limits: Iterable[Limit]) -> dict[str, torch.Tensor]:
-        """Copies of the numbers of these limits, by the name of their class; the host does not read them."""
+        """Copy the numbers of these limits, by the name of their class; the host does not read them."""
         saved = {}
         for limit in limits:
             numbers = next((numbers for (other, _), numbers in self._numbers.items() if other == limit), None)
@@ -51,7 +51,7 @@ class StepHistory:
         return saved
 
     def load(self, limits: Iterable[Limit], saved: Mapping[str, Any]) -> None:
-        """Take over the result of `save`; limits that are not in it, or have another size, begin anew."""
+        """Load the result of `save`; limits that are missing in it, or differ in size, are reset."""
         for limit in limits:
             numbers = saved.get(type(limit).__name__)
             if not isinstance(numbers, torch.Tensor) or numbers.numel() != len(first_numbers(limit)):
@@ -75,17 +75,17 @@ class StepInputs:
     """The inputs of a step's decision."""
 
     power_sum: torch.Tensor | None = None
-    grad_scale: torch.Tensor | None = None  # the loss scale of the gradients, one number on the device, or None
-    found_inf: torch.Tensor | None = None  # nonzero when some gradient overflowed, one number on the device, or None
-    skip_nonfinite: bool = False  # whether gradients that are not finite skip the step
-    check_overflow: bool = False  # whether gradients that are not finite are an overflow, as a scaler means it
+    grad_scale: torch.Tensor | None = None  # the loss scale of the gradients, a number on the device, or None
+    found_inf: torch.Tensor | None = None  # nonzero if a gradient overflowed, a number on the device, or None
+    skip_nonfinite: bool = False  # whether nonfinite gradients skip the step
+    check_overflow: bool = False  # whether nonfinite gradients count as an overflow for a scaler
     skip_above: float = math.inf  # unscaled norm above which the step is skipped
     overflow: torch.Tensor | None = None
     partials: tuple[torch.Tensor, torch.Tensor] | None = None
-    limits: tuple[Limit, ...] = ()  # one that may clip is the last
-    memory: StepHistory | None = None  # what they remember
-    loss: torch.Tensor | None = None  # the step's loss for them, one float64 number on the device, or None
-    needs_norm: bool = False  # whether anything asks for a norm pass
+    limits: tuple[Limit, ...] = ()  # a limit that may clip is the last
+    memory: StepHistory | None = None  # the memory of the limits
+    loss: torch.Tensor | None = None  # the step's loss for the limits, a float64 number on the device, or None
+    needs_norm: bool = False  # whether the step needs a norm pass
 
     @property
     def is_trivial(self) -> bool:
@@ -94,7 +94,7 @@ class StepInputs:
 
     @property
     def may_skip(self) -> bool:
-        """Whether the step may be skipped; then only the device knows whether it is."""
+        """Whether the step may be skipped; then only the device knows the outcome."""
         scaled = self.grad_scale is not None or self.found_inf is not None
         return bool(scaled or self.skip_nonfinite or self.check_overflow or self.limits or self.skip_above < math.inf)
 
@@ -105,7 +105,7 @@ class StepInputs:
 
 
 class Control:
-    """The decision about a step on one device: its numbers there, and the facts that the host knows.
+    """The decision about a step on a device: its control numbers, and the facts known to the host.
 
     Args:
         device: the device.
@@ -113,9 +113,9 @@ class Control:
 
     def __init__(self, device: torch.device) -> None:
         self.numbers = torch.zeros(CONTROL_SIZE, dtype=torch.float64, device=device)
-        """float64[6] on the device; first those of a step without clip, scale or skip."""
+        """float64[6] on the device; initially the numbers of a step without clip, scale or skip."""
         self.numbers[INVERSE_SCALE].fill_(1.0)
         self.numbers[CLIP].fill_(math.inf)
-        self.skip = self.numbers[SKIP]  # a scalar on the device, not 0 where the step is skipped
-        self.unscales = False  # whether gradients carry a loss scale, which the last pass that reads them removes
+        self.skip = self.numbers[SKIP]  # a scalar on the device, nonzero if the step is skipped
+        self.unscales = False  # whether gradients carry a loss scale; the last pass that reads them removes it
         self.may_skip = False  # whether the device may decide to skip the step

@@ -1,4 +1,4 @@
-"""The step of all tensors on one device: addresses, hyperparameters, norm, then the passes of every segment."""
+"""The step of all tensors on a device: addresses, hyperparameters, norm, then the passes of every segment."""
 
 from __future__ import annotations
 
@@ -27,24 +27,27 @@ from .passes import Passes
 from .segment import Entry, Segment
 
 Calls = list[Sequence["partial[Any]"]]
-"""The calls of a step, in order; a segment replaces those in its lists when its kernels are others."""
+"""The calls of a step, in order; a segment replaces calls in its lists when its kernels change."""
 
 CALL: Callable[..., object] = partial.__call__
-"""Makes a call. In `deque(map(CALL, chain.from_iterable(calls)), 0)` no Python runs between two functions in C, so no
-handler of a signal does: Ctrl-C comes before both or after both."""
+"""Makes a call.
+
+In `deque(map(CALL, chain.from_iterable(calls)), 0)` no Python code runs between two C functions, so no signal
+handler does: Ctrl-C is handled before both or after both.
+"""
 
 
 def run_marked(calls: Calls, engines: Sequence[DeviceEngine]) -> None:
-    """Make the calls of `pass_calls` under the name that profilers show, without autocast."""
+    """Run the calls of `pass_calls` under the name that profilers show, without autocast."""
     on_host = all(is_host(engine.device) for engine in engines)
     with marked(HOST_UPDATE if on_host else UPDATE), without_autocast({engine.device.type for engine in engines}):
         deque(map(CALL, chain.from_iterable(calls)), 0)
 
 
 def pass_calls(engines: Sequence[DeviceEngine], shared: Sequence[Calls], progress: list[int]) -> Calls:
-    """The calls of a step: for each k scalar pass k, its reductions over all tensors, tile pass k and matrix pass k.
+    """The calls of a step: for each k, scalar pass k, its reductions over all tensors, tile pass k and matrix pass k.
 
-    They put a number into `progress` before the first pass, and another one after the last.
+    The calls append a number to `progress` before the first pass and after the last.
     """
     every = [passes for engine in engines for passes in engine.passes]
     note = [partial(progress.append, 1)]
@@ -65,7 +68,7 @@ def pass_calls(engines: Sequence[DeviceEngine], shared: Sequence[Calls], progres
 
 
 def without_autocast(kinds: Iterable[str]) -> AbstractContextManager[object]:
-    """A block without autocast, which may be active while an update runs in a model's backward."""
+    """A block without autocast, which may be active when an update runs in a model's backward."""
     enabled = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
     if not enabled:
         return nullcontext()
@@ -94,11 +97,11 @@ def _meet(segments: Sequence[Segment], index: int) -> None:
 
 
 def build_ahead(engines: Sequence[DeviceEngine], unscales: bool, deciding: Callable[[], list[Launch]]) -> None:
-    """Build the kernels of the first step of new engines, several at a time if Triton can."""
+    """Build the kernels of new engines' first step, in parallel if Triton can."""
     if build_threads() <= 1 or is_capturing():
         return
     for engine in engines:
-        # A streamer launches tile passes in its own way.
+        # A streamer launches tile passes itself.
         launches = [
             launch
             for passes in engine.passes
@@ -122,10 +125,10 @@ class DeviceEngine:
 
     Args:
         device: the device.
-        parts: the entries of each segment, with what its kernels are built from.
+        parts: the entries of each segment, with its kernel spec.
         groups: the optimizer's param groups.
-        control: the decision about a step on the device.
-        build_passes: makes the passes of a segment from its device and arguments, on the device's backend.
+        control: the device's decision about a step.
+        build_passes: builds the passes of a segment from its device and arguments, on the device's backend.
         attend: called with the passes of each segment.
     """
 
@@ -141,7 +144,7 @@ class DeviceEngine:
         self.device = device
         self.control = control
         self.entries = [entry for _, entries in parts for entry in entries]
-        self.holders = [entry.share.holder for entry in self.entries]  # the tensors that have the entries' gradients
+        self.holders = [entry.share.holder for entry in self.entries]  # tensors that hold the entries' gradients
         self.grads = torch.zeros(len(self.entries), dtype=torch.int64, device=device)
         self.passes: list[Passes] = []
         self._ranges: list[range] = []
@@ -155,40 +158,40 @@ class DeviceEngine:
             self._ranges.append(range(start, stop))
             start = stop
         self.norm = GradNorm(device, self.entries, [self.grads])
-        """The norm pass over all gradients on the device; its engines share it, if it has several."""
+        """The norm pass over all gradients on the device; shared by the device's engines, if there are several."""
         self.table = Table(self.grads)  # see `describe`
         self.local: LocalGradients | None = None  # finds local parts of gradients, and views of them
         self.gradients: Sequence[torch.Tensor | None] = ()
-        """This step's gradients; none where the table finds them."""
-        self.inspected: Inspected | None = None  # the gradients of the last step that looked at each; None for no such
+        """This step's gradients; empty if the table finds them."""
+        self.inspected: Inspected | None = None  # the gradients of the last step that checked each gradient, or None
         self.written: list[torch.Tensor] = []
-        """The parameters with gradients, their local parts and the DTensors that these belong to."""
+        """The parameters with gradients, their local parts and the DTensors of these parts."""
         self.wrote: Callable[[list[torch.Tensor]], None] | None = None
-        """Called with the tensors that a step has written, whenever their versions are counted."""
+        """Called with the tensors that a step has written, whenever their versions are incremented."""
         self.graph_tables = GraphTables(self.grads)
 
     def describe(self, states: Sequence[torch.Tensor], *, finds: bool, local: LocalGradients | None) -> None:
-        """Look at parameters, gradients and states from now on.
+        """Build the table that tracks parameters, gradients and states.
 
         Args:
-            states: the tensors of the state that users have, whose addresses are in tables.
-            finds: whether gradients may be found at the holders.
-            local: what finds local parts of gradients, where some are DTensors or entries are views.
+            states: the users' state tensors, whose addresses are in tables.
+            finds: whether the table may read gradients from the holders.
+            local: finds the local parts of gradients, if some are DTensors or entries are views.
         """
         parts = zip(self.holders, local_parts(self.holders), [entry.param for entry in self.entries])
         self.memory, self.local = WrittenMemory(self.entries), local
         params = [holder if part is param else param for holder, part, param in parts]
         self.table = Table(self.grads, params, states, self.memory)
-        # Not those of views of holders, or of copies on the host.
+        # The table cannot find gradients of views of holders, or of copies on the host.
         self._may_find = finds and same_list(params, self.holders)
 
     def find_gradients(self, find: Callable[[torch.Tensor], Any] = GRAD) -> list[torch.Tensor | None]:
-        """The gradients that `find` gives for holders; of DTensors the local parts."""
+        """Return the gradients that `find` gives for the holders; for DTensors, the local parts."""
         gradients = list(map(find, self.holders))
         return gradients if self.local is None else self.local.parts(gradients)
 
     def inspect(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """After a change: check every tensor and bring all tables up to date, or raise `Stale`."""
+        """After a change: check every tensor and update all tables, or raise `Stale`."""
         self.follow_tensors()
         try:
             seen = inspect(self.entries, self.memory, gradients)
@@ -208,12 +211,12 @@ class DeviceEngine:
             raise
 
     def clear(self) -> None:
-        """Compare the next step's gradients with none."""
+        """Forget the last gradients, so that the next step checks all."""
         self.table.invalidate()
         self.table.places, self.inspected = [], None
 
     def follow_tensors(self) -> None:
-        """Bring the tables up to date with the addresses of parameters; raise `Stale` for moved state."""
+        """Update the tables with the addresses of parameters; raise `Stale` if state has moved."""
         if self.table.look(1) == SAME:
             return
         seen = self.table.params.look()
@@ -225,7 +228,7 @@ class DeviceEngine:
             self._moved()
 
     def follow_memory(self) -> None:
-        """Before a pass that was prepared earlier: bring the tables up to date with the parameters' addresses."""
+        """Before a pass that was prepared earlier: update the tables with the parameters' addresses."""
         try:
             self.follow_tensors()
         except Stale:
@@ -240,7 +243,7 @@ class DeviceEngine:
         for passes in self.passes:
             passes.arrays.read()
             passes.upload()
-        # Last: after an error on the way tables still have the old addresses, and the next step must see that.
+        # Last, because after an error in between the tables hold old addresses, and the next step must detect that.
         self.table.follow_params(self.memory)
 
     def build(self, inputs: StepInputs) -> None:
@@ -250,7 +253,7 @@ class DeviceEngine:
             passes.build()
 
     def require_kernels(self, *, alone: bool = False) -> None:
-        """Raise `CaptureError` if steps are more than launches of kernels."""
+        """Raise `CaptureError` if a step is more than kernel launches."""
         moved = any(passes.segment.streamer is not None for passes in self.passes)
         require(not moved, "its state lives in host memory, and the host decides when to move it")
         if not all(passes.can_be_captured for passes in self.passes):
@@ -260,7 +263,7 @@ class DeviceEngine:
         require_no_branches(self.passes, alone=alone)
 
     def check_capture(self, gradients: Sequence[torch.Tensor | None]) -> Inspected:
-        """Check that a CUDA graph can hold a step."""
+        """Check that a CUDA graph can contain a step."""
         self.require_kernels()
         for index, entry in enumerate(self.entries):
             require(
@@ -299,7 +302,7 @@ class DeviceEngine:
             passes.take_gradients_from(table[members.start : members.stop])
 
     def begin(self) -> None:
-        """Give this step's gradients to the segments that read them as tensors."""
+        """Pass this step's gradients to the segments that read them as tensors."""
         if self.graph_tables.captures:
             built = all(passes.is_built for passes in self.passes)
             require(built, f"the kernels of such a step are not built yet; {WARM_UP}")
@@ -310,7 +313,7 @@ class DeviceEngine:
                 passes.outputs.begin()
 
     def finish(self) -> None:
-        """After the passes: leave gradients that were scaled unscaled (but not clipped)."""
+        """After the passes: leave scaled gradients unscaled (but not clipped)."""
         if self.control.unscales and self.inspected is not None:
             self.inspected.copy_back()
         for passes in self.passes:
@@ -318,7 +321,7 @@ class DeviceEngine:
             passes.segment.gradients = ()
 
     def release(self) -> None:
-        """Let go of this step's gradients and their copies."""
+        """Release this step's gradients and their copies."""
         self.gradients = ()
         if self.inspected is not None:
             self.inspected.copies, self.inspected.gradients = [], []

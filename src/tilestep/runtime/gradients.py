@@ -1,4 +1,4 @@
-"""A check of every gradient that steps read."""
+"""Check every gradient that steps read."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .segment import Entry, is_dense, same_walk
 
 GRAD = operator.attrgetter("grad")
 
-READABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # the dtypes of gradients that kernels read
+READABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # dtypes of gradients that kernels read
 
 
 class Stale(Exception):
-    """The tables no longer describe the tensors: they must be built again."""
+    """The tables no longer describe the tensors and must be rebuilt."""
 
 
 def grad_dtype(param: torch.Tensor) -> torch.dtype:
-    """The dtype of a parameter's gradients: its own, unless its attribute `grad_dtype` says otherwise."""
+    """Return the dtype of a parameter's gradients: its own dtype, unless its attribute `grad_dtype` overrides it."""
     if not param.is_leaf:
         return param.dtype
     declared = getattr(param, "grad_dtype", param.dtype)
@@ -36,26 +36,26 @@ def grad_dtype(param: torch.Tensor) -> torch.dtype:
 
 @dataclass
 class Inspected:
-    """The gradients of one step, each of which was checked."""
+    """The checked gradients of a step."""
 
     entries: Sequence[Entry]
-    written: WrittenMemory  # what a step writes
-    gradients: list[torch.Tensor | None]  # for each entry; a copy in the place of a gradient that is not dense
+    written: WrittenMemory  # the memory that a step writes
+    gradients: list[torch.Tensor | None]  # per entry; a copy in place of a gradient that is not dense
     copies: list[tuple[torch.Tensor, torch.Tensor]]  # gradients and their copies
-    strided: dict[int, torch.Tensor]  # by place, those that are not walked as their parameters
+    strided: dict[int, torch.Tensor]  # by place: gradients whose memory order differs from their parameter's
 
     @property
     def places(self) -> list[int]:
-        """The entries that have a gradient."""
+        """The entries with a gradient."""
         return [place for place, gradient in enumerate(self.gradients) if gradient is not None]
 
     def updated(self) -> list[torch.Tensor]:
-        """The parameters with gradients, their local parts and the DTensors that these belong to."""
+        """Return the parameters with gradients, their local parts and the DTensors of these parts."""
         entries = [self.entries[place] for place in self.places]
         return [entry.param for entry in entries] + [entry.whole for entry in entries if entry.whole is not None]
 
     def same_layout(self, before: Inspected | None) -> bool:
-        """Whether gradients of an earlier step had the same layouts, at any addresses."""
+        """Whether an earlier step's gradients had the same layouts, at any addresses."""
         return before is not None and _strides(before.strided) == _strides(self.strided)
 
     def copy_back(self) -> None:
@@ -72,7 +72,7 @@ def _strides(tensors: Mapping[int, torch.Tensor]) -> dict[int, tuple[int, ...]]:
 
 
 def inspect(entries: Sequence[Entry], written: WrittenMemory, gradients: Sequence[torch.Tensor | None]) -> Inspected:
-    """Check every gradient; raise for one that kernels cannot read."""
+    """Check every gradient; raise for a gradient that kernels cannot read."""
     seen = Inspected(entries, written, [None] * len(entries), [], {})
     for place, (entry, gradient) in enumerate(zip(entries, gradients)):
         if gradient is None:
@@ -92,7 +92,7 @@ def inspect(entries: Sequence[Entry], written: WrittenMemory, gradients: Sequenc
             seen.copies.append((original, gradient))
         seen.gradients[place] = gradient
         if not same_walk(gradient, entry.param):
-            # Shape and strides alone, so that the gradient is not kept alive after its step.
+            # Only shape and strides, so that the gradient is not kept alive after its step.
             seen.strided[place] = torch.empty_strided(gradient.shape, gradient.stride(), device="meta")
     sizes = np.asarray([0 if one is None else one.nbytes for one in seen.gradients], dtype=np.int64)
     for place in np.nonzero(written.overlapped(rows_of(seen.gradients), sizes))[0].tolist():
@@ -101,7 +101,7 @@ def inspect(entries: Sequence[Entry], written: WrittenMemory, gradients: Sequenc
 
 
 def _set_apart(seen: Inspected, place: int) -> None:
-    """Take a copy of a gradient in the memory of its own parameter; raise for one in other memory of a step's."""
+    """Copy a gradient that shares memory with its parameter; raise if it shares other memory that a step writes."""
     gradient = seen.gradients[place]
     assert gradient is not None
     sharing = seen.written.sharing(gradient)
@@ -118,7 +118,7 @@ def _set_apart(seen: Inspected, place: int) -> None:
 
 
 def _in_order(gradient: torch.Tensor, entry: Entry) -> torch.Tensor:
-    """A copy that is dense, and lies in memory as its parameter does if it must."""
+    """Return a dense copy, in the memory order of its parameter if required."""
     if not entry.ordered or not is_dense(entry.param):
         return gradient.contiguous()
     return torch.empty_like(entry.param, dtype=gradient.dtype, requires_grad=False).copy_(gradient)

@@ -1,4 +1,4 @@
-"""The numbers of param groups, as tables of kernels have them."""
+"""The numbers of param groups, as stored in the tables of kernels."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from .kernel_cache import statics_of
 
 
 class GroupNumbers:
-    """The hyperparameters of one param group as tables have them."""
+    """The hyperparameters of a param group, as stored in tables."""
 
     def __init__(self, index: int, group: Mapping[str, Any], keys: Sequence[str]) -> None:
         self.index, self._group, self.keys, self.value_of = index, group, tuple(keys), group.get
         self.values: tuple[Any, ...] = ()
-        """While the group has these objects, and none is mutable, nothing has changed."""
-        self._are_plain = False  # whether the last look has found other plain numbers, and nothing else
+        """If the group still has these objects, and none is mutable, nothing has changed."""
+        self._are_plain = False  # whether the last look found new plain numbers, and no other change
         self.remember()
 
     def chosen(self) -> dict[str, Any]:
-        """The entries of the group as they are now."""
+        """Return the current entries of the group."""
         return dict(zip(self.keys, map(self.value_of, self.keys)))
 
     def remember(self) -> None:
-        """Take the present values."""
+        """Store the current values."""
         chosen = self.chosen()
         self.values = tuple(chosen.values())
         if not self._are_plain:
             self._statics, self._numbers = statics_of(chosen), _numbers(chosen)
             self.tensors = [value for _, value in flat_numbers(chosen) if _on_device(value)]
-            """Hyperparameters on a GPU, which only the device can read."""
-            self.is_mutable = any(map(_is_mutable, self.values))  # whether a value may change and stay the same object
+            """Hyperparameters on a GPU, which only the device reads."""
+            self.is_mutable = any(map(_is_mutable, self.values))  # whether a value may change in place
         self._are_plain = False
 
     def look(self) -> int:
-        """SAME; MOVED for other numbers; CHANGED where a flag or the kind of a value is another one."""
+        """Return SAME; MOVED for new numbers; CHANGED if a flag or the kind of a value differs."""
         values, self._are_plain = tuple(map(self.value_of, self.keys)), False
         now = dict(zip(self.keys, values))
         if not self.is_mutable and all(map(_both_numbers, values, self.values)):
-            # Plain numbers in the place of plain numbers, as schedulers write at every step.
+            # Plain numbers replaced by plain numbers, as schedulers do at every step.
             if values == self.values:
                 self.values = values
                 return SAME
@@ -67,7 +67,7 @@ class GroupNumbers:
                 raise ValueError(f"Invalid {name} of group {self.index}: {value}; it must be at least 0, or None")
 
     def same_tensors(self) -> bool:
-        """Whether the same tensors on a GPU are hyperparameters."""
+        """Whether the hyperparameters on a GPU are the same tensors as before."""
         return same_list([value for _, value in flat_numbers(self.chosen()) if _on_device(value)], self.tensors)
 
 
@@ -80,11 +80,11 @@ def _is_mutable(value: Any) -> bool:
 
 
 def _both_numbers(left: Any, right: Any) -> bool:
-    """Whether two values are the same object, both plain numbers, or tuples of these; a bool is no number."""
+    """Whether two values are the same object, both plain numbers, or tuples of these; a bool is not a number."""
     if left is right:
         return True
     if type(left) is tuple and type(right) is tuple and len(left) == len(right):
-        # Numbers in tuples inside of tuples are constants of graphs.
+        # Numbers in nested tuples are constants of graphs.
         return tuple not in map(type, left) and all(map(_both_numbers, left, right))
     return type(left) in _NUMBERS and type(right) in _NUMBERS
 
@@ -99,7 +99,7 @@ def _on_device(value: Any) -> bool:
 
 
 def _numbers(chosen: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Every number by name; for a tensor on a GPU its id."""
+    """Return every number by name; for a tensor on a GPU, its id."""
     try:
         return [(name, id(value) if _on_device(value) else float(value)) for name, value in flat_numbers(chosen)]
     except (RuntimeError, ValueError):

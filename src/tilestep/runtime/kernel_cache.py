@@ -1,4 +1,4 @@
-"""Graphs and kernels, made once for all optimizers of the process."""
+"""Graphs and kernel specs, cached for all optimizers of the process."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ..linalg.scalar_values import PYTHON_TYPES, as_python
 from ..rules import Rule
 from ..storage import Plain, Storage
 
-NUMBER = "<number>"  # stands for any number in a static description
+NUMBER = "<number>"  # placeholder of any number in a static description
 
 KNOWN_NUMBERS = frozenset({"step", "numel", "gradient_scale", "machine_epsilon"})
-"""Numbers that the scalar pass has without a column of the hyperparameter table, as it has the parameter's sizes."""
+"""Numbers that scalar passes know without a column of the hyperparameter table, as they know the parameter's sizes."""
 
 _lock = threading.RLock()
 
 
 def _after_fork() -> None:
-    """Drop the lock: another thread of the parent may have held it."""
+    """Replace the lock: another thread of the parent may have held it."""
     global _lock
     _lock = threading.RLock()
 
@@ -36,17 +36,17 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 _graphs: weakref.WeakKeyDictionary[Rule, dict[Any, list[Graph]]] = weakref.WeakKeyDictionary()
-"""By rule and static description. Rules and functions are held weakly: they may hold a model."""
+"""By rule and static description. Rules and functions are referenced weakly: they may hold a model."""
 
 _refusals: weakref.WeakKeyDictionary[Rule, dict[Any, str]] = weakref.WeakKeyDictionary()
-"""By rule, static description and dimensions, why a rule of matrices takes no parameter of these."""
+"""By rule, static description and dimensions: the reason why a rule of matrices rejects such parameters."""
 
 _specs: weakref.WeakValueDictionary[Any, KernelSpec] = weakref.WeakValueDictionary()
-"""By graph, storages, compute dtype and kind of device: one launch each. Graphs hold their specs."""
+"""By graph, storages, compute dtype and device type: a launch per spec. Graphs keep their specs alive."""
 
 
 def statics_of(hyperparameters: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """The static description of hyperparameters: flags, strings and None, and which entries are numbers."""
+    """Return the static description of hyperparameters: flags, strings and None, and which entries are numbers."""
 
     def kind(value: Any, depth: int = 0) -> Any:
         value = value if type(value) in PYTHON_TYPES else as_python(value)
@@ -71,7 +71,7 @@ def graph_for(
     shape: Sequence[int] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Graph:
-    """The rule's graph for these hyperparameters, traced if no present graph's guards hold.
+    """Return the rule's graph for these hyperparameters; traced unless the guards of a cached graph hold.
 
     `dtype` is the compute dtype, float32 or float64.
     """
@@ -103,7 +103,7 @@ def graph_for(
 
 
 def _weakly(value: Any, graphs: dict[Any, list[Graph]]) -> Any:
-    """A static description that does not keep functions alive; a function's graphs are deleted with it."""
+    """Return a static description without strong references to functions; a function's graphs are deleted with it."""
     if isinstance(value, tuple):
         return tuple(_weakly(entry, graphs) for entry in value)
     if not callable(value):
@@ -118,7 +118,7 @@ def _weakly(value: Any, graphs: dict[Any, list[Graph]]) -> Any:
         reference = kind(value, forget)
         hash(reference)
         return reference
-    except TypeError:  # callables that take no weak references, or have no hash
+    except TypeError:  # callables without weak references or hash
         return value
 
 
@@ -127,7 +127,7 @@ def _contains(key: Any, reference: Any) -> bool:
 
 
 def _on_host(value: Any) -> Any:
-    """A value with numbers in place of tensors that the host can read; a rule may branch on these."""
+    """Convert tensors that the host can read to numbers; a rule may branch on them."""
     value = as_python(value)
     if isinstance(value, (tuple, list)):
         return tuple(_on_host(entry) for entry in value)
@@ -152,7 +152,7 @@ def kernel_spec(
     device_type: str,
     outputs: tuple[Output, ...] = (),
 ) -> KernelSpec:
-    """The spec of this graph with these storages on this kind of device, made once."""
+    """Return the cached spec of this graph with these storages on this type of device."""
     signature = (id(graph), tuple(storages.items()), compute, device_type, outputs)
     with _lock:
         spec = _specs.get(signature)

@@ -1,4 +1,4 @@
-"""The norm pass over the gradients of one device."""
+"""The norm pass over the gradients of a device."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .capturing import WARM_UP, require
 from .segment import Entry
 
 Partials = tuple[torch.Tensor, torch.Tensor]
-"""The sums of squares of tiles, and how many there are."""
+"""The sums of squares per tile, and the number of tiles."""
 
 
 class GradNorm:
-    """The norm pass over gradients on one device: the sum of their squares, of each tensor times its weight.
+    """The norm pass over gradients on a device: the sum of squares, weighted per tensor.
 
     Args:
         device: the device.
-        entries: the tensors, in the order in which they are added up.
-        grads: int64[tensors] on the device, addresses of gradients: a table, or those of several engines.
-        order: int64[tensors] on the device, the place of each tensor in these tables one behind the other.
+        entries: the tensors, in the order of summation.
+        grads: int64[tensors] on the device, addresses of gradients: a single table, or the tables of several engines.
+        order: int64[tensors] on the device, the place of each tensor in the concatenated tables.
     """
 
     def __init__(
@@ -35,11 +35,12 @@ class GradNorm:
         order: torch.Tensor | None = None,
     ) -> None:
         self._device, self._entries, self._grads, self._order = device, entries, list(grads), order
-        # Also 0: a gradient that is left out and not finite makes the sum NaN, and so is an overflow as others are.
+        # Includes 0: a nonfinite gradient that is excluded from the norm still makes the sum NaN, and so is an
+        # overflow.
         self._weights = sorted({entry.norm_weight for entry in entries}) or [1.0]
-        self.counts_once = self._weights == [1.0]  # whether each tensor has the weight 1
+        self.counts_once = self._weights == [1.0]  # whether each tensor has weight 1
         self.power_sum = torch.zeros(1, dtype=torch.float64, device=device)
-        self.launch: Callable[[], torch.Tensor] | None = None  # what `sum_squares` calls, after the first time
+        self.launch: Callable[[], torch.Tensor] | None = None  # the launch of `sum_squares`, after its first call
         self._made: list[NormTable] = []
         self._sums = [] if self.counts_once else [torch.zeros_like(self.power_sum) for _ in self._weights]
         self._factors = torch.tensor(self._weights, dtype=torch.float64, device=device)
@@ -47,7 +48,7 @@ class GradNorm:
 
     @property
     def _tables(self) -> list[NormTable]:
-        """A table for each weight, which has the other tensors without elements."""
+        """A table per weight, in which tensors of other weights have no elements."""
         if not self._made:
             require(not is_capturing(), f"its gradient norm was not computed before; {WARM_UP}")
             dtypes = [entry.grad_dtype for entry in self._entries]
@@ -64,7 +65,7 @@ class GradNorm:
         self._grads, self.launch, self._started = [grads], None, None
 
     def sum_squares(self) -> torch.Tensor:
-        """Launch the norm pass: float64[1] on the device, for this rank's gradients or shares."""
+        """Launch the norm pass over this rank's gradients or shares; returns float64[1] on the device."""
         if self.launch is None and self.counts_once and self._order is None:
             self.launch = partial(self._tables[0].launch, self._grads[0], self.power_sum)
         if self.launch is not None:
@@ -76,12 +77,12 @@ class GradNorm:
         return torch.sum(torch.cat(sums) * self._factors, 0, keepdim=True, out=self.power_sum)
 
     def start(self) -> None:
-        """Launch the tiles of gradients whose addresses are up to date, to run while the host checks the rest."""
+        """Launch the tiles of gradients with known addresses, to run while the host checks the rest."""
         self._started = None
         self._started = self.partials()
 
     def partials(self) -> Partials | None:
-        """Launch the pass without its finish, if the decision can do it; None if it cannot. All weights must be 1."""
+        """Launch the pass without its finish, if the decision can do it, else return None. All weights must be 1."""
         started, self._started = self._started, None
         tiles = None if started else self.tiles_launch()
         if tiles is None:
@@ -91,5 +92,5 @@ class GradNorm:
         return sums
 
     def tiles_launch(self) -> tuple[Launch, Partials] | None:
-        """The launch of `partials`, and its result."""
+        """Return the launch of `partials`, and its result."""
         return self._tables[0].tiles_launch(self._addresses())

@@ -1,4 +1,4 @@
-"""Tables of a segment's outputs, and their evaluation with torch where no kernel computes them."""
+"""Tables of a segment's outputs, and their evaluation with torch if no kernel computes them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ..native.table import survey
 from ..storage import Leaf, evaluated, values_of
 from .segment import Segment
 
-WORD = 32  # elements whose bits are in one word
-NOTHING = {"sum": 0.0, "max": -math.inf}  # the reduction of no elements
+WORD = 32  # elements per word: a bit each
+NOTHING = {"sum": 0.0, "max": -math.inf}  # the reduction of zero elements
 
 
 def extent_of(tensor: torch.Tensor) -> int:
-    """Elements from a tensor's first to its last in memory, gaps included."""
+    """Return the elements from a tensor's first to its last in memory, gaps included."""
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
 
 
 class OutputTables:
-    """The outputs of a segment: every step has the outputs of its spec, a step that measures has further ones."""
+    """The outputs of a segment: every step has the outputs of its spec, a step that measures has more."""
 
     def __init__(self, segment: Segment, measured: tuple[Output, ...], *, has_kernels: bool) -> None:
         self._segment, spec = segment, segment.spec
@@ -37,7 +37,7 @@ class OutputTables:
         self._entries = entries
         self._divide([entry for entry in entries if not has_kernels or entry.tile is None])
         self.measures = False
-        self.has_run = False  # whether its passes have run in this step
+        self.has_run = False  # whether the passes have run in this step
         device, self._marks = segment.device, any(entry.output.reduce == "or" for entry in entries)
         tensors = [entry.param for entry in segment.entries]
         self.totals = torch.full((len(tensors), len(reported)), math.nan, dtype=torch.float64, device=device)
@@ -47,14 +47,14 @@ class OutputTables:
         self._before: list[dict[Leaf, torch.Tensor]] = []
         self._versions: list[int] = []
         self._arrays = [dict(entry.arrays) for entry in segment.entries]
-        """The arrays; streamed ones are elsewhere while passes work on them."""
+        """The arrays; streamed arrays are elsewhere while passes work on them."""
         self.watched: list[list[torch.Tensor]] = [[tensor] for tensor in tensors]
-        """For each parameter the tensors whose versions count writes to it."""
+        """Per parameter, the tensors whose versions count writes to it."""
         self.writes = np.zeros(len(tensors), dtype=np.int64)
-        """Versions of these that the step's own torch operations have counted."""
+        """Versions of these tensors that the step's torch operations have incremented."""
 
     def _divide(self, rest: list[Traced]) -> None:
-        """Let torch evaluate these outputs, and kernels the others."""
+        """Let torch evaluate these outputs, and kernels the remaining outputs."""
         self._rest, self._rest_marks = rest, [entry for entry in rest if entry.output.reduce == "or"]
         self.by_kernels = any(entry.output.reduce != "or" for entry in self._entries if entry not in rest)
         """Whether kernels compute reports."""
@@ -63,15 +63,15 @@ class OutputTables:
         """Whether torch evaluates outputs of gradients."""
 
     def use_torch(self) -> None:
-        """Evaluate the reports with torch: their kernels cannot be built."""
+        """Evaluate the reports with torch, because their kernels cannot be built."""
         self._divide([entry for entry in self._entries if entry in self._rest or entry.output.reduce != "or"])
 
     def bits(self, position: int) -> torch.Tensor:
-        """int32[words], a view of the bits of the tensor at this position."""
+        """Return the bits of the tensor at this position, int32[words], a view."""
         return self.words[int(self.first_word[position]) : int(self.first_word[position + 1])]
 
     def carry(self, position: int, other: OutputTables, place: int) -> None:
-        """Take over the reports on a tensor that another segment has measured in the same step."""
+        """Copy the reports on a tensor that another segment has measured in the same step."""
         if other.has_run and other.names == self.names:
             self.totals[position] = other.totals[place].to(self.totals.device)
             self.has_run = True
@@ -83,14 +83,14 @@ class OutputTables:
 
     @property
     def _sees_writes(self) -> bool:
-        """Whether torch operations write parameters: those of passes or of a streamer."""
+        """Whether torch operations, in passes or in a streamer, write parameters."""
         return self._marks and bool(self._rest_marks or self._segment.streamer is not None)
 
     def begin(self) -> None:
-        """Before the passes: copy old values for outputs that torch evaluates."""
+        """Before the passes: copy the old values for outputs that torch evaluates."""
         self.has_run = True
         if self.measures and is_host(self.totals.device):
-            # No range of tiles has empty tensors.
+            # Empty tensors are in no range of tiles.
             nothing = [NOTHING[reduce] for reduce in self.reduces]
             self.totals.copy_(torch.tensor(nothing, dtype=torch.float64, device=self.totals.device))
         if self._sees_writes:
@@ -98,7 +98,7 @@ class OutputTables:
         self._before = [self._old(position) for position in self._settled()] if self.by_torch else []
 
     def _settled(self) -> range:
-        """The positions of tensors. Streamed arrays that are read have arrived."""
+        """Return the positions of tensors, after streamed arrays to be read have arrived."""
         if self.measures and self._segment.streamer is not None:
             self._segment.streamer.settle()
         return range(len(self._arrays))
@@ -108,7 +108,7 @@ class OutputTables:
         return {leaf for entry in self.by_torch for leaf in entry.leaves}
 
     def _old(self, position: int) -> dict[Leaf, torch.Tensor]:
-        """The old values that a tensor's outputs read, without a gradient if there is none."""
+        """Return the old values that a tensor's outputs read; gradients are left out if there is none."""
         gradient = self._segment.gradients[position] if self._segment.gradients else None
         old: dict[Leaf, torch.Tensor] = {}
         for leaf in self._leaves:
@@ -124,13 +124,13 @@ class OutputTables:
         return old
 
     def _element(self, position: int, buffer: str, array: int) -> torch.Tensor:
-        """An array of a buffer as integers of the same bits, on the parameter's device."""
+        """Return an array of a buffer as integers of the same bits, on the parameter's device."""
         name = self._segment.spec.storages[buffer].arrays(buffer)[array].name
         tensor = self._arrays[position][name].detach()
         return tensor.view(_INTEGERS[tensor.dtype.itemsize]).to(self._segment.device)
 
     def _number(self, position: int, buffer: str) -> torch.Tensor:
-        """A buffer's numbers, in float64 on the parameter's device."""
+        """Return a buffer's numbers, in float64 on the parameter's device."""
         segment = self._segment
         entry, storage = segment.entries[position], segment.spec.storages[buffer]
         arrays = {own.name: self._arrays[position][own.name].to(segment.device) for own in storage.arrays(buffer)}
@@ -171,7 +171,7 @@ class OutputTables:
         self.totals[position, self.names.index(output.name)] = total
 
     def _mark(self, position: int, flags: torch.Tensor) -> None:
-        """Set the bits of elements, which count along the parameter's memory."""
+        """Set the bits of elements, in the order of the parameter's memory."""
         bits, param = self.bits(position), self._segment.entries[position].param
         if len(bits):
             laid = torch.zeros(len(bits) * WORD, dtype=torch.int32, device=bits.device)
@@ -184,7 +184,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def chunks_of(counts: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Runs of at most so many of each tensor's tiles: first and one past the last of each run, and of each tensor's."""
+    """Split each tensor's tiles into runs of at most `size`: bounds of each run, and bounds of each tensor's runs."""
     runs = -(-counts // size)
     stops, ends = np.cumsum(counts), np.cumsum(runs)
     within = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - runs, runs)

@@ -1,4 +1,4 @@
-"""What a backend makes of a segment: tables where kernels read them, and the calls of a step."""
+"""A segment on a backend: tables where kernels read them, and the calls of a step."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ _OF_TENSORS = {
     *("numel", "columns", "grads", "layout_index", "step", "rows", "sums"),
     *("report_sums", "first_word", "streams"),
 }
-"""Tables with a row for each tensor, of which a range of tiles has a part."""
+"""Tables with a row per tensor; a range of tiles uses a slice of them."""
 
 
 class Passes:
-    """The passes of a segment on a backend; backends are made with a segment's arguments but for the size of tiles."""
+    """The passes of a segment on a backend; backends take the arguments of a segment except the tile size."""
 
-    has_kernels = True  # whether they are kernels, which may work on ranges of tiles, leave sums and measure
-    hyper: Any  # the hyperparameter table, a row for each group
-    slices: Any = None  # the backend's `CpuSlices` or `CudaSlices`, if there are passes over slices
-    can_be_captured = False  # whether a CUDA graph can hold them; see `require_no_branches` for matrices
+    has_kernels = True  # whether kernels run the passes: they can work on ranges of tiles, leave sums and measure
+    hyper: Any  # the hyperparameter table, a row per group
+    slices: Any = None  # the backend's `CpuSlices` or `CudaSlices`, if the program has passes over slices
+    can_be_captured = False  # whether a CUDA graph can contain them; see `require_no_branches` for matrices
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
         batches = self.has_kernels and bool(segment.spec.program.matrices.scratch)
-        self.matrices = MatrixBatches(segment) if batches else None  # has the entries' scratch arrays
-        # The host may decide which matrix work a step needs, by which tensors have gradients.
+        self.matrices = MatrixBatches(segment) if batches else None  # allocates the entries' scratch arrays
+        # The host may decide which matrix work a step needs, from the set of tensors with gradients.
         decides = self.matrices is not None and self.matrices.conditions is not None
         self._reads_gradients = decides or not self.has_kernels
-        self.outputs: OutputTables | None = None  # what steps leave besides updates
+        self.outputs: OutputTables | None = None  # outputs of steps in addition to updates
         self.arrays = ArrayTable(segment.spec, segment.entries)
 
     def tables(self) -> dict[str, Table]:
-        """The tables that kernels read and write, by the names that kernels have for them; arrays are on the host."""
+        """Return the tables that kernels read and write, by the kernels' names for them; arrays are on the host."""
         segment = self.segment
         return {
             "tile_tensor": segment.tiles.tile_tensor,
@@ -64,53 +64,53 @@ class Passes:
 
     @property
     def reads_gradients(self) -> bool:
-        """Whether a step's gradients are read as tensors and not by address."""
+        """Whether gradients are read as tensors and not by address."""
         return self._reads_gradients or (self.outputs is not None and self.outputs.reads_gradients)
 
     def upload(self) -> None:
-        """Bring changed tables to where kernels read them."""
+        """Copy changed tables to where kernels read them."""
 
     def set_hypers(self, rows: Sequence[Sequence[float]]) -> None:
-        """Bring the hyperparameter table to where kernels read it."""
+        """Copy the hyperparameter table to where kernels read it."""
         self.hyper[:] = rows
 
     def set_device_hyper(self, row: int, column: int, tensor: torch.Tensor) -> None:
-        """Copy a hyperparameter that lives on a device into the table; a table on the host waits for it, as torch's."""
+        """Copy a hyperparameter on a device into the table; a table on the host waits for the device, as in torch."""
         self.hyper[row][column] = float(tensor)
 
     def take_gradients_from(self, grads: torch.Tensor) -> None:
-        """Let passes read the gradients' addresses from another table, int64[tensors] on the device."""
+        """Read the gradients' addresses from another table, int64[tensors] on the device."""
         raise NotImplementedError
 
     def launches(self, unscales: bool) -> list[Launch]:
-        """The launches of a step that Triton builds."""
+        """Return the launches of a step that Triton compiles."""
         return []
 
     def build(self) -> None:
-        """Build every kernel that a step like the last one launches."""
+        """Build every kernel that a step like the last launches."""
 
     @property
     def is_built(self) -> bool:
-        """Whether every kernel of a step of the kind that was decided last is built."""
+        """Whether every kernel for the last kind of decision is built."""
         return True
 
     def take_threads(self, count: int) -> None:
-        """Let passes on the host have so many threads from now on."""
+        """Set the number of threads of passes on the host."""
 
     def scalar_calls(self, index: int) -> list[partial[Any]]:
-        """The calls of scalar pass `index`, the same at every step."""
+        """Return the calls of scalar pass `index`, the same at every step."""
         raise NotImplementedError
 
     def tile_calls(self, index: int, tile_range: TileRange | None = None) -> list[partial[Any]]:
-        """The calls of tile pass `index` over all tiles; the list stays, and what is in it may change.
+        """Return the calls of tile pass `index` over all tiles; the list stays the same object, its items may change.
 
-        With a range: the calls of a pass over elements for this step, over the range alone. Ranges run in the order of
-        tiles; the calls of the last one finish reductions.
+        With a range: the calls of an elementwise pass over the range, for this step. Ranges run in the order of tiles;
+        the calls of the last range finish reductions.
         """
         return []
 
     def leave(self, measured: tuple[Output, ...]) -> None:
-        """Make room for the outputs of the spec, and for these of steps that measure."""
+        """Allocate the outputs of the spec, and these outputs of steps that measure."""
         self.outputs = OutputTables(self.segment, measured, has_kernels=self.has_kernels)
 
     @property
@@ -120,11 +120,11 @@ class Passes:
 
     @property
     def kernels(self) -> KernelSpec:
-        """What this step's kernels are made of."""
+        """The spec of this step's kernels."""
         return self.outputs.measuring if self.outputs is not None and self.measures else self.segment.spec
 
     def sum_up_reports(self) -> None:
-        """After passes that measured: reduce the reports on tiles to those on tensors."""
+        """After passes that measured: reduce the reports per tile to reports per tensor."""
 
     def finish_outputs(self) -> None:
         """After the passes of a step: complete its outputs."""
@@ -135,11 +135,11 @@ class Passes:
 
 
 def tables_of(passes: Passes, tile_range: TileRange, tables: Mapping[str, Table]) -> dict[str, Table]:
-    """Tables for a range of tiles, in which its tiles and tensors count from its first ones."""
+    """Return the tables of a range of tiles, with tiles and tensors counted from the range's first."""
     tiles = slice(tile_range.tiles.start, tile_range.tiles.stop)
     tensors = slice(tile_range.tensors.start, tile_range.tensors.stop)
     own = {name: table[tensors] if name in _OF_TENSORS else table for name, table in tables.items()}
-    # Without sums they have no row for each tile.
+    # Without sums, these tables have no row per tile.
     of_tiles = [name for name in ("partials", "report_partials") if len(tables.get(name, ())) >= tiles.stop]
     own.update({name: tables[name][tiles] for name in of_tiles})
     own["tile_tensor"] = passes.segment.tiles.tile_tensor[tiles] - np.int32(tensors.start)

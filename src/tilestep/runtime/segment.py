@@ -1,4 +1,4 @@
-"""A segment: every tensor of an optimizer that one launch can hold, and its tables."""
+"""A segment: the tensors of an optimizer that share a launch, and their tables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .kernel_cache import guards_hold
 
 
 def _dense_order(tensor: torch.Tensor) -> list[int] | None:
-    """Dimensions from slowest to fastest if the tensor fills its memory without gaps, else None."""
+    """Return the dimensions from slowest to fastest if the tensor fills its memory without gaps, else None."""
     dims = [dim for dim in range(tensor.dim()) if tensor.size(dim) != 1]
     dims.sort(key=lambda dim: (tensor.stride(dim), -dim), reverse=True)
     expected = 1
@@ -68,14 +68,14 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
         reach += (tensor.size(dim) - 1) * tensor.stride(dim)
     if nested or reach + 1 < tensor.numel():
         return not nested
-    # Dimensions that interleave: the elements are counted in a map of the memory between the first and the last.
+    # Interleaved dimensions: count the elements in a map of the memory between the first and the last.
     taken = np.zeros(reach + 1, dtype=bool)
     np.lib.stride_tricks.as_strided(taken, tuple(tensor.shape), tensor.stride())[...] = True
     return int(np.count_nonzero(taken)) < tensor.numel()
 
 
 def layout_record(tensors: Sequence[torch.Tensor]) -> np.ndarray:
-    """Sizes and strides of tensors of one shape, walked in the order of their indices, as a row of the layout table."""
+    """A row of the layout table: merged sizes and strides of tensors of one shape, in index order."""
     shape = tensors[0].shape
     merged: list[tuple[int, list[int]]] = []
     for dim in range(len(shape)):
@@ -102,22 +102,22 @@ Block = tuple[int, int, int]  # matrices, rows and columns in a tile
 
 @dataclass
 class ViewTiles:
-    """The tiles of all tensors in one view, tensors with tiles of the same block side by side."""
+    """The tiles of all tensors in a view; tensors with equal tile blocks are in sequence."""
 
     extents: np.ndarray  # int64[tensors, 3], matrices, rows and columns of each tensor
-    blocks: np.ndarray  # int64[tensors, 3], how many of each are in a tile
-    first_tile: np.ndarray  # int64[tensors], each tensor's first tile
-    tile_count: np.ndarray  # int64[tensors], how many it has
+    blocks: np.ndarray  # int64[tensors, 3], matrices, rows and columns in a tile
+    first_tile: np.ndarray  # int64[tensors], index of the first tile
+    tile_count: np.ndarray  # int64[tensors], number of tiles
     tile_tensor: np.ndarray  # int32[tiles], the tensor of each tile
-    parts: np.ndarray  # int64[tensors, 2], where its parts of row and of column reductions begin
-    part_counts: tuple[int, int]  # parts of row and of column reductions of all tensors
-    ranges: list[tuple[Block, int, int]]  # each block, its first tile and how many tiles have it
+    parts: np.ndarray  # int64[tensors, 2], start of the parts of row and of column reductions
+    part_counts: tuple[int, int]  # number of parts of row and of column reductions of all tensors
+    ranges: list[tuple[Block, int, int]]  # each block, its first tile and its number of tiles
 
 
 def cut_view(
     extents: Sequence[Block], choose: Callable[[int, int, int], Block], empty: Sequence[bool] = ()
 ) -> ViewTiles:
-    """Cut tensors seen as matrices into tiles; one that is empty on all ranks has none: its rows have no mean."""
+    """Cut tensors seen as matrices into tiles; a tensor that is empty on all ranks gets none: its rows have no mean."""
     sizes = np.asarray(extents, dtype=np.int64).reshape(-1, 3)
     blocks = np.asarray([choose(*size) for size in sizes.tolist()], dtype=np.int64).reshape(-1, 3)
     grid = -(-sizes // blocks)
@@ -127,7 +127,7 @@ def cut_view(
     first = np.zeros(len(sizes), dtype=np.int64)
     first[order] = ends - counts[order]
     ranges: list[tuple[Block, int, int]] = []
-    # Not np.unique, which imports masked arrays first: a tenth of the first step of a process.
+    # Not np.unique, which first imports masked arrays: a tenth of a process's first step.
     for block in sorted(set(map(tuple, blocks[counts > 0].tolist()))):
         members = (blocks == block).all(axis=1)
         ranges.append((block, int(first[members].min()), int(counts[members].sum())))
@@ -146,7 +146,7 @@ def cut_view(
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:
-    """Where each of things of these sizes begins when they lie one after the other, and where the last ends."""
+    """Return the start of each of the consecutive runs with these lengths, and the end of the last."""
     return np.concatenate([np.zeros((1, *counts.shape[1:]), dtype=np.int64), np.cumsum(counts, axis=0)])
 
 
@@ -161,9 +161,9 @@ class SliceTables:
             [math.prod(shape[: over[0]]) * math.prod(shape[over[1] :]) for shape in shapes] for over in slices.kinds
         ]
         self.starts = np.asarray([_starts(np.asarray(of_kind, dtype=np.int64)) for of_kind in counts], dtype=np.int64)
-        """int64[kinds, tensors + 1], where each tensor's slices begin in an array of all slices of a kind."""
+        """int64[kinds, tensors + 1], start of each tensor's slices in an array of all slices of a kind."""
         self.spans = np.zeros((len(slices.spans), len(shapes), 2), dtype=np.int64)
-        """int64[pairs, tensors, 2], elements from one coarse slice to the next, and their distance inside one."""
+        """int64[pairs, tensors, 2], elements from a coarse slice to the next, and their distance inside a slice."""
         for pair, (fine, (first, stop)) in enumerate(slices.spans):
             apart = range(first, stop) if fine is None else sorted({*range(first, stop)} - {*range(*fine)})
             for place, shape in enumerate(shapes):
@@ -175,7 +175,7 @@ class SliceTables:
         self._slices = slices
 
     def part_counts(self, program: Program) -> list[int]:
-        """For each slot, the parts that tiles leave of it; 0 for one that is not the result of a reduction."""
+        """Return, per slot, the number of parts that tiles write; 0 if the slot is not the result of a reduction."""
         counts = [0] * len(self._slices.overs)
         for tile in program.tile_passes():
             for slot, reduction in tile.parts:
@@ -187,11 +187,11 @@ class SliceTables:
 
 @dataclass(frozen=True, eq=False)
 class TileRange:
-    """A run of a segment's tiles, of whole tensors and of parts of tensors; passes keep tables for each."""
+    """A run of a segment's tiles, over whole and partial tensors; passes cache tables per range."""
 
-    tiles: range  # the places of its tiles in the segment
-    tensors: range  # the places of the tensors that these belong to
-    addresses: Mapping[str, np.ndarray] = field(default_factory=dict)  # of arrays that are elsewhere, by tensor
+    tiles: range  # indices of its tiles in the segment
+    tensors: range  # indices of the tensors of these tiles
+    addresses: Mapping[str, np.ndarray] = field(default_factory=dict)  # of arrays that are elsewhere, per tensor
 
 
 class TileStreamer(Protocol):
@@ -206,27 +206,27 @@ class TileStreamer(Protocol):
 
 @dataclass
 class Entry:
-    """A share of a parameter as kernels see it; a share with splits of several sizes has an entry for each size."""
+    """A share of a parameter as kernels see it; a share with splits of several sizes has an entry per size."""
 
     share: Share
-    param: torch.Tensor  # the local tensor whose memory is updated
+    param: torch.Tensor  # the local tensor to update in place
     arrays: dict[str, torch.Tensor]
     scalars: dict[str, torch.Tensor]
     matrices: dict[str, torch.Tensor]
-    grad_dtype: torch.dtype  # of the gradients that kernels read
+    grad_dtype: torch.dtype  # dtype of the gradients that kernels read
     whole: torch.Tensor | None = None
-    weight: float = 1.0  # of this rank's sums over it, where several ranks hold the same part
-    holds: Matrices | None = None  # what its rule sees in place of it; None for the tensor as it is
-    ordered: bool = False  # whether its gradient must lie in memory as it does itself; one that does not is copied
+    weight: float = 1.0  # weight of this rank's sums over the tensor, if several ranks hold the same part
+    holds: Matrices | None = None  # the matrices that its rule sees in it; None if the rule sees the tensor itself
+    ordered: bool = False  # whether its gradient must have its memory order; other gradients are copied
     gradient_device: torch.device | None = None
     exchange: tuple[MatrixExchange, int] | None = None
-    origin: int = 0  # the first element's index in the whole tensor, which counts along its memory
-    strides: tuple[int, ...] | None = None  # of the whole tensor along the dimensions of `param`; None for its own
+    origin: int = 0  # index of the first element in the whole tensor, in memory order
+    strides: tuple[int, ...] | None = None  # of the whole tensor along the dims of `param`; None: `param`'s strides
     only_read: Collection[str] = ()  # arrays that no step writes
 
     @property
     def written(self) -> list[tuple[str, torch.Tensor]]:
-        """What steps write, by name, but for numbers."""
+        """The arrays and matrices that steps write, by name; scalars are left out."""
         return [one for one in (*self.arrays.items(), *self.matrices.items()) if one[0] not in self.only_read]
 
     @property
@@ -236,16 +236,16 @@ class Entry:
 
     @property
     def handle(self) -> torch.Tensor:
-        """The tensor as users have it."""
+        """The tensor as users see it."""
         return self.param if self.whole is None else self.whole
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of what its rule sees: the tensor, or one of the matrices that it holds."""
+        """The shape that its rule sees: of the tensor, or of a matrix in it."""
         return tuple(self.handle.shape) if self.holds is None else (self.holds.rows, self.holds.columns)
 
     def here(self, dims: int) -> tuple[int, ...]:
-        """The shape of its local part as a graph of so many dimensions sees it."""
+        """Return the shape of the local part as a graph of `dims` dimensions sees it."""
         if self.holds is None:
             return tuple(self.param.shape)
         count = self.holds.count(self.param.numel())
@@ -256,7 +256,7 @@ class GroupRows:
     """The rows of the hyperparameter table and the random streams of a segment's tensors.
 
     Args:
-        spec: of the kernels that update the tensors.
+        spec: kernel spec of the tensors.
         entries: the tensors.
         groups: the optimizer's param groups.
     """
@@ -269,13 +269,13 @@ class GroupRows:
         """int32[tensors], the row of each tensor."""
         self._seeds: list[int] = []
         self.streams = np.zeros((len(entries), 2), dtype=np.int64)
-        """int64[tensors][2]: a tensor's random stream, and its first element's index in the full tensor."""
+        """int64[tensors][2]: a tensor's random stream, and the index of its first element in the full tensor."""
         if spec.draws:
             self.streams[:, 1] = [entry.origin for entry in entries]
         self.follow_seeds()
 
     def follow_seeds(self) -> bool:
-        """Take over the groups' seeds; returns whether one has changed."""
+        """Update the random streams from the groups' seeds; return whether a seed has changed."""
         seeds = [self.groups[index].get("seed", 0) for index in self.indices] if self._spec.draws else []
         if seeds == self._seeds:
             return False
@@ -285,7 +285,7 @@ class GroupRows:
         return True
 
     def keeps_graph(self, index: int, hyperparameters: Callable[[], Mapping[str, Any]]) -> bool:
-        """Whether the rule would take the same branches with other hyperparameters of a group."""
+        """Whether the rule would take the same branches with a group's new hyperparameters."""
         graph = self._spec.program.graph
         if not graph.guards:
             return True
@@ -296,7 +296,7 @@ class GroupRows:
         return all(guards_hold(graph, now, shape) for shape in shapes)
 
     def rows(self) -> list[list[float]]:
-        """The hyperparameter table as it should be now; a tensor on a device leaves NaN, to be copied on the device."""
+        """Return the current hyperparameter table; a tensor on a device leaves NaN, and is copied on the device."""
         return [[self._number(self.groups[index], name) for name in self._spec.hypers] for index in self.indices]
 
     def _number(self, group: Mapping[str, Any], name: str) -> float:
@@ -306,7 +306,7 @@ class GroupRows:
         return math.nan if isinstance(value, torch.Tensor) and value.is_cuda else clip_code(value)
 
     def on_device(self) -> list[tuple[int, int, torch.Tensor]]:
-        """Row, column and tensor of each hyperparameter that lives on a device."""
+        """Return row, column and tensor of each hyperparameter on a device."""
         tensors = []
         for row, index in enumerate(self.indices):
             for column, name in enumerate(self._spec.hypers):
@@ -317,10 +317,10 @@ class GroupRows:
 
 
 class ArrayTable:
-    """Addresses and layouts of the arrays of a segment's tensors; all arrays must exist.
+    """Addresses and layouts of the arrays of a segment's tensors; all arrays must be allocated.
 
     Args:
-        spec: of the kernels that read and write them.
+        spec: spec of the kernels that read and write the arrays.
         entries: the tensors.
     """
 
@@ -329,17 +329,17 @@ class ArrayTable:
         self.names = [array.name for array in spec.arrays if array.name in entries[0].arrays]
         self.addresses = np.zeros((max(len(self.names), 1), len(entries)), dtype=np.int64)
         self.read()
-        # An array of rows, columns or blocks is never walked with the others.
+        # Arrays of rows, columns or blocks are never indexed together with the elementwise arrays.
         self._apart = {*spec.program.graph.slice_states, *(array.name for array in spec.arrays if array.elements != 1)}
         by_rows = bool(spec.program.slices.views) or spec.has_blocks
         self.strided = [index for index, entry in enumerate(entries) if not self._is_plain(entry, by_rows)]
-        """The tensors that are walked by coordinates whatever the layout of their gradients."""
+        """Indices of tensors that are indexed by coordinates, whatever the layout of their gradients."""
         self.set_strided({})
 
     def _is_plain(self, entry: Entry, by_rows: bool) -> bool:
-        """Whether a tensor is walked in memory order, which must be that of its indices if kernels go by rows."""
+        """Whether a tensor is walked in memory order, which must be its index order if kernels work by rows."""
         arrays = [array for name, array in entry.arrays.items() if name not in self._apart]
-        if self._spec.draws:  # elements behind each other must have indices behind each other in the whole tensor
+        if self._spec.draws:  # consecutive elements must have consecutive indices in the whole tensor
             walk = zip(entry.param.shape, entry.param.stride(), strides_of(entry))
             if any(size != 1 and own != whole for size, own, whole in walk):
                 return False
@@ -348,7 +348,7 @@ class ArrayTable:
         return not by_rows and all(same_walk(entry.param, array) for array in arrays)
 
     def read(self) -> None:
-        """Take the arrays' addresses as they are now."""
+        """Read the current addresses of the arrays."""
         for row, name in enumerate(self.names):
             arrays = [entry.arrays[name] for entry in self._entries]
             for entry, array in zip(self._entries, arrays):
@@ -362,17 +362,17 @@ class ArrayTable:
             self.addresses[row] = addresses_of(arrays)
 
     def of_range(self, tile_range: TileRange) -> np.ndarray:
-        """int64[arrays][tensors of the range], the arrays' addresses while passes work on the range."""
+        """Return int64[arrays][tensors of the range], the arrays' addresses while passes work on the range."""
         chosen = self.addresses[:, tile_range.tensors.start : tile_range.tensors.stop].copy()
         for name, addresses in tile_range.addresses.items():
             chosen[self.names.index(name)] = addresses
         return chosen
 
     def set_strided(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Describe the tensors that must be walked by coordinates, for gradients of other layouts by their places."""
+        """Describe the tensors that are indexed by coordinates; `gradients`, by place, differ in layout from theirs."""
         indices = sorted({*self.strided, *gradients})
         self.layout_index = np.full(len(self._entries), -1, dtype=np.int64)
-        """int64[tensors], the row of `layouts` for a tensor that is walked by coordinates, or -1."""
+        """int64[tensors], the row of `layouts` for a tensor that is indexed by coordinates, or -1."""
         width = 1 + MAX_DIMS * (2 + len(self.names) + bool(self._spec.draws))
         self.layouts = np.zeros((max(len(indices), 1), width), dtype=np.int64)
         for row, index in enumerate(indices):
@@ -388,14 +388,14 @@ class ArrayTable:
 
 
 class Segment:
-    """Tensors with one spec on one device, as passes of any backend see them.
+    """Tensors with the same spec on the same device, independent of the backend.
 
     Args:
-        spec: of the kernels that update them.
+        spec: kernel spec of the tensors.
         entries: the tensors.
         groups: the optimizer's param groups.
         grads: int64[tensors] on the device, addresses of gradients; 0 for none.
-        control: the decision about a step.
+        control: the device's decision about a step.
         tile_size: elements in a tile.
     """
 
@@ -417,7 +417,7 @@ class Segment:
         self.gradients: Sequence[torch.Tensor | None] = ()
         """This step's gradients, for passes that read them as tensors."""
         numels, columns = [entry.param.numel() for entry in self.entries], [0] * len(self.entries)
-        if spec.has_blocks:  # elements of a row of blocks; all of a tensor whose rows hold whole blocks
+        if spec.has_blocks:  # elements of a row of blocks; all elements of a tensor whose rows hold whole blocks
             rows = [rows_of(entry.param.shape)[1] for entry in self.entries]
             columns = [row if row % BLOCK else numel for row, numel in zip(rows, numels)]
             numels = [numel // max(row, 1) * -(-row // BLOCK) * BLOCK for numel, row in zip(numels, columns)]
@@ -431,9 +431,9 @@ class Segment:
         self.scalar_states = {name: self.zeros(count, dtype=spec.scalar_dtype(name)) for name in names}
         """[tensors] for each scalar state."""
         self.sums = self.zeros(count, max(spec.reduction_count, 1))
-        """float64[tensors][reductions], reductions over one tensor; eager PyTorch works them out by itself."""
+        """float64[tensors][reductions], reductions over a tensor; eager PyTorch computes them itself."""
         self.global_parts = self.zeros(count, max(spec.global_count, 1))
-        """float64[tensors][slots], what a scalar pass leaves to be combined over all tensors."""
+        """float64[tensors][slots], results of a scalar pass to be combined over all tensors."""
         self.totals = self.zeros(max(spec.global_count, 1))
         """float64[slots], the combined values."""
         self.rows = self.zeros(count, spec.columns, dtype=spec.compute)
@@ -446,7 +446,7 @@ class Segment:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def element_at(self, place: int, counted: int) -> int:
-        """The element of a tensor at which tiles count so many, if rows that end inside of a block count as longer."""
+        """Return the element of a tensor at position `counted` of its tiles, which pad rows to whole blocks."""
         columns, numel = int(self.columns[place]), self.entries[place].param.numel()
         if columns in (0, numel):
             return min(counted, numel)
@@ -455,10 +455,10 @@ class Segment:
 
 
 def _take_numbers(name: str, array: torch.Tensor, entries: Sequence[Entry]) -> None:
-    """Copy a number of each tensor into an array, of which it becomes a view."""
+    """Copy a number per tensor into an array; the tensors' numbers become views of it."""
     numbers = {index: entry.scalars[name] for index, entry in enumerate(entries) if name in entry.scalars}
     for device in {number.device for number in numbers.values()}:
-        # One copy for all: an assignment for each number would be a launch for each.
+        # One copy for all: an assignment per number would be a launch each.
         indices = [index for index, number in numbers.items() if number.device == device]
         values = torch.stack([numbers[index] for index in indices]).to(array.device, array.dtype)
         if len(indices) == len(entries):
@@ -470,7 +470,7 @@ def _take_numbers(name: str, array: torch.Tensor, entries: Sequence[Entry]) -> N
 
 
 def strides_of(entry: Entry) -> tuple[int, ...]:
-    """Strides by which elements count in the whole tensor: along its memory, or its indices where that has gaps."""
+    """Strides of elements in the whole tensor: in memory order, or in index order if the memory has gaps."""
     if entry.strides is not None:
         return entry.strides
     if is_dense(entry.param):
@@ -479,5 +479,5 @@ def strides_of(entry: Entry) -> tuple[int, ...]:
 
 
 def _sizes(shape: Sequence[int], from_end: Sequence[int]) -> list[int]:
-    """Sizes of a shape, counted from the last as 1; 1 where it has fewer dimensions; 0 for all elements."""
+    """Sizes of a shape, counted from the last as 1; 1 for a missing dimension; the number of elements for 0."""
     return [(shape[-dim] if dim <= len(shape) else 1) if dim else math.prod(shape) for dim in from_end]

@@ -20,20 +20,20 @@ from .segment import Entry
 
 @dataclass
 class _Part:
-    """Numbers of one segment that ranks combine: reductions over its tensors, or over slices of them."""
+    """Numbers of a segment that ranks combine: reductions over its tensors, or over slices of them."""
 
-    # Ranks may have other slices each, one number a column, say, of parameters cut into rows; then every rank has a
-    # place for all of them.
+    # Ranks may hold different slices, such as a number per column of parameters sharded by rows; then the message of
+    # each rank has a place for every slice.
 
-    numbers: torch.Tensor  # flat, where passes leave them
-    places: torch.Tensor  # int64[parts] on the device, those to combine
-    factors: torch.Tensor  # float64[parts] on the device: what they count, or the sign that makes extremes the largest
+    numbers: torch.Tensor  # flat, as written by passes
+    places: torch.Tensor  # int64[parts] on the device, indices of the numbers to combine
+    factors: torch.Tensor  # float64[parts] on the device: weights of sums, or signs that turn extremes into maxima
     turns_back: bool  # whether the factors apply to results too
-    targets: torch.Tensor | None = None  # int64[parts] on the device, the place of each among all ranks' slices
-    count: int = 0  # how many slices all ranks have together
+    targets: torch.Tensor | None = None  # int64[parts] on the device, index of each number among all ranks' slices
+    count: int = 0  # number of slices of all ranks together
 
     def values(self) -> torch.Tensor:
-        """What this rank has of them, float64[numbers], counted as its share."""
+        """Return this rank's contribution, float64[numbers], weighted by its share."""
         own = self.numbers.index_select(0, self.places).to(torch.float64) * self.factors
         if self.targets is None:
             return own
@@ -41,14 +41,14 @@ class _Part:
         return own.new_full((self.count,), neutral).index_copy_(0, self.targets, own)
 
     def take(self, values: torch.Tensor) -> None:
-        """Replace them by what all ranks have together."""
+        """Replace the numbers by the result over all ranks."""
         values = values if self.targets is None else values.index_select(0, self.targets)
         values = values * self.factors if self.turns_back else values
         self.numbers.index_copy_(0, self.places, values.to(self.numbers.dtype))
 
 
 def shared_sums(group: ReductionGroup, every: Sequence[Passes]) -> list[Sequence[partial[Any]]]:
-    """For each tile pass the calls that combine what it sums up per tensor and slice: one all-reduce for all sums."""
+    """Return, per tile pass, the calls that combine its sums per tensor and slice: one all-reduce for all sums."""
     sharded = [passes for passes in every if not all(is_whole(entry.handle) for entry in passes.segment.entries)]
     depth = max((len(passes.segment.spec.program.tiles) for passes in sharded), default=0)
     kinds = (True, group.add), (False, group.largest)
@@ -71,7 +71,7 @@ def _combine(parts: Sequence[_Part], reduce: Callable[[torch.Tensor], None]) -> 
 
 
 def _parts_of(group: ReductionGroup, sharded: Sequence[Passes], index: int, *, adds: bool) -> list[_Part]:
-    """What the passes of a stage leave in each segment that has such reductions: sums, or largest and smallest."""
+    """Return the reductions that a stage's passes leave in each segment: sums, or maxima and minima."""
     parts: list[_Part] = []
     for each in sharded:
         segment, program = each.segment, each.segment.spec.program
@@ -85,7 +85,7 @@ def _parts_of(group: ReductionGroup, sharded: Sequence[Passes], index: int, *, a
                 "compiler, or Triton on a GPU"
             )
         if tensors:
-            # What one rank has whole is in no segment of the others.
+            # A tensor that a rank holds whole is in no segment of other ranks.
             sums = segment.sums
             listed = [
                 (place, entry, slot, value)
@@ -106,7 +106,7 @@ def _adds(reduction: Value) -> bool:
 
 
 def _factor(group: ReductionGroup, entry: Entry, reduction: Value) -> float:
-    """What this rank's reduction counts; the sign that makes extremes the largest."""
+    """Return the weight of this rank's sum, or the sign that turns an extreme into a maximum."""
     if not _adds(reduction):
         return 1.0 if reduction.operation == "reduce_amax" else -1.0
     over = reduction.args[0].over

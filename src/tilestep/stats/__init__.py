@@ -34,7 +34,7 @@ def require_no_options(group: Mapping[str, Any]) -> None:
 
 
 def names_of(groups: Sequence[Mapping[str, Any]]) -> Names:
-    """Names of parameters, and their places by `id`: the given names, otherwise "group.index"."""
+    """Return the parameters' names, and their places by `id`: the given names, otherwise "group.index"."""
     names = Names([], {})
     for number, group in enumerate(groups):
         own = group.get("param_names")
@@ -63,17 +63,17 @@ class Reports:
         if not isinstance(track_changes, bool):
             raise TypeError(f"Invalid track_changes: {track_changes!r}; it is True or False")
         self.asked, self.tracks = stats, track_changes
-        self.calls = 0  # calls of `step()`
+        self.calls = 0  # number of `step()` calls
         self.measured: StepStats | None = None
         self.changes = Changes() if track_changes else None
-        self.measures = False  # whether the running step measures
+        self.measures = False  # whether the current step measures
         self._measurer: Measurer | None = None
         self._first: tuple[list[str], torch.Tensor] | None = None
         self._room: dict[int, tuple[OutputTables, int]] = {}  # tables and row of each parameter, by `id`
 
     @property
     def attached(self) -> tuple[str, ...]:
-        """The active options, as `combinations.REFUSED` calls them."""
+        """The active options, by their names in `combinations.REFUSED`."""
         return (*(("stats",) if self.asked is not None else ()), *(("track_changes",) if self.tracks else ()))
 
     def watch(self, params: Iterable[torch.Tensor]) -> None:
@@ -125,12 +125,12 @@ class Reports:
                 self._measurer.first.copy_(self._first[1])
             self._first = names.names, self._measurer.first
         if self.changes is not None:
-            # Parameters that a sharded optimizer does not update on this rank are updated on another.
+            # A sharded optimizer's parameters without a share on this rank are updated by other ranks.
             others = () if covers_all else tables.basis.dormant
             self.changes.attach(tables, list(handles.values()), names, list(filter(_counts_versions, others)))
 
     def detach(self) -> None:
-        """Drop tables, and the state that they keep alive; results stay."""
+        """Drop the tables and the state that they keep alive; results are kept."""
         self._room, self._measurer = {}, None
 
     def begin(self, engines: Sequence[DeviceEngine], *, captured: bool = False) -> bool:
@@ -145,7 +145,7 @@ class Reports:
         return looks
 
     def finish(self) -> None:
-        """After the passes of a step: make the table if it measures."""
+        """After the passes of a step: make the table if the step measured."""
         self.calls += 1
         measures, self.measures = self.measures, False
         measurer = self._measurer
@@ -168,12 +168,12 @@ class Reports:
         present: Callable[[], Iterable[tuple[Any, torch.Tensor]]],
         sharers: Any,
     ) -> str | None:
-        """Name of the first parameter with a non-finite gradient, in the measured step or else at present."""
+        """Return the name of the first parameter with a nonfinite gradient, in the measured step or else currently."""
         if self.asked is None:
             raise RuntimeError(_NO_STATS.format("first_nonfinite"))
         names, places = names_of(groups)
         if self.measured is not None:
-            # The stream of updates writes `first` after them.
+            # The stream of updates writes `first` after the updates.
             self.measured.follow()
         seen = -1 if self._first is None else int(self._first[1])
         if seen < 0:

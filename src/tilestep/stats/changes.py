@@ -48,8 +48,8 @@ class _Tracked:
     param: torch.Tensor  # its part on this rank
     bits: torch.Tensor  # int32[words], in memory order
     watched: list[torch.Tensor]  # tensors whose versions reveal writes
-    leads: bool  # whether this rank is the first that holds this part
-    logical: Callable[[torch.Tensor], torch.Tensor] | None  # flat indices into the part to indices into the parameter
+    leads: bool  # whether this rank is the first holder of this part
+    logical: Callable[[torch.Tensor], torch.Tensor] | None  # from flat indices into the part to indices into the whole
     wholly: bool = False  # whether other code has written to it since the last list
 
     def change(self, index: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,7 +59,7 @@ class _Tracked:
 
 
 def _state_of(handle: torch.Tensor) -> tuple[int, int]:
-    """The address of a parameter, and the count of its writes."""
+    """Return the address of a parameter, and its count of writes."""
     versions = survey([handle, local_part(handle)] if is_distributed(handle) else [handle]).versions
     return (-1 if handle.is_meta else address_of(local_part(handle))), versions
 
@@ -80,16 +80,16 @@ class Changes:
         self._made: dict[int, tuple[weakref.ref[torch.Tensor], tuple[int, int]]] = {}  # before tables exist
         self._handles: list[torch.Tensor] = []
         self._writes = Writes([])
-        self._places: dict[int, int] = {}  # of watched tensors, by `id`
-        self._by_torch: list[tuple[np.ndarray, list[int]]] = []  # version bumps by torch in steps, places
+        self._places: dict[int, int] = {}  # places of watched tensors, by `id`
+        self._by_torch: list[tuple[np.ndarray, list[int]]] = []  # version increments by torch in steps, and places
         self._words: list[torch.Tensor] = []
         self._steps: dict[int, tuple[list[torch.Tensor], np.ndarray]] = {}  # lists of tensors that steps wrote, places
-        self._counts: Counter[int] = Counter()  # of their steps, by `id` of the list
+        self._counts: Counter[int] = Counter()  # number of such steps, by `id` of the list
         self._lying: list[int] = []
         self._cut: _Cut = {}
 
     def watch(self, params: Iterable[torch.Tensor]) -> None:
-        """Note addresses and versions of parameters, before steps have tables."""
+        """Record addresses and versions of parameters, before steps have tables."""
         for param in params:
             self._made[id(param)] = weakref.ref(param), _state_of(param)
 
@@ -100,7 +100,7 @@ class Changes:
         names: Names,
         dormant: Sequence[torch.Tensor],
     ) -> None:
-        """Use the bits of new tables, with the bits of earlier tables copied to them."""
+        """Use the bits of new tables; copy the bits of earlier tables to them."""
         self._see_writes()
         tracked: dict[int, _Tracked] = {}
         every = [passes for engine in tables.engines for passes in engine.passes]
@@ -117,7 +117,7 @@ class Changes:
                 outputs.watched[position] = entry.watched
                 tracked[id(share.param)] = entry
         for param in dormant:
-            # Only other code writes to it.
+            # Only other code writes to dormant parameters.
             part = local_part(param)
             bits = torch.zeros(0, dtype=torch.int32, device=part.device)
             tracked[id(param)] = self._track(names, param, param, part, bits)
@@ -126,11 +126,11 @@ class Changes:
             earlier = self._tracked.get(key)
             made, before_steps = self._made.pop(key, (None, (0, 0)))
             if made is not None and made() is entry.handle:
-                # Pieces of parameters have memory of their own.
+                # Pieces of parameters have separate memory.
                 address, versions = _state_of(entry.handle)
                 is_piece = entry.watched[-1] is not entry.handle
                 entry.wholly = (before_steps[0] if is_piece else address, versions) != before_steps
-            # Receivers identify weights by name, and have the weights of another parameter.
+            # Receivers identify weights by name, and hold the weights of another parameter.
             entry.wholly |= replaced.get(names.names[entry.place], entry.handle) is not entry.handle
             if earlier is not None and earlier.handle is entry.handle:
                 entry.wholly |= earlier.wholly
@@ -153,7 +153,7 @@ class Changes:
         self._lying = self._addresses()
 
     def _track(self, names: Names, handle: Any, holder: Any, part: torch.Tensor, bits: torch.Tensor) -> _Tracked:
-        """The bits of a parameter, or of its section `holder`."""
+        """Return the tracking record of a parameter, or of its section `holder`."""
         is_part = is_distributed(holder)
         watched = [local_part(holder), holder] if is_part else [holder]
         leads = self._sharers is None or self._sharers.leads(holder)
@@ -161,7 +161,7 @@ class Changes:
         return _Tracked(names.places[id(handle)], handle, part, bits, watched, leads, logical)
 
     def _note(self, written: list[torch.Tensor]) -> None:
-        """Note a step that wrote these tensors and bumped their versions."""
+        """Record a step that wrote these tensors and incremented their versions."""
         if id(written) not in self._steps:
             if len(self._steps) > 64:
                 self._count_steps()
@@ -171,7 +171,7 @@ class Changes:
         self._counts[id(written)] += 1
 
     def _count_steps(self) -> None:
-        """Account for the version bumps of steps, which are not writes of other code."""
+        """Account for the version increments of steps, which are not writes of other code."""
         for key, count in self._counts.items():
             np.add.at(self._writes.versions, self._steps[key][1], count)
         self._counts.clear()
@@ -183,9 +183,9 @@ class Changes:
         return [address_of(local_part(entry.watched[-1])) for entry in self._tracked.values()]
 
     def _see_writes(self) -> None:
-        """Note parameters that other code has written to, or given other memory."""
+        """Mark parameters that other code has written to, or moved to other memory."""
         self._count_steps()
-        # An assignment to `param.data` bumps no version.
+        # An assignment to `param.data` increments no version.
         before, self._lying = self._lying, self._addresses()
         moved = [place for place, pair in enumerate(zip(before, self._lying)) if pair[0] != pair[1]]
         tracked = list(self._tracked.values())
@@ -194,7 +194,7 @@ class Changes:
 
     @torch.no_grad()
     def read(self, *, clear: bool, gather: bool) -> list[Change]:
-        """The changed weights, by parameter; the host waits once."""
+        """Return the changed weights, by parameter; the host waits once."""
         self._see_writes()
         tracked = self._ordered
         gathers = gather and self._sharers is not None and self._sharers.size > 1
@@ -215,7 +215,7 @@ class Changes:
         return [(self._names[place], *made[place]) for place in sorted(made) if made[place][0].numel()]
 
     def _gathered(self, lists: Sequence[_OnCpu | _OnDevice]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """The changes of all ranks, on each rank, in two messages: counts, then changes."""
+        """Return the changes of all ranks, on each rank, with two messages: counts, then changes."""
         sharers = self._sharers
         own_device = local_part(self._handles[0]).device if self._handles else torch.device("cpu")
         device = next((listing.device for listing in lists if not is_host(listing.device)), own_device)
@@ -223,7 +223,7 @@ class Changes:
         places = [[entry.place for entry in listing.tracked] for listing in lists]
         for listing, own in zip(lists, places):
             mine.index_copy_(0, sent(own, device), _moved(listing.counts(), mine))
-        # The only wait of the host.
+        # The only host wait.
         counts = torch.stack(sharers.gather(mine)).tolist()
         changes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for listing, own in zip(lists, places):
@@ -234,7 +234,7 @@ class Changes:
             for place in changed
             for which, kind in enumerate((index_dtype(self._handles[place]), self._handles[place].dtype))
         }
-        # Wide elements first, so that all are aligned.
+        # Elements of wide dtypes first, so that all are aligned.
         runs = sorted(kinds, key=lambda run: (-kinds[run].itemsize, str(kinds[run])))
         sizes = [[rank[run[0]] * kinds[run].itemsize for run in runs] for rank in counts]
         # As bytes: neither NCCL nor gloo sends 16-bit integers.
@@ -272,13 +272,13 @@ def _moved(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def sent(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy numbers of the host to a device without a wait."""
+    """Copy numbers from the host to a device without a host wait."""
     table = numbers if isinstance(numbers, torch.Tensor) else torch.tensor(numbers, dtype=torch.int64, device="cpu")
     return table.to(device) if is_host(device) else table.pin_memory().to(device, non_blocking=True)
 
 
 def _into_whole(handle: Any, sizes: torch.Size) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that maps flat indices into a DTensor's local part to indices into the DTensor."""
+    """Return a function that maps flat indices into a DTensor's local part to indices into the DTensor."""
     coordinates: list[torch.Tensor] = []
 
     def logical(indices: torch.Tensor) -> torch.Tensor:
@@ -339,7 +339,7 @@ def _flags(entry: _Tracked) -> torch.Tensor:
 
 
 class _OnDevice:
-    """Lists of parameters on a device, made without a wait of the host per parameter."""
+    """Lists of parameters on a device, made without a host wait per parameter."""
 
     def __init__(self, tracked: Sequence[_Tracked], device: torch.device, cut: _Cut) -> None:
         self.device, by_kernels = device, _by_kernels(device)
@@ -378,7 +378,7 @@ class _OnDevice:
 
 
 class _Run:
-    """Parameters whose bits are in one table, cut into blocks of words, and kernels that read the blocks."""
+    """Parameters whose bits are in the same table, cut into blocks of words, and kernels that read the blocks."""
 
     def __init__(self, members: Sequence[_Tracked], device: torch.device) -> None:
         from ..backends.triton.changes import WORDS, count_changes, list_changes
@@ -411,7 +411,7 @@ class _Run:
         return torch.diff(ends, prepend=ends.new_zeros(1))
 
     def listed(self, counts: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Indices and values of each parameter, views of one array."""
+        """Return indices and values of each parameter, views of one array."""
         total = sum(counts)
         indices = torch.empty(total, dtype=index_dtype(self.members[0].handle), device=self._device)
         values = torch.empty(total, dtype=self._dtype, device=self._device)
@@ -421,7 +421,7 @@ class _Run:
         return zip(indices.split(counts), values.split(counts))
 
 
-_Cut = dict[torch.device, tuple[tuple[Any, ...], list[_Run]]]  # by device what lies where, and its runs
+_Cut = dict[torch.device, tuple[tuple[Any, ...], list[_Run]]]  # by device: addresses of the members, and their runs
 
 
 def _runs_of(tracked: Sequence[_Tracked], device: torch.device) -> list[_Run]:

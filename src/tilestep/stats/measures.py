@@ -1,4 +1,4 @@
-"""Statistics of every parameter, computed by the update kernels from numbers in registers."""
+"""Statistics of every parameter, computed by the update kernels from values in registers."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ _COLUMNS = (
 )
 
 _NEAR, _FAR = 2.0**40, 2.0**-11
-"""Factors of states before they are squared, so that float32 holds the sums of squares of second moments too: the first
-from 1e-31 to 1e+6, the second, used where the first overflows, up to 1e+22."""
+"""Factors of states before squaring, so that float32 also holds the sums of squares of second moments.
+
+The first factor covers 1e-31 to 1e+6, the second, used if the first overflows, up to 1e+22.
+"""
 
 
 def _output(
@@ -76,7 +78,7 @@ def _of_state(name: str) -> tuple[Output, ...]:
 
 
 def measured_by(spec: KernelSpec, stats: Stats | None = None) -> tuple[Output, ...]:
-    """The outputs of a measured step; of states only those of the parameter's shape."""
+    """Return the outputs of a measured step; for states, only those of the parameter's shape."""
     graph = spec.program.graph
     apart = {*graph.scalar_states, *graph.slice_states, *graph.matrix_states}
     states = [name for name in graph.states if name not in apart and name in spec.storages]
@@ -85,25 +87,25 @@ def measured_by(spec: KernelSpec, stats: Stats | None = None) -> tuple[Output, .
 
 
 def taken_names(states: Iterable[str], stats: Stats) -> str:
-    """The first output of `stats` whose name a column has; empty if there is none."""
+    """Return the first output of `stats` with the name of a column; empty if there is none."""
     kinds = ("near", "far", "squares", "norm", "max", "number_max")
     taken = {*_COLUMNS, *(base.name for base in _BASE), *(f"{name}_{what}" for name in states for what in kinds)}
     return next((output.name for output in stats.outputs if output.name in taken), "")
 
 
-_ONE_MESSAGE = 64  # ranks up to which extremes are sent in the message of the sums
+_ONE_MESSAGE = 64  # most ranks for which extremes are sent with the sums
 
 
 @dataclass(frozen=True)
 class Stats:
     """Measure statistics of every parameter in the step: `tilestep.AdamW(..., stats=tilestep.Stats(every=10))`.
 
-    The update kernel of a measured step also reduces what it reads and computes; other steps run without statistics. A
-    step in a CUDA graph measures at every replay. `optimizer.stats` has the results.
+    The update kernel of a measured step also reduces the values that it reads and computes; other steps run without
+    statistics. A step in a CUDA graph measures at every replay. `optimizer.stats` returns the results.
 
     Args:
-        every: measure every so many calls of `step()`, first in call number `every`.
-        outputs: further columns, sums or maxima over the elements of each parameter.
+        every: measure every `every` calls of `step()`, first in call number `every`.
+        outputs: additional columns, sums or maxima over the elements of each parameter.
 
     Raises:
         ValueError: unless `every` is an integer of 1 or more; for outputs that are not a sum or maximum per parameter;
@@ -171,7 +173,7 @@ class StepStats(Mapping[str, Mapping[str, torch.Tensor]]):
     def follow(self) -> None:
         """Make the current stream wait for the table, which another stream may have written.
 
-        `optimizer.stats` calls it; call it where you read the table in yet another stream.
+        `optimizer.stats` calls it; call it again if you read the table in yet another stream.
 
         Example:
             >>> import torch, tilestep
@@ -190,9 +192,9 @@ class StepStats(Mapping[str, Mapping[str, torch.Tensor]]):
             self.table.record_stream(current)
 
     def read(self) -> dict[str, dict[str, float]]:
-        """The statistics on the host, by name and column; waits for the copy that the step has started.
+        """Return the statistics on the host, by name and column; waits for the copy that the step has started.
 
-        After replays of a CUDA graph the statistics are those of the last replay.
+        After replays of a CUDA graph, returns the statistics of the last replay.
 
         Example:
             >>> import torch, tilestep
@@ -228,7 +230,7 @@ class StepStats(Mapping[str, Mapping[str, torch.Tensor]]):
 
 
 class _Part:
-    """The rows and columns of one segment in the table of all parameters."""
+    """The rows and columns of a segment in the table of all parameters."""
 
     def __init__(
         self, passes: Passes, places: Mapping[int, int], raw: Sequence[str], sharers: Any, device: Any
@@ -322,10 +324,10 @@ class Measurer:
         self._extremes = torch.tensor([place for place, adds in enumerate(is_sum) if not adds], device=self.device)
         self._nothing = torch.full((), math.nan, dtype=torch.float64, device=self.device)
         self.first = torch.full((), -1, dtype=torch.int64, device=self.device)
-        """Place of the first parameter with a non-finite gradient; -1 for none."""
+        """Place of the first parameter with a nonfinite gradient; -1 for none."""
 
     def table(self) -> torch.Tensor:
-        """float64[parameters, columns] of the last launched step, on the device."""
+        """Return float64[parameters, columns] of the last launched step, on the device."""
         raw = self._nothing.expand(len(self.names), len(self._raw)).clone()
         for part in self._parts:
             part.put_into(raw)
@@ -379,7 +381,7 @@ class Measurer:
         return torch.where(parts[1].view_as(present) > 0, reduced, self._nothing)
 
     def _of_state(self, state: str, column: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Norm and largest magnitude of a state for each parameter, of any format."""
+        """Return norm and largest magnitude of a state for each parameter, in any format."""
         norms, extremes = [], []
         if f"{state}_near" in column:
             near, far = column[f"{state}_near"], column[f"{state}_far"]

@@ -1,6 +1,6 @@
 """The layout of blocks: 128 neighbours along the last dimension of a tensor; the last block of a row may be short.
 
-Where the last dimension is shorter than a block, a row spans several dimensions: of a convolution's weight, all but the
+If the last dimension is shorter than a block, a row spans several dimensions: for a convolution's weight, all but the
 first. So a shard along the first dimension holds whole blocks.
 """
 
@@ -15,7 +15,7 @@ BLOCK = 128  # elements of a block
 
 
 def rows_of(shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """The dimensions that count rows of blocks, and the elements of a row."""
+    """Return the dimensions that index rows of blocks, and the elements of a row."""
     if not shape:
         return (), 1
     dim, columns = len(shape) - 1, int(shape[-1])
@@ -26,7 +26,7 @@ def rows_of(shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
 
 
 def lie_in_rows(shape: Sequence[int], dim: int) -> bool:
-    """Whether no block crosses rows that span all dimensions from `dim` on, however the rows are cut at blocks."""
+    """Whether no block crosses rows that span all dimensions from `dim` on, wherever rows are cut at block ends."""
     columns, row = rows_of(shape)[1], math.prod(shape[dim:])
     return row == columns or (row % max(columns, 1) == 0 and columns % BLOCK == 0)
 
@@ -40,7 +40,7 @@ def shape_of_entries(shape: Sequence[int], elements: int) -> tuple[int, ...]:
 
 
 def entries_before(shape: Sequence[int], element: int, elements: int) -> int:
-    """How many entries of an array shaped by `shape_of_entries` precede an element that begins a block."""
+    """Return the number of entries, in the shape of `shape_of_entries`, before an element that starts a block."""
     if not element or elements == 1:
         return element
     columns = rows_of(shape)[1]
@@ -49,7 +49,7 @@ def entries_before(shape: Sequence[int], element: int, elements: int) -> int:
 
 
 def cut(tensor: torch.Tensor, columns: int, elements: int = 1) -> torch.Tensor:
-    """A tensor's entries, a row per block; short blocks are padded with zeros."""
+    """from flat indices into the part to indices into the whole"""
     blocks = -(-columns // BLOCK)
     rows = tensor.reshape(-1, -(-columns // elements))
     missing = blocks * (BLOCK // elements) - rows.shape[1]

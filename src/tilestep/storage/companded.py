@@ -24,11 +24,11 @@ LARGEST_SCALE = 2.0**123  # larger scales count as infinite: a sum of nine such 
 
 
 def scale_of(number: Term, rounds_up: bool = False, keeps_infinity: bool = True) -> Term:
-    """The largest magnitude in a number's block as a bfloat16; NaN if the block has a NaN, infinity if it can be kept.
+    """The largest magnitude in a number's block as a bfloat16; NaN if the block has a NaN, inf if it can be kept.
 
-    With `rounds_up` no number of the block exceeds the scale by more than some units in float32's last place;
-    otherwise the largest would be cut off, and be too small on average. Denormals, whose bfloat16 may be off by a half,
-    are always rounded up.
+    With `rounds_up`, no number of the block exceeds the scale by more than a few units in float32's last place;
+    otherwise the largest numbers would be clipped, and biased downwards. Denormals, whose bfloat16 may be off by a
+    half, are always rounded up.
     """
     bits = magnitude(number).function("block_max")
     bits = _raised(bits) if rounds_up else where(bits < 0x00800000, (bits + 0xFFFF) & -0x10000, bits)
@@ -72,7 +72,7 @@ def compressed(number: Term, scale: Term, levels: int, random: Term | None = Non
     if random is None:
         share = quotient(scaled, one + scaled.function("abs"))
         return nearest_integer((share * (2.0 * levels)).function("within", levels), plus).named("code")
-    # Code k stands for k / (2 levels - k). Random bits choose linearly between the values of k and of the next code.
+    # Code k represents k / (2 levels - k). Random bits select between code k and the next, linearly in the number.
     whole = (one + scaled.function("abs")).named("whole")
     ones = (one * (2.0 * levels)).named("ones")
     behind = ones.function("rough_ceiling", whole).named("behind")
@@ -127,7 +127,7 @@ def _between_squares(number: Term, scale: Term, unit: Term, levels: int) -> Term
 
 
 def squared(code: Term, scale: Term, levels: int) -> Term:
-    """The inverse of `counted`: the square of the root that a code stands for."""
+    """code * (code + levels), exactly: all terms are multiples of 1/4 below 2^18."""
     # code (code + levels), exactly: all terms are multiples of 1/4 below 2^18.
     centred = code + levels / 2
     root = (centred * centred - levels * levels / 4) * _unit(scale, levels)
@@ -146,16 +146,16 @@ def root_scale(number: Term, rounds_up: bool = False) -> Term:
 
 
 class CodeBlocks(Blocks):
-    """Base of formats of codes: of signed numbers, or of the roots of numbers that are never negative."""
+    """Base of formats with codes: of signed numbers, or of the roots of numbers that are never negative."""
 
-    levels = (127, 255)  # of both variants
+    levels = (127, 255)  # of the signed and the unsigned variant
 
     def number_of(self, code: Term, scale: Term) -> Term:
-        """The number that a code stands for."""
+        """Return the number that a code represents."""
         return expanded(code, scale, self.levels[0]) if self.signed else squared(code, scale, self.levels[1])
 
     def code_of(self, value: Term, random: Term | None, plus: int = 0) -> tuple[Term, Term]:
-        """The code of a number in the lowest bits, plus an even integer if it is signed, and the scale."""
+        """Return the code of a number in the lowest bits, plus an even integer if it is signed, and the scale."""
         if self.signed:
             scale = scale_of(value, random is not None, keeps_infinity=False)
             return compressed(value, scale, self.levels[0], random, plus), scale

@@ -20,7 +20,7 @@ _NAN = 0x7F
 def _number_of(element: Term, signed: bool) -> Term:
     bits = element.bits()
     size = bits & 0x7F if signed else bits
-    # The bias of the exponent is 7, and 127 for float32: a product with 2^120, which is right for denormals too.
+    # The exponent's bias is 7, and 127 in float32: a multiplication by 2^120, which is also correct for denormals.
     shifted = ((bits & 0x80) << 24) | (size << 20) if signed else size << 20
     return where(size.same(_NAN), math.nan, shifted.of_bits() * 2.0**120).function("float8_number", element)
 
@@ -28,10 +28,10 @@ def _number_of(element: Term, signed: bool) -> Term:
 def _element_of(number: Term, signed: bool, random: Term | None) -> Term:
     """The float8 nearest to a number of up to 448, or with `random` one of its two neighbours, by 13 random bits.
 
-    Between neighbours the bits of a float32 count evenly: random bits are added to the bits that are cut off. They are
-    at least 2^-14 away from 0 and from a whole step, so that a float8 off by rounding errors stays the same.
+    Between neighbours the bits of a float32 grow linearly: random bits are added to the bits that are cut off. They are
+    at least 2^-14 away from 0 and from a whole step, so that a float8 with rounding errors stays the same.
     """
-    # With float8's bias its denormals are denormals of float32.
+    # With float8's bias, float8 denormals are denormals of float32.
     bits = (number * 2.0**-120).bits()
     size = bits & 0x7FFFFFFF if signed else bits
     half = 0x7FFFF + ((size >> 20) & 1) if random is None else ((random << 4) & 0xFFF80) | 0x40

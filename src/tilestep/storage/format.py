@@ -16,7 +16,7 @@ from .blocks import BLOCK, cut, joined, rows_of
 
 
 def fused(left: Term, right: Term | float, plus: Term | float) -> Term:
-    """A product plus a number, rounded once."""
+    """A product plus a number, with a single rounding."""
     return left.function("fused", right, plus)
 
 
@@ -31,14 +31,14 @@ def maximum(left: Term, right: Term | float) -> Term:
 
 
 def if_rounds_to(high: Term, value: Term) -> Term:
-    """A number stored as its nearest 16-bit element and a correction; the element's number if it is not the nearest."""
-    # Otherwise other code has written to the element. Bits are compared, so that NaN equals itself and zeros differ.
+    """A number stored as its nearest 16-bit element and a correction; the element's number if the two do not match."""
+    # On a mismatch other code has written the element. Bits are compared, so that NaN equals itself and zeros differ.
     rounded = value.element(getattr(torch, high.value.dtype)).named("rounded")
     return where(high.bits().same(rounded.bits()), value, high.number()).named("followed")
 
 
 def near_bits(high: Term, distance: Term) -> Term:
-    """The float32 whose bits have a distance from the bits of a bfloat16; the bfloat16 if that is no number."""
+    """Return the float32 at a distance in bits from a bfloat16; the bfloat16 itself if the result is NaN."""
     number = (high.number().bits() + distance).of_bits().named("number")
     # A distance across zero or beyond infinity belongs to a bfloat16 that other code has overwritten.
     # A distance of at most 16 bits crosses zero only from zero itself, and gives NaN.
@@ -62,7 +62,7 @@ class Array:
     """An array in memory: an entry per element of the parameter, or per several neighbours of a row."""
 
     name: str
-    dtype: torch.dtype  # of its entries
+    dtype: torch.dtype  # dtype of its entries
     elements: int = 1  # elements per entry: 2 for two elements in a byte, `BLOCK` for a number per block
 
     @property
@@ -76,20 +76,20 @@ class Storage(Protocol):
 
     @property
     def title(self) -> str:
-        """An identifier, for the names of functions in generated code."""
+        """An identifier for function names in generated code."""
 
     @property
     def precision(self) -> torch.dtype:
-        """The dtype whose precision a stored value has."""
+        """The dtype whose precision stored values have."""
 
     def arrays(self, name: str) -> tuple[Array, ...]:
-        """The arrays that hold a buffer of this name."""
+        """Return the arrays that hold a buffer of this name."""
 
     def load(self, elements: Sequence[Term]) -> Term:
-        """The number that elements of the arrays stand for."""
+        """Return the number that elements of the arrays represent."""
 
     def store(self, value: Term) -> tuple[Term, ...]:
-        """The elements that store a number, one per array."""
+        """Return the elements that store a number, one per array."""
 
     def is_exact(self, compute: torch.dtype) -> bool:
         """Whether a value of the compute dtype is restored exactly."""
@@ -120,12 +120,12 @@ class Codec:
 
     @functools.cached_property
     def is_plain(self) -> bool:
-        """Whether the format is one element, rounded to the nearest."""
+        """Whether the format is a single element, rounded to nearest."""
         return self.is_element and self.stored[0].operation == "narrow"
 
     @functools.cached_property
     def is_element(self) -> bool:
-        """Whether the format is one element, and its number the value."""
+        """Whether the format is a single element whose number is the value."""
         return self.loaded.operation == "widen" and self.loaded.args[0].operation == "load"
 
     @functools.cached_property
@@ -151,7 +151,7 @@ class Codec:
 
 @functools.cache
 def codec_of(storage: Storage) -> Codec:
-    """The graphs of a format."""
+    """Return the graphs of a format."""
     build, arrays = Builder(), storage.arrays("stored")
     elements = [Term(build, build.load(array.name, dtype=dtype_name(array.dtype))) for array in arrays]
     stored = storage.store(Term(build, build.load("number")))
@@ -159,7 +159,7 @@ def codec_of(storage: Storage) -> Codec:
 
 
 def read_arrays(storage: Storage, name: str) -> tuple[Array, ...]:
-    """The arrays that are read for a buffer's value."""
+    """Return the arrays that are read for a buffer's value."""
     arrays = storage.arrays(name)
     return tuple(arrays[place] for place in codec_of(storage).reads)
 
@@ -171,7 +171,7 @@ def values_of(
     compute: torch.dtype = torch.float32,
     shape: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """A buffer's values as a new tensor."""
+    """Return a buffer's values as a new tensor."""
     codec = codec_of(storage)
     loads = {array.name: tensors[own.name] for array, own in zip(codec.arrays, storage.arrays(name))}
     if codec.has_blocks:
@@ -197,7 +197,7 @@ def stored_in(
     shape: Sequence[int] | None = None,
     random: torch.Tensor | None = None,
 ) -> None:
-    """Write new values, which may be broadcast, into a buffer's arrays; arguments as for `values_of`."""
+    """Write new values, which may be broadcast, into a buffer's arrays; arguments as in `values_of`."""
     storage = getattr(storage, "nearest", storage) if random is None else storage
     codec = codec_of(storage)
     number = values if codec.is_plain else values.to(torch.float32)
@@ -266,7 +266,7 @@ _ON_TENSORS: Mapping[str, Any] = {
     "quotient": torch.div,
     "rough_root": torch.sqrt,
     "rough_ceiling": lambda left, right: (left / right).ceil(),
-    # The product is exact in float64; the sum is too, apart from negligible terms.
+    # The product is exact in float64; so is the sum, apart from negligible terms.
     "fused": lambda left, right, plus: (_wide(left) * _wide(right) + _wide(plus)).float(),
     "within": lambda number, bound: torch.where(number < bound, number, bound),
     "float8_number": lambda number, element: number,

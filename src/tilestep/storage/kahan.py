@@ -1,4 +1,4 @@
-"""A bfloat16 with its rounding error in another bfloat16."""
+"""A bfloat16 with its rounding error in a second bfloat16."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .masters import Widened, master_format
 class Kahan(Widened):
     """The bfloat16 nearest to a value, and the bfloat16 nearest to the rounding error: 16 or more bits of precision.
 
-    Where the sum of the two would round to another bfloat16, as just below half a unit in the last place, the
-    difference is rounded toward zero. Infinity and NaN have no difference.
+    If the sum of the two would round to another bfloat16, as just below half a unit in the last place, the difference
+    is rounded toward zero. Infinity and NaN have no difference.
 
     Source: Kahan summation, as in optimi and torchao.
     """

@@ -1,4 +1,4 @@
-"""A float32 master of a parameter of 16 bits."""
+"""A float32 master of a 16-bit parameter."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .masters import master_format
 @master_format(True, key="master_param", dtypes=(torch.bfloat16, torch.float16), begins_as_parameter=True)
 @dataclass(frozen=True)
 class Master:
-    """A float32 master, whose rounded copy in 16 bits is written in the same pass.
+    """A float32 master; its rounded 16-bit copy is written in the same pass.
 
-    A copy that differs from the rounded master was written by other code, and then is the value.
+    A copy that differs from the rounded master was written by other code, and overrides the master.
     """
 
     dtype: torch.dtype

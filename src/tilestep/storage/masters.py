@@ -1,4 +1,4 @@
-"""Formats that store parameters of 16 bits more precisely: the choices of `master_weights`."""
+"""Formats that store 16-bit parameters more precisely: the choices of `master_weights`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .format import Array, Storage, stored_in, values_of
 
 @dataclass(frozen=True)
 class MasterFormat:
-    """A format that stores a parameter of 16 bits more precisely, with an additional buffer."""
+    """A format that stores a 16-bit parameter more precisely, with an additional buffer."""
 
     choice: bool | str  # the value of `master_weights`
     key: str  # the buffer's key in the state
     dtypes: tuple[torch.dtype, ...]  # supported dtypes of parameters
-    storage: Callable[[torch.dtype], Storage]  # of a parameter and its buffer, by the parameter's dtype
+    storage: Callable[[torch.dtype], Storage]  # format of parameter and buffer, by the parameter's dtype
     begins_as_parameter: bool
     """Whether the buffer is initialized with the parameter, and detects writes of other code; otherwise with zeros."""
 
@@ -41,7 +41,7 @@ class MasterFormat:
 
 @dataclass(frozen=True)
 class Widened(Storage):
-    """Base of formats that combine a bfloat16 and a second array to a float32."""
+    """Base of formats that combine a bfloat16 and a second array into a float32."""
 
     dtype: torch.dtype = torch.bfloat16
 
@@ -57,7 +57,7 @@ class Widened(Storage):
 
 
 MASTER_FORMATS: dict[bool | str, MasterFormat] = {}
-"""The choices of `master_weights` besides False, with their formats."""
+"""The choices of `master_weights` except False, with their formats."""
 
 Format = TypeVar("Format", bound=Callable[[torch.dtype], Storage])
 

@@ -1,4 +1,4 @@
-"""One array of one dtype."""
+"""A single array of one dtype."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .stochastic import element_at_random
 
 @dataclass(frozen=True)
 class Plain:
-    """One array of one dtype, rounded to nearest even unless random bits are given."""
+    """A single array of one dtype, rounded to nearest even unless random bits are given."""
 
     dtype: torch.dtype
 

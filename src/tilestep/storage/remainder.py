@@ -22,7 +22,7 @@ class Remainder(Widened):
     If other code has written to the bfloat16, a remainder across zero or beyond infinity is ignored. Any other
     remainder changes the written value by at most half a unit in its last place.
 
-    Source: apex's DistributedFusedAdam has the same idea as `store_param_remainders`.
+    Source: `store_param_remainders` of apex's DistributedFusedAdam.
     """
 
     words = "bfloat16 with int16 remainder"

@@ -15,20 +15,23 @@ from .format import Array, Storage, dtype_name
 from .plain import Plain
 
 STATE_FORMATS: dict[str, Callable[[bool], Storage]] = {}
-"""Formats by the names that `state_dtype` accepts, for a signed state or for a state that is never negative; names of
-dtypes stand for the dtypes too."""
+"""Formats by their names in `state_dtype`.
+
+Each makes the variant for a signed state, or for a state that is never negative. A dtype is
+looked up by its name.
+"""
 
 
 @dataclass(frozen=True)
 class Blocks(Storage):
-    """Base of block formats, which have a variant for signed states and one for states that are never negative."""
+    """Base of block formats: a variant for signed states and a variant for states that are never negative."""
 
     signed: bool
 
     words = titles = ("", "")  # of both variants, for messages and for generated code
     precision = torch.bfloat16
     codes = (torch.int8, torch.uint8)  # dtypes of both variants
-    scales, together = "scales", 1  # the name of the array of scales, and how many elements share an entry of codes
+    scales, together = "scales", 1  # name of the array of scales, and number of elements per entry of codes
 
     def __str__(self) -> str:
         return self.words[not self.signed]
@@ -46,7 +49,7 @@ Format = TypeVar("Format", bound=Callable[[bool], Storage])
 
 
 def blocks_format(choice: str) -> Callable[[Format], Format]:
-    """Register a format for a choice of `state_dtype`; its constructor takes whether the state is signed."""
+    """Register a format for a choice of `state_dtype`; its constructor takes the flag `signed`."""
 
     def enter(storage: Format) -> Format:
         STATE_FORMATS[choice] = storage
@@ -60,7 +63,7 @@ for _dtype in (torch.float32, torch.bfloat16, torch.float16):
 
 
 def kept_in_blocks(tensors: Mapping[str, Any], name: str) -> Storage | None:
-    """The block format of a state, found by names and dtypes of its arrays; None for other formats."""
+    """Return the block format of a state, found by names and dtypes of its arrays; None for other formats."""
     for storage, arrays in _blocks(name):
         if arrays[1].name in tensors and all(getattr(tensors.get(a.name), "dtype", None) is a.dtype for a in arrays):
             return storage
@@ -68,7 +71,7 @@ def kept_in_blocks(tensors: Mapping[str, Any], name: str) -> Storage | None:
 
 
 def states_in_blocks(tensors: Mapping[str, Any]) -> dict[str, Storage]:
-    """The states of a parameter that are stored in blocks, with their formats."""
+    """Return the blockwise states of a parameter, with their formats."""
     suffixes = {arrays[0].name for _, arrays in _blocks("")}
     names = [name.removesuffix(suffix) for name in tensors for suffix in suffixes if name.endswith(suffix)]
     found = {name: kept_in_blocks(tensors, name) for name in names}
@@ -76,7 +79,7 @@ def states_in_blocks(tensors: Mapping[str, Any]) -> dict[str, Storage]:
 
 
 def with_code_names(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A saved state with current names: earlier revisions stored the codes under the name of the state."""
+    """Return a saved state with current names: earlier revisions stored the codes under the name of the state."""
     renamed = {
         name: f"{name}{codes.name}"
         for name, value in tensors.items()
@@ -95,7 +98,7 @@ def _blocks(name: str) -> tuple[tuple[Storage, tuple[Array, ...]], ...]:
 
 
 def entries_of(tensors: Mapping[str, Any], names: Iterable[str]) -> dict[str, int]:
-    """For each array of states in blocks the number of elements per entry."""
+    """Return the number of elements per entry, for each array of blockwise states."""
     entries: dict[str, int] = {}
     for name in names:
         if tensors.keys().isdisjoint(block_names(name)):
@@ -108,12 +111,12 @@ def entries_of(tensors: Mapping[str, Any], names: Iterable[str]) -> dict[str, in
 
 @functools.cache
 def block_names(name: str) -> tuple[str, ...]:
-    """The possible names of the arrays of a state in blocks: of codes, and of scales."""
+    """Return the possible names of the arrays of a blockwise state: codes and scales."""
     return tuple(dict.fromkeys(array.name for _, arrays in _blocks(name) for array in arrays))
 
 
 def state_format(choice: Any, signed: bool = True) -> Storage:
-    """The format of a dtype or a name."""
+    """Return the format of a dtype or a name."""
     is_dtype = isinstance(choice, torch.dtype)
     name = dtype_name(choice) if is_dtype else choice
     if (is_dtype and not choice.is_floating_point) or not isinstance(name, str) or name not in STATE_FORMATS:

@@ -1,6 +1,6 @@
-"""Stochastic rounding, up or down by chance so that the stored value is unbiased, and its random bits.
+"""Stochastic rounding, up or down at random so that the stored value is unbiased, and its random bits.
 
-The bits of an element are a function of four numbers: the optimizer's seed, the parameter's place among all, the step
+The bits of an element are a function of four numbers: the optimizer's seed, the parameter's index among all, the step
 count, and the element's index in the whole tensor. They do not depend on mesh, execution, tile or backend.
 """
 
@@ -23,13 +23,13 @@ RANDOM_BITS = 16  # random bits per stored number
 class Stochastic(Storage):
     """A format with stochastic rounding: the probability to round up is the distance from the lower neighbour.
 
-    Values that the format represents exactly stay, NaN and infinities included. Beyond the largest finite number values
-    are rounded to nearest, and become infinite as there.
+    Exactly representable values are kept, NaN and infinities included. Values beyond the largest finite number are
+    rounded to nearest, and so become infinite.
 
     Source: Croci et al., "Stochastic rounding: implementation, error analysis and applications" (2022).
     """
 
-    nearest: Any  # a format whose `store` takes 16 random bits, an integer, too
+    nearest: Any  # a format whose `store` accepts 16 random bits as an integer
 
     def __str__(self) -> str:
         return f"{self.nearest}, rounded at random"
@@ -73,13 +73,13 @@ def element_at_random(number: Term, dtype: torch.dtype, random: Term) -> Term:
 
 
 _FRACTION = 11
-"""Fractional bits of numbers that are rounded at random to integers."""
+"""Fractional bits of numbers that are rounded stochastically to integers."""
 
 
 def whole_at_random(number: Term, random: Term, plus: int = 0) -> Term:
     """One of the two integers around a number between -255 and 255, plus an even integer, in the lowest eight bits.
 
-    The number is rounded to a 2048th first: an integer with rounding errors stays, whatever the random bits.
+    The number is first rounded to a 2048th: an integer with rounding errors stays, for any random bits.
     """
     at_point = number + (1.5 * 2.0 ** (23 - _FRACTION) + plus)
     return ((at_point.bits() << (RANDOM_BITS - _FRACTION)) + random) >> RANDOM_BITS
@@ -113,25 +113,25 @@ def _hashed(bits: Term, key: Term | None, further: bool = False) -> Term:
 
 
 def stream_keys(low: Term, high: Term, count: Term) -> tuple[Term, Term]:
-    """The keys of a parameter's random bits at a step."""
+    """Return the keys of a parameter's random bits at a step."""
     key = _hashed(low + count * _integer(_GOLDEN), None).named("key")
     return key, _hashed(high ^ count, key, further=True)
 
 
 def random_bits(slot: int, key_0: Term, key_1: Term, low: Term, high: Term) -> Term:
-    """16 random bits of an element: half of a hash whose last factor two slots share."""
+    """Return 16 random bits of an element: half of a hash whose last factor is shared by two slots."""
     key = (high * _integer(_GOLDEN) + key_1).named("key")
     (first, factor), (second, _), last = _ROUNDS[0]
     bits = low * _integer(_SPREAD) + key
     bits = (bits ^ _shifted(bits, first)) * _integer(factor)
     mixed = (bits ^ (_shifted(bits, second) ^ (key ^ key_0))).named("mixed")
     draw = (mixed * _integer(_factor(slot // 2))).named("draw")
-    # The upper half is used as it is; the lower half is mixed with the other bits.
+    # The upper half is used directly; the lower half is mixed with the other bits.
     return _shifted(draw, 16) if slot % 2 else (draw ^ _shifted(draw, last)) & 0xFFFF
 
 
 def _factor(pair: int) -> int:
-    """An odd 32-bit factor; the constants decorrelate neighbours at all distances up to 2^17."""
+    """Return an odd 32-bit factor; the constants decorrelate neighbours at all distances up to 2^17."""
     return _FACTORS[pair] if pair < len(_FACTORS) else _mixed(pair) >> 32 | 1
 
 
@@ -157,7 +157,7 @@ def bits_graph(slot: int) -> Value:
 
 
 def random_tensor(stream: int, count: int, slot: int, index: torch.Tensor) -> torch.Tensor:
-    """The random bits of elements, int32."""
+    """Return the random bits of elements, int32."""
 
     def word(number: int) -> torch.Tensor:
         return torch.tensor(_integer(number), dtype=torch.int32, device=index.device)
@@ -165,14 +165,14 @@ def random_tensor(stream: int, count: int, slot: int, index: torch.Tensor) -> to
     key_0, key_1 = evaluated(
         keys_graph(), {"low": word(stream), "high": word(stream >> 32), "count": word(count)}, torch.float32
     )
-    # In 64 bits: conversions that overflow give different numbers on some devices.
+    # In 64 bits: conversions that overflow differ between devices.
     low = ((index & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
     loads = {"key_0": key_0, "key_1": key_1, "low": low.to(torch.int32), "high": (index >> 32).to(torch.int32)}
     return evaluated((bits_graph(slot),), loads, torch.float32)[0]
 
 
 def stream_of(seed: int, ordinal: int) -> int:
-    """The 64 bits, as a signed number, that select the random bits of a parameter."""
+    """Return 64 bits, as a signed number, that select the random bits of a parameter."""
     bits = _mixed(_mixed(seed) + ordinal)
     return bits - (bits >> 63 << 64)
 

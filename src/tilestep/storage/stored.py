@@ -14,8 +14,8 @@ Leaf = tuple[str, str, int]  # kind ("old", "new", "update", "changed" or "moves
 class Stored:
     """The leaves of an output's formula: stored elements before and after a step. A skipped step changes none.
 
-    An update has the same bits with outputs and without: `update` reads the parameter's new number before it is
-    rounded, and `moves` the terms of the sum that makes it, but no leaf uses a product of the rule.
+    An update has the same bits with and without outputs: `update` reads the parameter's new number before rounding, and
+    `moves` the terms of its final sum, but no leaf uses a product of the rule.
     """
 
     def __init__(self, storages: Mapping[str, Storage]) -> None:
@@ -31,7 +31,7 @@ class Stored:
         return Term(self._build, self._leaves.setdefault(leaf, value))
 
     def old(self, buffer: str) -> Term:
-        """A buffer's number before the step; of "grad", with the loss scale."""
+        """A buffer's number before the step; for "grad", with the loss scale."""
         return self._leaf("old", buffer)
 
     def new(self, buffer: str) -> Term:
