@@ -21,7 +21,7 @@ class Execution:
 
     not_copied = ""  # why an optimizer with this execution cannot be copied or pickled; empty if it can
     begins_together = False
-    """Whether the state of all parameters begins at the first step, and not that of each with its first gradient."""
+    """Whether all state is created at the first step, and not at each parameter's first gradient."""
 
     @property
     def applied_groups(self) -> tuple[str, ...]:

@@ -546,7 +546,7 @@ def fill_buffers(requests: Sequence[BufferRequest], home: StateMemory) -> None:
             numbers.setdefault((one.source.device, one.array.dtype), []).append(one)
         else:
             by_name.setdefault(one.array.name, []).append(one)
-    # One copy for all tensors of a dtype: a copy for each would be a launch for each.
+    # One copy for all tensors of a dtype: a copy per tensor would be a launch each.
     for (_, dtype), own in numbers.items():
         together = torch.stack([one.source for one in own if one.source is not None]).detach().to(dtype)
         for one, number in zip(own, together.unbind()):
@@ -608,7 +608,7 @@ def _start(start: State, group: Mapping[str, Any]) -> float:
 
 
 def _check_value(label: str, name: str, value: Any, start: State, param: torch.Tensor) -> None:
-    """Raise for a value that no buffer of the state can have."""
+    """Raise for a value that no state buffer can hold."""
     is_number = start.shape == "scalar"
     if value is None or (is_number and isinstance(value, numbers.Real)):
         return
