@@ -44,7 +44,7 @@ LONGEST = (
 
 UNOPTIMIZED = (
     "cli/test_cli_check.py",
-    "combinations/test_conformance.py::test_parted_cases",
+    "combinations/test_conformance.py",
     "stats/test_stats_placements.py",
 )
 """Tests of what happens around C++ kernels, with many kernels of their own: these are built without optimization, in a

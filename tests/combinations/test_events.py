@@ -327,7 +327,7 @@ def averages_are_held_and_given_back(way: str) -> None:
             way,
             lambda dtype=dtype: small().to(dtype),
         )
-        for step in range(6):
+        for step in range(4):
             twins.step(step)
             with twins.optimizer.averaged(), twins.reference.averaged():
                 compare_models(twins.serial, twins.overlapped)
@@ -446,13 +446,13 @@ def others_write_to_parameters(way: str) -> None:
         twins = Twins(
             lambda params, kind=kind: adamw(params, master_weights=kind), way, lambda dtype=dtype: small().to(dtype)
         )
-        for step in range(12):
+        for step in range(7):
             twins.step(step)
-            if step == 5:
+            if step == 3:
                 # Of a master that was loaded, a first step has to remember which parameter it belongs to.
                 for _, optimizer in twins.pairs:
                     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-            if step in (3, 7):
+            if step in (1, 4):
                 for model, _ in twins.pairs:
                     with torch.no_grad():
                         model.first.weight.clamp_(-0.1, 0.1)
@@ -535,14 +535,14 @@ def a_state_gets_other_memory(way: str) -> None:
     """As code does that moves states away and back; what their memory had is another tensor's by then."""
     for rule in ("AdamW", "Adafactor", "NAdam"):
         twins = Twins(lambda params, rule=rule: tilestep.Optimizer(params, rule, lr=0.01), way)
-        for turn in range(3):
+        for turn in range(2):
             trained(twins, 2, first=2 * turn)
             twins.optimizer.wait() if hasattr(twins.optimizer, "wait") else twins.optimizer.synchronize()
             for state in twins.optimizer.state.values():
                 for value in state.values():
                     before, value.data = value.data, value.data.clone()
                     before.fill_(1e30)
-        trained(twins, 2, first=6).compare()
+        trained(twins, 2, first=4).compare()
 
 
 @event

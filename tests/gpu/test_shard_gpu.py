@@ -241,7 +241,7 @@ NEARLY = [
         *recomputed.CHECKS,
         *several.CHECKS,
     )
-    if check.__name__ not in ("compiled_models", "compiled_blocks", "models_that_are_compiled_as_a_whole")
+    if check.__name__ not in ("compiled_blocks", "models_that_are_compiled_as_a_whole")
 ]
 OWN = [
     nothing_is_read_before_it_has_arrived,

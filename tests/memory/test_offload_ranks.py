@@ -61,7 +61,7 @@ def shards_whose_gradients_leave(*homes: Homes) -> None:
         plain, *moved = nets
         reference, *made = (tilestep.AdamW(net.parameters(), lr=1e-2, max_grad_norm=0.05) for net in nets)
         optimizers = [home(optimizer) for home, optimizer in zip(homes, made)]
-        for step in range(3):
+        for step in range(2):
             for part in range(2):
                 for net in nets:
                     backward(net, batch(2 * step + part, layout))

@@ -19,12 +19,17 @@ from tilestep.optimizer.masters import MasterWeights
 from tilestep.rules import registry
 from tilestep.rules.compose import scaled_states
 
-# Each storage with rules that between them use every kind of state; float32 and bfloat16 with float32 masters with all.
-SAMPLED = ["ASGD", "Adafactor", "AdamW", "LAMB", "Lion", "NAdam", "Rprop"]
+# All rules in float32 and with float32 masters. Of the other storages combinations/test_conformance.py has AdamW, LAMB,
+# Lion and Adafactor; float16 is not among them.
+SAMPLED = ["ASGD", "NAdam", "Rprop"]
 CASES = [
     pytest.param(name, *storage, id=f"{name}-{label}")
     for label, storage in STORAGES.items()
-    for name in (NAMES if label in ("float32", "bfloat16-master") else SAMPLED)
+    for name in (
+        NAMES
+        if label in ("float32", "bfloat16-master")
+        else [*SAMPLED, *(["Adafactor", "LAMB"] if label == "float16-master" else [])]
+    )
 ]
 FLAGS: list[tuple[str, dict[str, Any]]] = [
     ("Adam", {"amsgrad": True, "maximize": True, "weight_decay": 0.1}),
@@ -51,7 +56,8 @@ def test_states_of_empty_tensors_stay_finite_on_every_backend(name: str, shape: 
     states = []
     for which in ("cpp", "eager"):
         with backend(which):
-            params = [torch.nn.Parameter(torch.ones(size)) for size in (shape, (4, 6))]
+            # The second has gaps, as tensors of the test above, whose kernels are used.
+            params = [torch.nn.Parameter(torch.ones(shape)), torch.nn.Parameter(torch.ones(8, 12)[::2, ::2])]
             optimizer = tilestep.Optimizer(params, name)
             for _ in range(2):
                 for param in params:

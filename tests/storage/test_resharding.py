@@ -6,7 +6,6 @@ Gradients have few digits, so that their sums are the same on any number of rank
 from __future__ import annotations
 
 import copy
-import itertools
 import tempfile
 from collections.abc import Sequence
 from functools import partial
@@ -163,7 +162,8 @@ def go_over(by_fsdp: bool, sizes: Sequence[int] = SIZES) -> None:
 @pytest.mark.parametrize("mine", [None, "int8", "int4", torch.bfloat16])
 @pytest.mark.parametrize("theirs", [None, "int8", "int4", "float8_e4m3"])
 def test_other_formats_are_taken_by_value(theirs: Any, mine: Any, tmp_path: Path) -> None:
-    for rule, is_earlier in itertools.product(("AdamW", "SGD"), (False, True)):
+    cases = [("AdamW", False), ("SGD", False), *([("AdamW", True)] if theirs else [])]
+    for rule, is_earlier in cases:
         go_through_a_folder(tmp_path / f"{rule}{is_earlier}", rule, theirs, mine, is_earlier=is_earlier)
 
 

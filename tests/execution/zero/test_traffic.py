@@ -223,21 +223,6 @@ def parameters_read_right_after_the_step() -> None:
     assert type(copy.deepcopy(pair.model).branches[0]._parameters) is dict
 
 
-@gathers_that_come_late()
-def compiled_models() -> None:
-    pair = Pair(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), sgd, bucket_cap_mb=TINY)
-    fast = torch.compile(pair.model, backend="aot_eager", fullgraph=True)
-    for _ in range(4):
-        data = inputs(3, 4)
-        fast(data).square().sum().backward()
-        pair.twin(data).square().sum().backward()
-        pair.step()
-        pair.compare()
-    assert pair.optimizer.execution.parameters.publication.compiled
-    other = nn.Linear(2, 2)
-    assert isinstance(tilestep.shard(sgd(other.parameters()), torch.compile(other)), tilestep.ShardedOptimizer)
-
-
 class Step(nn.Module):
     """A block with a weight that others use too."""
 
@@ -318,6 +303,8 @@ def models_that_are_compiled_as_a_whole() -> None:
             assert len(sync.publication.tickets) == (0 if wrapped else len(sync._groups))
             pair.compare()
         pair.compare_states()
+    other = nn.Linear(2, 2)
+    assert isinstance(tilestep.shard(sgd(other.parameters()), torch.compile(other)), tilestep.ShardedOptimizer)
 
 
 def parameters_written_by_others() -> None:
@@ -401,7 +388,6 @@ CHECKS = [
     an_error_before_a_first_bucket_is_complete,
     modules_that_peek_at_each_other,
     parameters_read_right_after_the_step,
-    compiled_models,
     compiled_blocks,
     models_that_are_compiled_as_a_whole,
     parameters_written_by_others,
