@@ -78,8 +78,8 @@ def leave_one_running(path: str, wait: bool) -> None:
 def test_nothing_is_left_running(tmp_path: Path, late: bool) -> None:
     note = tmp_path / "pid"
     if late:
-        with pytest.raises(TimeoutError, match="no answer within 8 s"):
-            in_fresh_process(leave_one_running, [str(note), True], timeout=8)
+        with pytest.raises(TimeoutError, match="no answer within 4 s"):
+            in_fresh_process(leave_one_running, [str(note), True], timeout=4)
     else:
         in_fresh_process(leave_one_running, [str(note), False])
     for _ in range(100):

@@ -62,7 +62,7 @@ def test_parts_are_run_each_in_its_folder(script: Any, tmp_path: Path) -> None:
     # So it does if interrupts are ignored where the round was begun, as in the background of a shell.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        how, said = run(f"import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid); {SLEEPS}", 5.0)
+        how, said = run(f"import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid); {SLEEPS}", 2.0)
     finally:
         signal.signal(signal.SIGINT, before)
     assert how == "ended: out of time" and "KeyboardInterrupt" in said

@@ -42,9 +42,8 @@ from simulated_graph import Simulation
 import tilestep
 from tilestep.kernels.spec import NORM
 
-
 OF_EVERY_KIND = ("ADOPT", "Adafactor", "LAMB", "NAdam", "NorMuon", "Prodigy", "SOAP", "ScheduleFreeAdamW", "Tiger")
-"""Sums over a tensor, over all and over rows, numbers of steps, matrices: in the simulation, which is slow. On a GPU all."""
+"""Sums over rows, a tensor and all tensors, counts of steps, matrices. The simulation is slow; GPUs run all rules."""
 
 
 @pytest.mark.parametrize("name", OF_EVERY_KIND if SIMULATED else sorted(tilestep.registry))
