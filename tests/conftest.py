@@ -104,6 +104,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if there < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device{'s' * (needed > 1)}"))
     if hasattr(config, "workerinput"):  # one of several test processes
+        if not there:  # they are imported, and not reported one by one
+            items[:] = [item for item in items if not item.get_closest_marker("gpu")]
         order = {f"tests/{name}": place for place, name in enumerate(LONGEST)}
         items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
 

@@ -63,7 +63,7 @@ def test_rules_over_matrices_and_batches_of_them(place: int, dtype: torch.dtype)
     compare(*run(*list(RULES.values())[place], shapes, dtype), dtype)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_rules(seed: int) -> None:
     dtype = torch.float64 if seed % 2 else torch.float32
     compare(*run(random_rule(seed), {}, [(5, 9), (70, 131), (9, 2), (3, 4, 5), (2, 3, 66, 65)], dtype), dtype)

@@ -172,7 +172,7 @@ def test_scaler(way: str, kind: Any, unscales: bool) -> None:
         scalers = [kind(overlapped_models.DEVICE, init_scale=1024.0, growth_interval=3) for _ in range(2)]
         overlaps = way.endswith(("backward", "forward"))
         twins = Twins(make, way, **({"scaler": scalers[1]} if tells and overlaps else {}))
-        for step in range(9):
+        for step in range(7):
             for (model, optimizer), scaler in zip(twins.pairs, scalers):
                 scaler.scale(loss_of(model, step) * (float("inf") if step == 4 else 1.0)).backward()
                 if unscales:

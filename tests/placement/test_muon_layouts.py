@@ -174,8 +174,8 @@ def each_addition_has_one_update() -> None:
 ADDED = {
     1: ("rows", "shard"),
     2: ("columns", "copies", "shard"),
-    3: ("rows", "columns", "shard"),
-    4: ("rows", "copies", "both", "shard"),
+    3: ("rows", "shard"),
+    4: ("copies", "both", "shard"),
 }
 """Where additions are compared, by the number of ranks."""
 

@@ -22,7 +22,7 @@ if __name__ == "__main__":
     with backend("triton"):
         for row in ROWS.values():
             check_kept(row, few=True)
-            check_training(row, "AdamW")
+            check_training(row, "AdamW", steps=4)
         check_training(ROWS["remainder"], "LAMB", steps=2)  # sums over tensors are slow there
         for format in FORMATS:
             check_blocks(format, [*SHAPES[2:4], (640,)])
