@@ -113,7 +113,7 @@ def measure(modules: list[Any], count: int, asleep: bool, threads: int, rounds: 
 def main(
     output: Annotated[Path | None, typer.Option(help="Where the JSON goes.")] = None,
     before: Annotated[Path | None, typer.Option(help="The folder of another version's scan.cpp.")] = None,
-    rounds: Annotated[int, typer.Option(help="Turns of each figure.")] = 25,
+    rounds: Annotated[int, typer.Option(help="Turns of each figure; 0 to count lines only.")] = 25,
 ) -> None:
     """Measure, print, write."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -134,7 +134,7 @@ def main(
             lines[count] = _lines(params, states)
             hosts = [np.zeros(count, dtype=np.int64) for _ in modules]
             tables = [each.create(params, states, DTENSOR_PARTS, None) for each in modules]
-            for asleep in (False, True):
+            for asleep in (False, True) if rounds else ():
                 for threads in THREADS:
                     rows.append(measure(modules, count, asleep, threads, rounds, (tables, hosts, empty)))
                     print(json.dumps(rows[-1]), flush=True)
