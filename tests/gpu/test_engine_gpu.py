@@ -341,6 +341,31 @@ def test_steps_on_several_streams() -> None:
     assert all(map(torch.equal, *runs))
 
 
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_a_plan_of_another_stream_reads_what_was_loaded(max_grad_norm: float | None) -> None:
+    """Loaded step counts and the numbers of the last decision are the first stream's memory, and are dropped then."""
+    runs = []
+    for side in (None, torch.cuda.Stream()):
+        params = make([(5001,), (64, 33), (7,)])
+        optimizer = tilestep.AdamW(params, lr=0.1, max_grad_norm=max_grad_norm)
+        for step in range(3):
+            set_gradients(params, step=step)
+            optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        set_gradients(params, step=3)
+        if side is not None:
+            side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(200_000_000)
+            optimizer.step()
+        taken = [torch.full((), math.nan, device=CUDA) for _ in range(2000)]
+        torch.cuda.synchronize()
+        runs.append((params, optimizer.skipped_steps, [optimizer.state[param]["step"].item() for param in params]))
+        del taken
+    (mine, *numbers), (others, *expected) = runs
+    assert numbers == expected and all(map(torch.equal, mine, others))
+
+
 def spread(devices: list[str], max_grad_norm: float) -> tuple[Params, tilestep.Optimizer]:
     params = make(device="cpu")
     params = [

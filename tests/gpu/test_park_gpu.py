@@ -147,6 +147,33 @@ def test_memory_is_freed(taken: list[int], schedule: str) -> None:
     assert len(taken) == 1 and size <= taken[0] < 1.01 * size
 
 
+def test_values_have_arrived_when_the_host_goes_on() -> None:
+    """From page-locked memory, whose contents change afterwards; and into memory that a plan that failed has freed."""
+    params = [nn.Parameter(torch.ones(1 << 22, device=DEVICE)) for _ in range(100)]
+    optimizer: Any = tilestep.AdamW(params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    expected = optimizer.state[params[0]]["exp_avg"].clone()
+    optimizer.park()
+    sources = [optimizer.state[param]["exp_avg"] for param in params]
+    optimizer.unpark()
+    for source in sources:
+        source.fill_(3)
+    assert all(torch.equal(optimizer.state[param]["exp_avg"], expected) for param in params)
+    optimizer.park()
+    kept = optimizer.state[params[-1]]["exp_avg_sq"]
+    optimizer.state[params[-1]]["exp_avg_sq"] = params[-1].detach()
+    with pytest.raises(tilestep.GradientError, match="shares memory"):
+        optimizer.unpark()
+    ones = [torch.ones(1 << 22, device=DEVICE) for _ in range(200)]
+    torch.cuda.synchronize()
+    assert all((one == 1).all() for one in ones)
+    assert places(optimizer) == {"cpu", "cuda"}, "as before"
+    optimizer.state[params[-1]]["exp_avg_sq"] = kept
+    optimizer.step()
+
+
 def test_fully_sharded_states(one_rank: None) -> None:
     runs = []
     for parks in (True, False):

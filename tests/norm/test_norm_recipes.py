@@ -12,6 +12,7 @@ import pytest
 import torch
 from norm_referee import drawn, referee
 
+from tilestep import devices
 from tilestep.backends.cpp import compile
 from tilestep.errors import BuildError, GradientError
 from tilestep.norm import (
@@ -20,7 +21,6 @@ from tilestep.norm import (
     cpu_backend,
     norm_table,
     plan_cache,
-    tiles,
     total_norm,
 )
 
@@ -220,15 +220,15 @@ def test_without_a_compiler_for_other_orders(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_graphs_copy_from_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pinned memory needs a GPU: a copy stands for it."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
-    monkeypatch.setattr(tiles, "_sources", {})
+    monkeypatch.setattr(devices, "_sources", {})
     values = torch.tensor([7, 8], dtype=torch.int64)
-    first = tiles.source_of_graphs(values)
-    again = tiles.source_of_graphs(values.clone())
+    first = devices.source_of_graphs(values)
+    again = devices.source_of_graphs(values.clone())
     assert first is again and first is not values and torch.equal(first, values)
     values[1] = 9
-    assert tiles.source_of_graphs(values).tolist() == [7, 9] and first.tolist() == [7, 8]
-    assert tiles.source_of_graphs(first.view(torch.float64)).dtype is torch.float64
-    assert len(tiles._sources) == 3
+    assert devices.source_of_graphs(values).tolist() == [7, 9] and first.tolist() == [7, 8]
+    assert devices.source_of_graphs(first.view(torch.float64)).dtype is torch.float64
+    assert len(devices._sources) == 3
 
 
 class _OnGpu(torch.Tensor):

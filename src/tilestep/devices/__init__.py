@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 
@@ -44,20 +45,37 @@ memory, which must be allocated, and kept until the device has read it."""
 def copy_to(target: torch.Tensor, host: np.ndarray) -> None:
     """Copy a numpy table to a tensor without waiting for the device."""
     source = torch.from_numpy(host)
-    if target.is_cuda and host.nbytes <= _TAKEN_AT_ONCE:
-        target.copy_(source, non_blocking=True)
-    elif target.is_cuda:
-        pinned = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
-        pinned.copy_(source)
-        target.copy_(pinned, non_blocking=True)
-    else:
-        target.copy_(source)
+    if target.is_cuda and host.nbytes > _TAKEN_AT_ONCE:
+        source = source.pin_memory()
+    target.copy_(source, non_blocking=True)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a device; returns at once for a CPU."""
+    """Wait for a device's current stream; returns at once for a CPU."""
     if has_streams(device):
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
+
+
+_sources: dict[bytes, torch.Tensor] = {}
+"""Pinned memory that captured CUDA graphs copy from at each replay, by the digest of its contents. Never freed, as the
+end of a graph is unknown, and never written to: captures with the same contents share it."""
+
+
+def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """The array as a tensor on a device, without waiting for the device."""
+    host = torch.from_numpy(np.ascontiguousarray(values))
+    if has_streams(device):
+        # torch's allocator reuses pinned memory only after the copy has run.
+        host = source_of_graphs(host) if torch.cuda.is_current_stream_capturing() else host.pin_memory()
+    return host.to(device, non_blocking=True)
+
+
+def source_of_graphs(host: torch.Tensor) -> torch.Tensor:
+    """Pinned memory with constant contents, for captured graphs."""
+    digest = hashlib.blake2b(host.numpy().tobytes() + str(host.dtype).encode(), digest_size=32).digest()
+    if digest not in _sources:
+        _sources[digest] = host.pin_memory()
+    return _sources[digest]
 
 
 thread_count: Callable[[], int] = torch.get_num_threads

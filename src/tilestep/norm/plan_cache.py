@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from ..backends.decision import clip_coefficient
-from ..devices import has_streams
+from ..devices import has_streams, upload
 from ..errors import GradientError
 from ..native import build
 from ..native.table import CHANGED, Table, addresses_of
 from .table import norm_table
-from .tiles import DTYPES, combine, upload
+from .tiles import DTYPES, combine
 
 Positions = Callable[[], Sequence[int]]  # the places of tensors in messages
 

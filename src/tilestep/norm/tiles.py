@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..devices import has_streams
 from ..errors import GradientError
 from ..kernels.spec import LARGEST_SUM, cut_tiles
 
@@ -79,26 +77,3 @@ def cut(numels: Sequence[int], dtypes: Sequence[torch.dtype], tile: int) -> Norm
     rows[:, 0], rows[:, 1], rows[:, 2] = tiles.numel, tiles.first_tile, [codes[dtype] for dtype in dtypes]
     present = set(dtypes)
     return NormTiles(rows, tiles.tile_tensor, tuple(dtype for dtype in DTYPES if dtype in present))
-
-
-_sources: dict[bytes, torch.Tensor] = {}
-"""Pinned memory that captured CUDA graphs copy from at each replay, by the digest of its contents. Never freed, as the
-end of a graph is unknown, and never written to: captures with the same contents share it."""
-
-
-def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The array as a tensor on a device, without waiting for the device."""
-    host = torch.from_numpy(np.ascontiguousarray(values))
-    if not has_streams(device):
-        return host.to(device)
-    # torch's allocator reuses pinned memory only after the copy has run.
-    pinned = source_of_graphs(host) if torch.cuda.is_current_stream_capturing() else host.pin_memory()
-    return pinned.to(device, non_blocking=True)
-
-
-def source_of_graphs(host: torch.Tensor) -> torch.Tensor:
-    """Pinned memory with constant contents, for captured graphs."""
-    digest = hashlib.blake2b(host.numpy().tobytes() + str(host.dtype).encode(), digest_size=32).digest()
-    if digest not in _sources:
-        _sources[digest] = host.pin_memory()
-    return _sources[digest]

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..devices import upload
 from ..kernels.launch import Launch, Launcher, load_module
-from .tiles import Order, cut, order_of, upload
+from .tiles import Order, cut, order_of
 from .triton_source import FINISH_BLOCK, norm_source, scale_source, tile_shape
 
 FINISH_WARPS = 32

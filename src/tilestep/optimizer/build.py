@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
 from ..backends.registry import build_passes, load_ahead
 from ..compat import fake_mode_is_active, has_memory, is_fake, resolved
+from ..devices import upload
 from ..devices.garbage import without_collections
 from ..errors import GradientError, MatrixError
 from ..graph import Graph
@@ -121,7 +124,7 @@ def build_engines(
         if len(made) > 1:
             # Sum all tensors in their original order: the norm is bitwise the norm of a single engine.
             place_of = {id(entry): at for at, entry in enumerate(one for engine in made for one in engine.entries)}
-            order = torch.tensor([place_of[id(entry)] for _, entry in pairs], dtype=torch.int64, device=device)
+            order = upload(np.array([place_of[id(entry)] for _, entry in pairs], dtype=np.int64), device)
             joint = GradNorm(device, [entry for _, entry in pairs], [engine.grads for engine in made], order)
             for engine in made:
                 engine.norm = joint
@@ -130,6 +133,9 @@ def build_engines(
         engines.extend(made)
     return engines, places
 
+
+_AT_ONCE = 16
+"""Parameters per run of copies from the host, which begins before the next parameters are planned."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = (float, int, type(None))
@@ -264,14 +270,23 @@ class Builder:
         return _Kind(seen, graph, specs, leading_dims(matrices, shape))
 
     def planned(
-        self, shares: Iterable[Share], saved: Mapping[Any, Any], live: Mapping[Any, Any] | None = None
+        self,
+        shares: Sequence[Share],
+        saved: Mapping[Any, Any],
+        arrivals: ExitStack,
+        live: Mapping[Any, Any] | None = None,
     ) -> list[Planned]:
         """Return the shares with kernels and states, restored from `saved`; `live` is given only for a checkpoint."""
-        made = [
-            self._plan(share, saved.get(share.param, {}), None if live is None else live.get(share.param, {}))
-            for share in shares
-        ]
-        fill_buffers(self.requests, self._optimizer.memory)
+        made: list[Planned] = []
+        memory = self._optimizer.memory
+        many = _AT_ONCE if saved and live is None and memory.on_device else max(len(shares), 1)
+        for begin in range(0, len(shares), many):
+            before = len(self.requests)
+            made += [
+                self._plan(one, saved.get(one.param, {}), None if live is None else live.get(one.param, {}))
+                for one in shares[begin : begin + many]
+            ]
+            fill_buffers(self.requests[before:], memory, arrivals)
         return made
 
     def _plan(self, share: Share, values: Mapping[str, Any], live: Mapping[str, Any] | None) -> Planned:
@@ -354,7 +369,7 @@ def check_params(optimizer: Optimizer) -> None:
 
 
 @without_collections()
-def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
+def build_plan(optimizer: Optimizer, arrivals: ExitStack, *, ahead: bool) -> StepPlan:
     """Build the engines of the optimizer's current parameters, and create the state that steps need."""
     for index, group in enumerate(optimizer.param_groups):
         about_group(index, check_flags, optimizer.rule_of(group), group)
@@ -376,7 +391,7 @@ def build_plan(optimizer: Optimizer, *, ahead: bool) -> StepPlan:
             dormant.append(share.holder)
     memory.begin([(share.label, share.holder) for share in stepped])
     build, exchanges = Builder(optimizer), dict[Any, MatrixExchange]()
-    planned = build.planned(stepped, state)
+    planned = build.planned(stepped, state, arrivals)
     for one in planned:
         one.exchange(exchanges)
     masters = [one for one in build.requests if one.array.name in MASTER_KEYS]
@@ -433,7 +448,7 @@ def begin_at_once(optimizer: Optimizer) -> None:
         and _begins(one, {}, all_that_train=True)
     ]
     state = _watched(optimizer)
-    for one in Builder(optimizer).planned(shares, {}):
+    for one in Builder(optimizer).planned(shares, {}, ExitStack()):
         state[one.share.param] = state.entry(one.shown(), is_ahead=True)
 
 
@@ -485,7 +500,10 @@ def loaded_states(
     ]
     optimizer.memory.begin([(one.label, one.holder) for one in begun])
     begun = [one for one in begun if has_states and not one.param.is_meta]
-    return {one.share.param: one.shown() for one in Builder(optimizer).planned(begun, saved, optimizer.state)}
+    with ExitStack() as arrivals:
+        return {
+            one.share.param: one.shown() for one in Builder(optimizer).planned(begun, saved, arrivals, optimizer.state)
+        }
 
 
 def _engines(

@@ -6,7 +6,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from ..compat import (
     step_is_ordinary,
     step_is_watched,
 )
+from ..devices import synchronize
 from ..errors import BuildInterrupted, did_you_mean
 from ..kernels.spec import NORM, SKIPPED
 from ..linalg import keeping_to, operations
@@ -384,18 +385,21 @@ class Optimizer(torch.optim.Optimizer):
         # State created during an evaluation under inference_mode must be writable in steps.
         if self.plan is not None:
             self.plan.require_unbroken()
-        with torch.inference_mode(False), torch.no_grad(), self.execution.making_plan():
+        with ExitStack() as arrivals, torch.inference_mode(False), torch.no_grad(), self.execution.making_plan():
             self.drop_plan()
             self.control.flat_part = flat_part(self)
             self.control.take_number(self.param_groups)
             with keeping_to(self.workspace_limit):
-                self.plan = plan = build_plan(self, ahead=ahead)
+                self.plan = plan = build_plan(self, arrivals, ahead=ahead)
             self.placement.take_part(plan)
             plan.masters.carry(self._masters)
             if self.reports is not None:
                 self.reports.attach(plan, self, spec_of)
             self._masters = plan.masters
             self.control.carry_to(plan.engines)
+            # Replaced tensors may belong to another stream, which reuses their memory once they are dropped.
+            for engine in plan.engines:
+                synchronize(engine.device)
             return plan
 
     def drop_plan(self) -> None:
@@ -977,13 +981,15 @@ class Optimizer(torch.optim.Optimizer):
         require_checked(self.graphs, "park()")
         self._settle_states()
         parking = self._parking or Parking()
-        if parking.take(self):
+        if copied := parking.take(self):
             # Graphs that check for staleness before replays no longer need the tables.
             self._parking, self.graphs, self.plan = parking, Graphs(), None
             if self._masters is not None:
                 self._masters.forget_buffers()
             if self.reports is not None:
                 self.reports.detach()
+            for device in {part.device for part in copied}:
+                synchronize(device)
 
     @opaque
     def unpark(self) -> None:
@@ -1093,7 +1099,9 @@ def swap_in_averages(optimizer: Optimizer) -> None:
         states = optimizer.state
         has_average = [share for share in shares_of(optimizer) if optimizer.rule_of(share.group).evaluation is not None]
         begun = [share for share in has_average if (own := states.get(share.param)) and TRAINING not in own]
-        for one in Builder(optimizer).planned(begun, states):
+        with ExitStack() as arrivals:
+            planned = Builder(optimizer).planned(begun, states, arrivals)
+        for one in planned:
             param, group, own = one.share.holder, one.share.group, one.state
             rule, state, local = optimizer.rule_of(group), states[one.share.param], local_part(param)
             part, buffers = as_real(local), dict[str, torch.Tensor]()

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 
 from ..compat import is_capturing
+from ..devices import upload
 from ..kernels.launch import Launch
 from ..norm import NormTable, norm_table
 from .capturing import WARM_UP, require
@@ -43,7 +45,7 @@ class GradNorm:
         self.launch: Callable[[], torch.Tensor] | None = None  # the launch of `sum_squares`, after its first call
         self._made: list[NormTable] = []
         self._sums = [] if self.counts_once else [torch.zeros_like(self.power_sum) for _ in self._weights]
-        self._factors = torch.tensor(self._weights, dtype=torch.float64, device=device)
+        self._factors = upload(np.array(self._weights, dtype=np.float64), device)
         self._started: Partials | None = None
 
     @property

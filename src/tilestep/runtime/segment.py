@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..compat import has_memory
+from ..devices import moved
 from ..errors import GradientError, StateError
 from ..graph import Program
 from ..graph.tracer import group_value
@@ -460,7 +461,7 @@ def _take_numbers(name: str, array: torch.Tensor, entries: Sequence[Entry]) -> N
     for device in {number.device for number in numbers.values()}:
         # One copy for all: an assignment per number would be a launch each.
         indices = [index for index, number in numbers.items() if number.device == device]
-        values = torch.stack([numbers[index] for index in indices]).to(array.device, array.dtype)
+        values = moved(torch.stack([numbers[index] for index in indices]).to(array.dtype), array.device)
         if len(indices) == len(entries):
             array.copy_(values)
         else:

@@ -9,6 +9,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
+from ...devices import upload
 from ...graph import TilePass
 from ...kernels.launch import EXACT, TableLaunch, launch_of
 from ...kernels.spec import KernelSpec, tile_traffic
@@ -109,7 +110,7 @@ def build_options(
 
 def device_table(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """A copy of a table on a device, with at least one entry."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    tensor = upload(array, device)
     return tensor if tensor.numel() else tensor.new_zeros(1)
 
 

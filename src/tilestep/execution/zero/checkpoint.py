@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def _state_elsewhere(member: Member, listed: Listed, rule: Rule) -> dict[str, An
     template = StateTemplate(like, group, graph, rule, storages(like, group, graph, rule, label=label))
     share = Share(member.name, label, like, like, index, group, 0, like)
     state = template.begin(share, {}, requests, StateMemory())
-    fill_buffers(requests, StateMemory())
+    fill_buffers(requests, StateMemory(), ExitStack())
     return _alone(member, {name: value for name, value in state.items() if getattr(value, "is_meta", False)})
 
 
