@@ -1,1 +1,1 @@
-"""Kernels: what they are built from, their cache, and launches of Triton."""
+"""Kernels: their specs (`spec`), the cache of built kernels (`cache`), and Triton launches (`launch`)."""

@@ -155,7 +155,7 @@ def _not_private(status: os.stat_result) -> str:
 
 
 def _open_verified(directory: Path, name: str) -> CachedFile | None:
-    """The file of this name, if it and the directory are private and its checksum, if it has one, is right."""
+    """The file with this name, if it and the directory are private and its checksum, if any, is right."""
     path = directory / name
     with contextlib.suppress(OSError), _opened(directory) as folder:
         handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
@@ -183,7 +183,7 @@ def _seal(name: str, content: bytes) -> bytes:
 
 
 def _places() -> Iterator[Path]:
-    """The chosen directory, which may be read-only, and the directory that replaces it then."""
+    """The chosen directory, and its replacement if it is read-only."""
     chosen = _chosen_directory()
     yield chosen
     current = cache_directory()
@@ -214,7 +214,7 @@ def cached(
     anew: bool = False,
     says: bool = True,
 ) -> CachedFile:
-    """The verified file of this name, built first if there is none."""
+    """The verified file with this name, built first if it does not exist."""
     file = None if anew else open_cached(name)
     if file is not None:
         return file

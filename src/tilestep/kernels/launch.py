@@ -21,7 +21,7 @@ from .cache import cached, content_key, count_build, private_folder, publish, te
 
 
 def keep_triton_key() -> None:
-    """Take Triton's hash of itself from the cache: each process would read the 200 MB compiler for it (0.3 s)."""
+    """Take Triton's hash of itself from the cache: each process would hash the 200 MB compiler (0.3 s)."""
     compute_and_root = triton_hash()
     if compute_and_root is None:
         return  # another Triton stores its hash differently
@@ -43,7 +43,7 @@ def available() -> bool:
 
 
 def load_module(title: str, source: str) -> ModuleType:
-    """Make a module of Triton source, and write the source to the cache for debuggers, profilers and people."""
+    """Make a module of Triton source; the source is also written to the cache, for debuggers and profilers."""
     if not available():
         raise BuildError("CUDA tensors need Triton >= 3.6: pip install triton")
     global _triton_folder
@@ -78,7 +78,7 @@ _THREADS = "TILESTEP_BUILD_THREADS"
 
 
 class Launcher:
-    """One `triton.jit` kernel with grid, device, constants and options; called with the run-time arguments.
+    """A `triton.jit` kernel with its grid, device, constants and options; called with the run-time arguments.
 
     `kernel[grid](...)` inspects every argument in each call to find the compiled kernel. A launcher does so once;
     later calls launch the compiled kernel.
@@ -122,7 +122,7 @@ class Launcher:
         return self._run is not None or not self._compiles or self._grid[0] == 0
 
     def build(self, *arguments: torch.Tensor | float) -> None:
-        """Compile and load for arguments of these types without a launch, as before the capture of a CUDA graph."""
+        """Compile and load for arguments of these types without a launch, for example before a CUDA graph capture."""
         if not self.is_built:
             with torch.cuda.device(self._device):
                 self._run = self._compiled_runner(arguments)
@@ -146,7 +146,7 @@ class Launcher:
         try:
             self._run(*arguments, *self._constant_values)
         except (AttributeError, TypeError):
-            # Compiled kernels of another Triton have other arguments, and refused these before anything ran.
+            # Compiled kernels of other Triton versions have other arguments; they raise before anything runs.
             self._compiles = False
             self._kernel[self._grid](*arguments, **self._constants, **self._options)
         self._proven = True
@@ -157,7 +157,7 @@ class Launcher:
         try:
             return self._direct(arguments)
         except TypeError:
-            # A launcher of another Triton has other arguments, and refused these before anything ran.
+            # Launchers of other Triton versions have other arguments; they raise before anything runs.
             self._direct = None
             return False
 
@@ -187,7 +187,7 @@ def launch_of(
     tables: Mapping[str, torch.Tensor],
     **options: Any,
 ) -> TableLaunch:
-    """The launch of a kernel with all of the constants, which are its last parameters, and the tables that it names."""
+    """The launch of a kernel with the constants, which are its last parameters, and the tables named by the others."""
     pointers = len(kernel.arg_names) - len(constants)
     own = {name: constants[name] for name in kernel.arg_names[pointers:]}
     return Launcher(kernel, grid, device, own, **options), [tables[name] for name in kernel.arg_names[:pointers]]
@@ -203,7 +203,7 @@ def build_together(launches: Sequence[Launch], device: torch.device) -> None:
 
 
 def build_threads() -> int:
-    """Kernels compiled in parallel in a first step: TILESTEP_BUILD_THREADS, or 8; at most the number of processors."""
+    """The number of kernels to compile in parallel: TILESTEP_BUILD_THREADS or 8, at most the number of processors."""
     wanted = os.environ.get(_THREADS, "8")
     if not wanted.isdecimal() or int(wanted) < 1:
         raise ValueError(f"Invalid {_THREADS}: {wanted!r}; it is the number of kernels to compile at a time")

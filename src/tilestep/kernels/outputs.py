@@ -1,4 +1,4 @@
-"""Outputs of kernels as graphs."""
+"""Outputs of kernels (results besides the update) as graphs, each with the pass that computes it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Traced:
         tiles = {id(tile): tile for tile in (storing(spec, leaf[1]) for leaf in self.leaves)}
         only = next(iter(tiles.values())) if len(tiles) == 1 else None
         self.tile = only if only is not None and only.view is None else None
-        """The pass that stores all buffers that the output reads. None if there is no such pass over elements: torch
+        """The pass that stores all buffers that the output reads. None without such a pass over elements: torch then
         evaluates the output around the step."""
 
     @property
@@ -30,7 +30,7 @@ class Traced:
 
     @cached_property
     def ignores_zeros(self) -> bool:
-        """Whether an element adds nothing if all its leaves are 0 or false: masked elements need no mask then."""
+        """Whether an element contributes nothing if all its leaves are 0 or false, so that no mask is needed."""
         results: dict[int, object] = {}
         for value in self._values:
             evaluate = OPERATIONS[value.operation].evaluate if value.operation in OPERATIONS else None

@@ -1,4 +1,4 @@
-"""What a kernel is built from: a program, a storage per buffer, a compute type; what its passes read and write."""
+"""`KernelSpec`, from which kernels are built: a program, a storage per buffer, a compute type; and its traffic."""
 
 from __future__ import annotations
 
@@ -73,58 +73,58 @@ class KernelSpec:
     storages: dict[str, Storage]  # storage format of each element buffer, by name, gradient included
     compute: torch.dtype  # float32, or float64 for float64 parameters
     hypers: tuple[str, ...]  # names of the columns of the hyperparameter table
-    outputs: tuple[Output, ...] = ()  # of kernels, besides the update
+    outputs: tuple[Output, ...] = ()  # results of kernels besides the update
     variants: dict[tuple[Output, ...], KernelSpec] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.grad = self.storages["grad"].arrays("grad")[0]
         self.machine_epsilon = torch.finfo(self.storages["param"].precision).eps
-        self.reduction_count = len(self.program.reductions)  # over one tensor, in all passes
-        self.global_count = len(self.program.global_reductions)  # over all tensors, in all passes
+        self.reduction_count = len(self.program.reductions)  # reductions over a tensor, in all passes
+        self.global_count = len(self.program.global_reductions)  # reductions over all tensors, in all passes
 
     def with_outputs(self, outputs: tuple[Output, ...]) -> KernelSpec:
-        """The same with these outputs: another set of tile passes over the same tables."""
+        """This spec with other outputs: another set of tile passes over the same tables."""
         if outputs == self.outputs:
             return self
         return self.variants.setdefault(outputs, replace(self, outputs=outputs, variants={}))
 
     @cached_property
     def arrays(self) -> list[Array]:
-        """Every array a tile touches except the gradient, in address-table order."""
+        """All arrays of a tile except the gradient, in the order of the address table."""
         return [array for name, storage in self.storages.items() if name != "grad" for array in storage.arrays(name)]
 
     @cached_property
     def draws(self) -> dict[str, int]:
-        """Buffers that are rounded at random, and which of an element's random bits each takes."""
+        """Buffers with stochastic rounding, each with its slot in an element's random bits."""
         return {name: slot for slot, name in enumerate(n for n, s in self.storages.items() if codec_of(s).is_random)}
 
     def draws_in(self, tile: TilePass) -> bool:
-        """Whether a pass rounds at random."""
+        """Whether a pass rounds stochastically."""
         return not self.draws.keys().isdisjoint(tile.stores)
 
     def touched(self, tile: TilePass) -> list[tuple[int, Array]]:
-        """The arrays that a pass reads or writes, with their places: 0 of the gradient, then the address table's."""
+        """The arrays that a pass reads or writes, each with its index: 0 for the gradient, then the address table's."""
         names = {array.name for name in (*tile.reads(), *tile.stores) for array in self.storages[name].arrays(name)}
         names |= {self.grad.name} if self.program.unscales(tile) else set()
         return [(place, array) for place, array in enumerate((self.grad, *self.arrays)) if array.name in names]
 
     def steps_later(self, tile: TilePass) -> int:
-        """Steps that are counted after a pass: the last scalar pass counts this one."""
+        """1 for passes before the last scalar pass, which counts the step; else 0."""
         return int(tile.stage < len(self.program.scalars) - 1)
 
     @property
     def columns(self) -> int:
-        """Columns of the table with a row of numbers for each tensor."""
+        """The number of columns in the table of scalars, which has a row per tensor."""
         return max(len(self.program.columns), 1)
 
     @cached_property
     def widest(self) -> int:
-        """Bytes of an element of the widest array."""
+        """The largest element size of the arrays, in bytes."""
         return max(array.dtype.itemsize for array in (self.grad, *self.arrays))
 
     @cached_property
     def has_blocks(self) -> bool:
-        """Whether some buffer is kept in blocks: tiles are of whole blocks then."""
+        """Whether a buffer is stored in blocks; tiles are then multiples of blocks."""
         return any(codec_of(storage).has_blocks for storage in self.storages.values())
 
     @property
@@ -134,13 +134,13 @@ class KernelSpec:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes of a whole parameter that the scalar pass reads, counted from the last as 1; 0 is their product."""
+        """The sizes of a whole parameter that the scalar pass reads: 1 is the last dimension, 0 the element count."""
         hypers = self.program.graph.hypers()
         asked = {size_from_end(name) for name in hypers} - {0, 1, 2}
         return (2, 1, *sorted(asked), *((0,) if "numel" in hypers else ()))
 
     def scalar_dtype(self, name: str) -> torch.dtype:
-        """The dtype of a state of one number a tensor: the type computed in, unless the rule declares another."""
+        """The dtype of a scalar state: the compute type, unless the rule declares another."""
         return self.program.graph.state_dtypes.get(name, self.compute)
 
     def header(self, mark: str, backend: str) -> str:
@@ -164,7 +164,7 @@ _LONGEST = 40
 
 
 def describe(value: Value) -> str:
-    """A name from what the value is made of: `1 - lr * weight_decay` is one_minus_lr_times_weight_decay."""
+    """A name from a value's expression: `1 - lr * weight_decay` is one_minus_lr_times_weight_decay."""
     if value.operation == "constant":
         return "one" if value.attribute == 1.0 else "constant"
     if value.name:
@@ -176,7 +176,7 @@ def describe(value: Value) -> str:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The arrays one tile pass touches."""
+    """The arrays that tile passes read and write."""
 
     reads: tuple[Array, ...]
     writes: tuple[Array, ...]
@@ -185,28 +185,28 @@ class Traffic:
 
     @property
     def bytes_read(self) -> float:
-        """Bytes read for each element of a parameter."""
+        """Bytes read per element of a parameter."""
         return _bytes(self.reads)
 
     @property
     def bytes_written(self) -> float:
-        """Bytes written for each element of a parameter."""
+        """Bytes written per element of a parameter."""
         return _bytes(self.writes)
 
 
 def _bytes(arrays: Sequence[Array]) -> float:
-    """Bytes for each element of a parameter, a whole number where no array has an entry for several elements."""
+    """Bytes per element of a parameter; an integer if every array has an entry per element."""
     total = float(sum(array.dtype.itemsize / array.elements for array in arrays))
     return int(total) if total.is_integer() else total
 
 
 def pass_traffic(spec: KernelSpec, index: int) -> Traffic:
-    """What tile pass `index` moves, without the gradients that one pass writes back where they carry a loss scale."""
+    """The traffic of tile pass `index`, without gradients that are unscaled and written back."""
     return tile_traffic(spec, spec.program.passes_of(index))
 
 
 def tile_traffic(spec: KernelSpec, passes: Sequence[TilePass]) -> Traffic:
-    """What passes over elements or slices move together."""
+    """The total traffic of passes over elements or slices."""
     small = spec.program.graph.slice_states
     reads = [(name, read_arrays(spec.storages[name], name)) for each in passes for name in each.reads()]
     writes = [(name, spec.storages[name].arrays(name)) for each in passes for name in each.stores]
@@ -218,7 +218,7 @@ def tile_traffic(spec: KernelSpec, passes: Sequence[TilePass]) -> Traffic:
 
 
 def total_traffic(spec: KernelSpec) -> tuple[float, float]:
-    """Bytes read and bytes written for each element of a parameter, in all tile passes."""
+    """Bytes read and bytes written per element of a parameter, in all tile passes."""
     passes = [pass_traffic(spec, index) for index in range(len(spec.program.tiles))]
     return sum(traffic.bytes_read for traffic in passes), sum(traffic.bytes_written for traffic in passes)
 
@@ -227,14 +227,14 @@ def total_traffic(spec: KernelSpec) -> tuple[float, float]:
 class Tiles:
     """The tiles of a list of tensors."""
 
-    size: int  # elements in a tile
-    numel: np.ndarray  # int64[tensors], elements of each tensor
-    first_tile: np.ndarray  # int64[tensors], each tensor's first tile
-    tile_tensor: np.ndarray  # int32[tiles], the tensor each tile belongs to
+    size: int  # elements per tile
+    numel: np.ndarray  # int64[tensors], the elements of each tensor
+    first_tile: np.ndarray  # int64[tensors], the first tile of each tensor
+    tile_tensor: np.ndarray  # int32[tiles], the tensor of each tile
 
     @property
     def count(self) -> int:
-        """How many tiles there are."""
+        """The number of tiles."""
         return len(self.tile_tensor)
 
 

@@ -1,4 +1,4 @@
-"""Operations on whole matrices: a small table of them, and running them in batches of one shape."""
+"""Operations on whole matrices (Newton-Schulz, QR, eigenvectors), run in batches of the same shape."""
 
 from __future__ import annotations
 

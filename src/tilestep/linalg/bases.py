@@ -16,7 +16,7 @@ def _into(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
 
 
 def _finite(squares: torch.Tensor, shift: float = 0.0) -> torch.Tensor:
-    """The matrices plus `shift` times the identity; the identity in place of those that have overflowed.
+    """The matrices plus `shift` times the identity; non-finite matrices are replaced by the identity.
 
     LAPACK raises or returns NaN for infinite matrices.
     """
@@ -38,7 +38,7 @@ def _descending(operands: Sequence[torch.Tensor], _: Sequence[float], out: torch
 
 
 def _registered(name: str, operands: int, run: Run, *, waits: bool = False) -> Callable[..., torch.Tensor]:
-    """An operation on single matrices, as rules call it."""
+    """Register an operation; returns a torch operator on single matrices, for rules."""
     operation = register(MatrixOperation(name, operands, lambda *spaces: spaces[0], run, waits=waits))
     taken = ", ".join(f"Tensor matrix_{place}" for place in range(operands))
 
@@ -54,12 +54,12 @@ def _registered(name: str, operands: int, run: Run, *, waits: bool = False) -> C
 
 
 eigenbasis = _registered("eigenbasis", 1, _eigenbasis, waits=True)
-"""The eigenvectors of a symmetric matrix as columns, that of the largest eigenvalue first."""
+"""The eigenvectors of a symmetric matrix as columns, by decreasing eigenvalue."""
 
 orthogonal_basis = _registered(
     "orthogonal_basis", 1, lambda operands, _, out: _into(torch.linalg.qr(_finite(operands[0])).Q, out), waits=True
 )
-"""Orthogonal columns that span what the first columns of a square matrix span: Q of its QR decomposition."""
+"""Q of a square matrix's QR decomposition."""
 
 descending = _registered("descending", 2, _descending)
-"""The permutation that sorts a basis by how large a symmetric matrix, times it, is along its columns: largest first."""
+"""The permutation that sorts the columns q of a basis by decreasing q^T A q; takes A @ basis and the basis."""

@@ -1,4 +1,4 @@
-"""Coefficients of Newton-Schulz iterations, under the names that libraries give them."""
+"""Coefficients of Newton-Schulz iterations: published sets by name, and checks of a user's coefficients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Row = tuple[Any, Any, Any]
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of Jordan's quintic: the largest slope at zero that keeps singular values near one."""
 
-STEPS = 5  # of one row, unless told
+STEPS = 5  # the default number of steps with a single row
 _MOST_STEPS = 100
 
 
@@ -26,9 +26,9 @@ class _Table:
     """A published set of rows."""
 
     rows: tuple[tuple[float, float, float], ...]
-    steps: int  # how many it is meant for
-    further: str = ""  # rows of steps past the end: the "last" again, or from the "first" on; else it takes `steps`
-    scales: bool = False  # whether rows are those of X / safety
+    steps: int  # the published number of steps
+    further: str = ""  # rows of further steps: repeat the "last" row, or all from the "first"; empty: none allowed
+    scales: bool = False  # whether the rows apply to X / safety
 
     def row(self, step: int, safety: float) -> Row:
         if step >= len(self.rows):
@@ -103,14 +103,14 @@ NAMES = tuple(_TABLES)
 """The names of sets."""
 
 SAFETY = 1.01
-"""What "polar_express" and "cans" divide singular values by, which diverge if rounding makes them larger than that.
+"""The divisor of singular values for "polar_express" and "cans": larger values, by rounding, would diverge.
 
 For "polar_express" Emerging-Optimizers has 1.01 and gram-newton-schulz 1.05; for "cans" Emerging-Optimizers has 1.
 """
 
 
 def refusal(coefficients: Any) -> str:
-    """What coefficients must be, if these are none; else empty."""
+    """Why coefficients are invalid; empty if they are valid."""
     if isinstance(coefficients, str):
         known = coefficients in _TABLES
     else:
@@ -123,21 +123,21 @@ def _is_row(row: Any) -> bool:
     def is_number(entry: Any) -> bool:
         if isinstance(entry, (int, float)) and not isinstance(entry, bool):
             return math.isfinite(entry)
-        return isinstance(entry, torch.Tensor) or callable(entry)  # in a trace numbers are tensors
+        return isinstance(entry, torch.Tensor) or callable(entry)  # tensors while a rule is traced
 
     return isinstance(row, (tuple, list)) and len(row) == 3 and all(map(is_number, row))
 
 
 def rows_of(coefficients: Any, steps: Any = None, safety: float = SAFETY) -> list[Row]:
-    """The row of each step.
+    """The row (a, b, c) of each step.
 
     Args:
-        coefficients: three numbers for all steps, a list of such, one a step, or the name of a set.
-        steps: how many; None for as many as the list has, or as the set is meant for.
-        safety: for "polar_express" and "cans".
+        coefficients: three numbers for all steps, a list of rows, one per step, or the name of a set.
+        steps: the number of steps; None for the length of the list, or the set's published number.
+        safety: the divisor of singular values, for "polar_express" and "cans".
 
     Raises:
-        RuleError: for coefficients that are none of these, and for steps that they do not have.
+        RuleError: for invalid coefficients, and for a number of steps that they do not support.
     """
     if wrong := refusal(coefficients):
         raise RuleError(f"orthogonalize: coefficients={coefficients!r}; {wrong}")
@@ -159,7 +159,7 @@ def rows_of(coefficients: Any, steps: Any = None, safety: float = SAFETY) -> lis
 
 
 def _whole(steps: Any, likely: int) -> int:
-    """Steps as an integer; a rule's number is only compared, which makes it a branch of its graph."""
+    """Steps as an integer; a traced number is only compared, which guards the rule's graph."""
     for count in (likely, *range(_MOST_STEPS)):
         if steps == count:
             return count
@@ -168,5 +168,5 @@ def _whole(steps: Any, likely: int) -> int:
 
 
 def flat(rows: Sequence[Row]) -> list[Any]:
-    """The numbers of rows one after the other, as operations take them."""
+    """Flatten rows into the scalar arguments of operations."""
     return [number for row in rows for number in row]

@@ -1,4 +1,4 @@
-"""The table of operations on whole matrices: names, shapes, how each runs on a batch and in how much memory."""
+"""The table of operations on whole matrices: names, shapes, functions on batches, and workspace."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import torch
 
 @dataclass
 class Batch:
-    """Matrices of one shape whose operations take the same numbers."""
+    """Matrices of the same shape whose operations have the same scalar arguments."""
 
-    shape: tuple[int, int]  # rows and columns of each
-    members: list[int]  # the places in the segment of the tensors that hold them
-    counts: list[int]  # how many each of these holds, one behind the other
-    numbers: dict[int, float]  # what operations take beside matrices, by identity of the value
-    chunk: int  # how many are worked on at once
+    shape: tuple[int, int]  # rows and columns of each matrix
+    members: list[int]  # the indices in the segment of the tensors with these matrices
+    counts: list[int]  # the number of consecutive matrices in each of these tensors
+    numbers: dict[int, float]  # the operations' scalar arguments, by `id` of the value
+    chunk: int  # the number of matrices computed together
     device: torch.device
     arrays: dict[str, torch.Tensor] = field(default_factory=dict)  # each scratch array, [matrices, rows, columns]
     states: dict[str, torch.Tensor] = field(default_factory=dict)  # each matrix state, [members, side, side]
-    index: torch.Tensor = field(init=False)  # int64[matrices], the place of each one's tensor
+    index: torch.Tensor = field(init=False)  # int64[matrices], the index of each matrix's tensor
 
     def __post_init__(self) -> None:
         places = [member for member, count in zip(self.members, self.counts) for _ in range(count)]
         self.index = torch.tensor(places, dtype=torch.int64, device=self.device)
 
     def parts(self, array: torch.Tensor) -> list[torch.Tensor]:
-        """Each member's matrices in an array of all."""
+        """Split an array of all matrices by member."""
         return list(array.split(self.counts))
 
 
@@ -43,8 +43,8 @@ _kept: ContextVar[int | None] = ContextVar("_kept", default=None)
 def limit_workspace(size: int) -> int:
     """Limit the workspace of matrix operations, for optimizers made after this call.
 
-    Matrices of one shape are worked on together as far as the bound allows, at least one at a time. Smaller chunks mean
-    more launches.
+    Matrices of the same shape are computed together in chunks that fit the limit, at least one matrix at a time.
+    Smaller chunks mean more launches.
 
     Args:
         size: bytes; the default is 1 GiB.
@@ -78,7 +78,7 @@ def keeping_to(bound: int | None) -> Iterator[None]:
 
 
 def matrices_at_once(work: Sequence[str], shape: tuple[int, int], compute: torch.dtype, count: int) -> int:
-    """How many matrices are processed at once by operations of these names."""
+    """The number of matrices per chunk for operations with these names."""
     rows, columns = shape
     needs = [1]
     for operation in map(MATRIX_OPERATIONS.get, work):
@@ -89,32 +89,32 @@ def matrices_at_once(work: Sequence[str], shape: tuple[int, int], compute: torch
     return max(1, -(-count // min(chunks, max(count, 1))))
 
 
-Launch = tuple[Any, Sequence[Any]]  # what launches one of Triton's kernels, and the arguments
+Launch = tuple[Any, Sequence[Any]]  # the launcher of a Triton kernel, and its arguments
 
 Space = tuple[str, str]
-"""How many rows and columns a matrix has, in words of its parameter: `("rows", "columns")` is the parameter's shape."""
+"""A matrix's numbers of rows and columns as sizes of its parameter: `("rows", "columns")` is the parameter's shape."""
 
-PARAMETER: Space = ("rows", "columns")  # the parameter's own shape
+PARAMETER: Space = ("rows", "columns")  # the parameter's shape
 
 Run = Callable[[Sequence[torch.Tensor], Sequence[float], "torch.Tensor | None"], torch.Tensor]
-"""From batches [B, R, C], numbers and, or None, where the result should go, to the result: `out` itself if given."""
+"""Takes batches [B, R, C], scalars, and `out` or None; returns the result, which is `out` if given."""
 
 
 @dataclass(frozen=True)
 class MatrixOperation:
-    """One operation on whole matrices."""
+    """An operation on whole matrices."""
 
-    name: str  # what graphs and messages call it
-    operands: int  # how many matrices it takes; any further arguments are numbers known before the step
-    space: Callable[..., Space]  # from the operands' shapes to the result's
+    name: str  # the name in graphs and messages
+    operands: int  # the number of matrix arguments; further arguments are scalars known before the step
+    space: Callable[..., Space]  # maps the operands' shapes to the result's
     run: Run
-    dtype: torch.dtype | None = None  # what it takes and returns; None for the type that the rule computes in
+    dtype: torch.dtype | None = None  # the dtype of operands and result; None for the rule's compute type
     workspace: Callable[[int, int], int] = field(default=lambda rows, columns: 0)
     work: Callable[[int, int, Sequence[float]], float] = field(
         default=lambda rows, columns, numbers: 2.0 * rows * columns * min(rows, columns)
     )
-    """Floating-point operations for a matrix with so many rows and columns and these numbers."""
-    waits: bool = False  # whether the host waits for the device in it, so that no CUDA graph can hold it
+    """Floating-point operations for a matrix, from its rows, columns and scalar arguments."""
+    waits: bool = False  # whether the host waits for the device, so that no CUDA graph can hold the operation
     launches: Callable[[tuple[int, int], Sequence[float], torch.device], list[Launch]] | None = None
 
 

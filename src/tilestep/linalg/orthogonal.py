@@ -1,4 +1,4 @@
-"""The nearest orthogonal matrix: Newton-Schulz iterations in 16 bits, large ones on a GPU by symmetric products."""
+"""`orthogonalize`: Newton-Schulz iterations in 16 bits; symmetric products for large matrices on a GPU."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from .scalar_values import as_scalar
 from .symmetric import SMALLEST, pays, symmetric_launch, symmetric_product
 
 STEPS_OF_A_GRAM = (3, 2)
-"""Steps with the first Gram matrix, and with each later one, whose eigenvalues are near one: by then rounding has grown
-to about what a step in bfloat16 makes."""
+"""The number of steps with the first Gram matrix, and with each later Gram matrix, whose eigenvalues are near one:
+after these the rounding errors reach the error of a step in bfloat16."""
 
 _STEEPEST = 40.0
-"""The largest coefficient, and the largest product of slopes before a Gram matrix is used: roundings grow by them."""
+"""The largest coefficient, and the largest product of slopes before a Gram matrix is used: rounding errors grow by
+these factors."""
 
 _LEAST = 0.15
-"""A first step that multiplies some singular value by less than so much of the slope at zero has a Gram matrix alone.
+"""The first step has a separate Gram matrix if it multiplies a singular value by less than this part of the slope at
+zero.
 
-"polar_express" takes a value whose square is 0.68 of the norm's to 0.2, "quintic" the norm itself to 0.1. In the Gram
-matrix what is left is mostly rounding where the value's vector has few large elements, and further steps with it would
-enlarge that until the matrix diverges.
+"polar_express" maps a value whose square is 0.68 of the norm's to 0.2, "quintic" maps the norm to 0.1. If the singular
+vector has few large elements, the rest of the value in the Gram matrix is mostly rounding error, which further steps
+with this Gram matrix would amplify until the matrix diverges.
 """
 
 _ELONGATED = 1.4
@@ -44,17 +46,17 @@ def work(high: int, wide: int, numbers: Sequence[float]) -> float:
     """
     rows, (short, long) = list(zip(*[iter(numbers[1:])] * 3)), sorted((high, wide))
     is_large = short >= SMALLEST
-    symmetric = short * short * (1.0 if is_large else 2.0)  # times the inner side; half of it is computed
+    symmetric = short * short * (1.0 if is_large else 2.0)  # per element of the inner side; large: half is computed
     total = 0.0
     for steps in restarts(rows, (high, wide)) if is_large else ([row] for row in rows):
-        # Beside the square: the factor's product, and two of each step but the last.
+        # Besides the square: the factor's product, and two products for each step but the last.
         products = sum(bool(c) for _, _, c in steps) + 3 * (len(steps) - 1)
         total += symmetric * (long + products * short) + 2.0 * short * short * long
     return total
 
 
 def restarts(rows: Sequence[Row], shape: Sequence[int]) -> list[Sequence[Row]]:
-    """The steps that share a Gram matrix, in order: several where that takes fewer products and grows no roundings."""
+    """Group the steps that share a Gram matrix, if that needs fewer products and does not amplify rounding errors."""
     first, later = STEPS_OF_A_GRAM
     first = 1 if rows and _least_factor(rows[0]) < _LEAST * rows[0][0] else first
     ends = [0, *range(first, len(rows), later), len(rows)]
@@ -66,7 +68,7 @@ def restarts(rows: Sequence[Row], shape: Sequence[int]) -> list[Sequence[Row]]:
 
 
 def _least_factor(row: Row) -> float:
-    """The least that a step multiplies a singular value of at most one by."""
+    """The least factor by which a step multiplies a singular value of at most one."""
     a, b, c = row
     lowest = min(max(-b / (2 * c), 0.0), 1.0) if c else 1.0
     return min(a + b * square + c * square**2 for square in (lowest, 1.0))
@@ -79,12 +81,12 @@ def gram_newton_schulz(
     out: torch.Tensor | None,
     multiply: Callable[..., torch.Tensor] = symmetric_product,
 ) -> torch.Tensor:
-    """Newton-Schulz for a batch; as near to the exact iteration as the plain one in the batch's dtype.
+    """Newton-Schulz for a batch, as accurate as the plain iteration in the batch's dtype.
 
-    With G = X X^T and P = a + b G + c G^2 the step X <- P X takes G to P G P, and steps after one another take X to
-    Q X with Q the product of their P. All of these commute and are symmetric, so half of each is enough. They are kept
-    in float16, which below one has more digits than bfloat16; X keeps its dtype, and its norm until it is first
-    multiplied.
+    With G = X X^T and P = a + b G + c G^2 the step X <- P X maps G to P G P, and consecutive steps map X to Q X with Q
+    the product of their P. All these matrices commute and are symmetric, so half of each product is computed. They are
+    stored in float16, which has more digits below one than bfloat16; X keeps its dtype, and its norm until the first
+    multiplication.
 
     Source: for working on Gram matrices alone, Dao-AILab's "Gram Newton-Schulz" (2025).
     """
@@ -108,7 +110,7 @@ def _factor(
     steps: Sequence[Row],
     multiply: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """The factor that several steps multiply a matrix by, [B, short, short] in its dtype, including `scale`."""
+    """The factor of several steps, [B, short, short] in the matrix's dtype, including `scale`."""
     short = min(matrix.shape[-2:])
 
     def product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype = torch.float16, **rest: Any) -> Any:
@@ -209,7 +211,7 @@ def newton_schulz(
     multiply: Callable[..., torch.Tensor] = symmetric_product,
     precision: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """`orthogonalize` for a batch; numbers are eps, then a, b, c of each step."""
+    """`orthogonalize` for a batch; `numbers` has eps, then a, b, c of each step."""
     eps, rows = numbers[0], list(zip(*[iter(numbers[1:])] * 3))
     if out is not None and out.dtype is not precision:
         return out.copy_(newton_schulz(operands, numbers, None, multiply, precision))
@@ -226,7 +228,7 @@ def newton_schulz(
         batch = torch.div(batch, norm, out=None if rows else out)
     for step, (a, b, c) in enumerate(rows):
         gram = torch.bmm(batch.mT, batch) if is_tall else torch.bmm(batch, batch.mT)
-        # Without c there is nothing to multiply; torch's bfloat16 baddbmm on the CPU forgets beta when alpha is 0.
+        # With c = 0 no product is needed; torch's bfloat16 baddbmm on the CPU ignores beta if alpha is 0.
         update = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) if c else gram * b
         factors = (batch, update) if is_tall else (update, batch)
         batch = torch.baddbmm(batch, *factors, beta=a, out=out if step == len(rows) - 1 else None)
@@ -236,7 +238,7 @@ def newton_schulz(
 def _launches(
     shape: tuple[int, int], numbers: Sequence[float], device: torch.device, precision: torch.dtype
 ) -> list[Launch]:
-    """The kernels of `newton_schulz` for matrices of a shape, noted in a run that multiplies nothing."""
+    """The kernel launches of `newton_schulz` for matrices of a shape, recorded in a run without products."""
     batch = torch.zeros(1, *shape, dtype=precision, device=device)
     if not pays(batch):
         return []
@@ -252,9 +254,9 @@ def _launches(
 
 
 def _registered(precision: torch.dtype) -> Callable[..., torch.Tensor]:
-    """`orthogonalize` with products in this precision, as graphs and rules call it."""
+    """Register `orthogonalize` with products in this precision; returns a torch operator for rules."""
     is_narrow = precision is torch.bfloat16
-    # Elements of float16 that are not normalized may vanish, so that it takes float32.
+    # Float16 takes float32 operands: small elements could underflow before the matrix is normalized.
     dtype = torch.bfloat16 if is_narrow else torch.float32
     name = "orthogonalize" if is_narrow else f"orthogonalize_{str(precision).removeprefix('torch.')}"
     register(
@@ -264,7 +266,7 @@ def _registered(precision: torch.dtype) -> Callable[..., torch.Tensor]:
             lambda space: space,
             partial(newton_schulz, precision=precision),
             dtype,
-            # The matrix once more, and a handful of Gram matrices.
+            # Another copy of the matrix, and a few Gram matrices.
             workspace=lambda rows, columns: rows * columns + 5 * min(rows, columns) ** 2,
             work=work,
             launches=partial(_launches, precision=precision),

@@ -1,4 +1,4 @@
-"""Numbers as 0-dim values, as rules and operations on matrices take them."""
+"""Conversions between numbers and 0-dim tensors, for rules and operations on matrices."""
 
 from __future__ import annotations
 

@@ -14,12 +14,12 @@ from .operations import Launch
 
 @dataclass(frozen=True)
 class Blocks:
-    """How a product is cut up."""
+    """The block sizes and launch options of a product."""
 
-    side: int = 128  # of the square that a program computes
-    inner: int = 64  # products it adds up at a time
+    side: int = 128  # the side of the block that a program computes
+    inner: int = 64  # the length of a step along the inner side
     warps: int = 4
-    stages: int = 3  # loads in flight; with these numbers two programs share a multiprocessor
+    stages: int = 3  # loads in flight; with these defaults two programs share a multiprocessor
 
     def count(self, rows: int) -> int:
         """Programs for the lower triangle of a square matrix."""
@@ -29,13 +29,13 @@ class Blocks:
 
 BLOCKS = Blocks()
 
-_COPY_ENGINE = (9, 0)  # the first compute capability with one: Hopper's
+_COPY_ENGINE = (9, 0)  # the first compute capability with a tensor memory accelerator: Hopper's
 
-SMALLEST = 768  # below, few tiles are spared, and launches take longer than torch's
+SMALLEST = 768  # the least side: below, few tiles are saved, and launches take longer than torch's
 
 
 def pays(batch: torch.Tensor) -> bool:
-    """Whether `symmetric_product` takes products of this batch, and is faster at them than torch's full ones."""
+    """Whether `symmetric_product` supports products of this batch, and is faster than torch's full products."""
     large = batch.is_cuda and batch.dtype.itemsize == 2 and min(batch.shape[-2:]) >= SMALLEST
     fits = large and batch.is_contiguous() and all(side % 16 == 0 for side in batch.shape[-2:])
     return fits and _copies_blocks(batch.device) and _triton() is not None and batch.data_ptr() % 16 == 0
@@ -43,7 +43,7 @@ def pays(batch: torch.Tensor) -> bool:
 
 @lru_cache(maxsize=64)
 def _copies_blocks(device: torch.device) -> bool:
-    """Whether a GPU has an engine that copies blocks; on others the kernel waits for each of its loads."""
+    """Whether a GPU has a tensor memory accelerator; without it the kernel waits for each load."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _COPY_ENGINE
 
 
@@ -59,7 +59,7 @@ def symmetric_launch(
     scale: torch.Tensor | None = None,
     blocks: Blocks | None = None,
 ) -> Launch:
-    """The launch of `symmetric_product`, which takes the same."""
+    """The launch of `symmetric_product`, with the same arguments."""
     blocks = blocks or BLOCKS
     is_tall = left.size(-1) == out.size(-1) and left.size(-2) != out.size(-1)
     dtypes = left.dtype, right.dtype, None if base is None else base.dtype, out.dtype
@@ -110,7 +110,7 @@ def _launcher(
     blocks: Blocks,
     device: torch.device,
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """A launcher for operands of these dtypes: what it has compiled for one reads another's bits wrongly."""
+    """A launcher for operands of these dtypes: a compiled kernel would misread another dtype's bits."""
     constants = {
         "TALL": is_tall,
         "HAS_BASE": dtypes[2] is not None,

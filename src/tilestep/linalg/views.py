@@ -1,4 +1,4 @@
-"""Which matrices a tensor holds: a stack of them, a convolution's as rows, or blocks of rows."""
+"""The matrices inside a tensor: a batch of matrices, a flattened convolution, or blocks of rows (heads, splits)."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass
 
 import torch
 
-_WINDOW = 7  # sides up to this are those of a convolution's window
+_WINDOW = 7  # last dimensions up to this size are taken for a convolution's kernel size
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Some rows of a tensor: the same ones of every group of rows."""
+    """Some rows of a tensor: the same range of rows in each of several groups of equal size."""
 
     dim: int  # the dimension of rows
     groups: int
-    start: int  # the first row in each group, and the one after the last
+    start: int  # the half-open range of rows in each group
     stop: int
 
     def spans(self, rows: int, first: int, last: int) -> list[slice]:
-        """Where a part with some of a tensor's rows has these rows: in groups, where there are several, and in each.
+        """The slices of this cut in a part with rows `first` to `last` of a tensor: of groups if several, and of rows.
 
         Raises:
-            ValueError: for a part of a group, of several groups.
+            ValueError: if the cut has several groups and the part does not consist of whole groups.
         """
         size = self.stop - self.start
         if self.groups == 1:
@@ -35,7 +35,7 @@ class Cut:
         return [slice(first // period, last // period), slice(0, size)]
 
     def within(self, rows: int, first: int, last: int) -> Cut:
-        """These rows as rows of such a part."""
+        """The cut of such a part that selects the same rows."""
         *groups, inside = self.spans(rows, first, last)
         count = groups[0].stop - groups[0].start if groups else 1
         start = self.start + inside.start - (0 if groups else first)
@@ -52,19 +52,19 @@ class Cut:
 
 @dataclass(frozen=True)
 class Matrices:
-    """Matrices of one shape inside of a tensor, one behind the other in the order of its indices."""
+    """Matrices of the same shape in a tensor, in the order of its indices."""
 
     rows: int
     columns: int
     cut: Cut | None = None  # the part of the tensor that holds them; None for all of it
 
     def count(self, numel: int) -> int:
-        """How many of them so many elements of the tensor are."""
+        """The number of matrices in `numel` elements of the tensor."""
         return numel // max(self.rows * self.columns, 1)
 
 
 def leading_dims(matrices: Matrices | None, shape: Sequence[int]) -> int:
-    """The first dimensions of a tensor that count matrices; 0 where they are rows, as in a flattened convolution."""
+    """The number of leading batch dimensions of a tensor; 0 for a flattened convolution."""
     is_stack = matrices is None or matrices.columns == shape[-1]
     return max(len(shape) - 2, 0) if is_stack else 0
 
@@ -72,14 +72,14 @@ def leading_dims(matrices: Matrices | None, shape: Sequence[int]) -> int:
 def find_matrices(
     shape: Sequence[int], *, flatten: bool = False, heads: int | None = None, splits: Sequence[int] | None = None
 ) -> list[Matrices]:
-    """The matrices of a tensor with at least two dimensions, those of one shape together.
+    """The matrices of a tensor with at least two dimensions, grouped by shape.
 
     Args:
-        shape: its shape; dimensions before the last two count matrices.
+        shape: the tensor's shape; dimensions before the last two are batch dimensions.
         flatten: whether all dimensions but the first are columns.
-        heads: blocks of rows of one size in each matrix.
-        splits: sizes of blocks of rows; if their sum is a part of the rows they repeat, and equal places form one
-            matrix.
+        heads: the number of row blocks of equal size in each matrix.
+        splits: the sizes of row blocks. If the rows are a multiple of their sum, the blocks repeat, and blocks with
+            the same index form one matrix.
 
     Raises:
         ValueError: for rows that cannot be cut so, and for a convolution without `flatten`.

@@ -1,1 +1,1 @@
-"""State in host memory, updated there or streamed to the device; a file per kind of memory."""
+"""`offload`: optimizer state in host memory, updated there (`host`) or streamed to the device (`streaming`)."""

@@ -1,4 +1,4 @@
-"""Chunks of tiles that fit a buffer."""
+"""Chunks of tiles: ranges of a segment whose arrays on the host fit a device buffer."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def sizes_of_chunks(tiles: Sequence[int], uncut: Sequence[bool], room: int) -> l
 
 
 def cut_tiles(passes: Passes, names: Sequence[str], room: int) -> list[tuple[range, range]]:
-    """The ranges of tiles and of tensors of a segment's chunks, of about `room` bytes of the named arrays."""
+    """For each chunk of a segment its ranges of tiles and tensors; a chunk has about `room` bytes of named arrays."""
     tiles, strided = passes.segment.tiles, set(passes.arrays.strided)
     width = sum(passes.segment.entries[0].arrays[name].element_size() for name in names)
     counts = (-(-tiles.numel // tiles.size)).tolist()
@@ -103,7 +103,7 @@ def cut_tiles(passes: Passes, names: Sequence[str], room: int) -> list[tuple[ran
 
 
 def walked_part(segment: Segment, tiles: range, place: int) -> tuple[int, int]:
-    """The range of elements of a tensor in memory that some tiles have: first, and last plus 1; both 0 for none."""
+    """The range of a tensor's elements in memory that belong to some tiles: first, and last plus 1; (0, 0) if none."""
     start, size = int(segment.tiles.first_tile[place]), segment.tiles.size
     first, stop = max(tiles.start - start, 0) * size, min((tiles.stop - start) * size, int(segment.tiles.numel[place]))
     return (segment.element_at(place, first), segment.element_at(place, stop)) if stop > first else (0, 0)
@@ -127,7 +127,7 @@ def lay_out(chunk: Chunk, segment: Segment, names: Sequence[str]) -> None:
             first, stop = walked_part(segment, chunk.tiles, place)
             if not stop:
                 continue
-            # Rows of packed neighbours have even lengths, and tiles begin at even places.
+            # Arrays that pack elements have rows of even lengths, and tiles begin at even indices.
             packed, width = segment.entries[place].param.numel() // array.numel(), array.element_size()
             first, length = first // packed, (stop // packed - first // packed) * width
             storage, start = array.untyped_storage(), (int(array.storage_offset()) + first) * width

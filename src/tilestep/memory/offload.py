@@ -51,7 +51,7 @@ def offload(
             `grad` is None, and `step` consumes the gradients: clip with `max_grad_norm`, scale losses with
             `tilestep.GradScaler`.
         where: where updates run, "gpu" or "cpu". The default is the GPU if Triton is installed, else the CPU.
-            Parameters on the CPU (such as with FSDP2's `CPUOffloadPolicy`) are updated there, beside their state.
+            Parameters on the CPU (such as with FSDP2's `CPUOffloadPolicy`) are updated there.
         chunk_mb: MiB of state, or with "cpu" of parameters, in a chunk.
         buffers: chunks of device memory, for "gpu": with three, one is copied in and one out while one is updated.
 
@@ -91,7 +91,7 @@ def offload(
     place, reason = choose(made, device, where)
     size = int(chunk_mb * _MIB)
     memory = OffloadedState()
-    memory.on_device = True  # of parameters on the CPU, unless another memory takes its place
+    memory.on_device = True  # for parameters on the CPU; replaced below for other devices
     if place == "gpu":
         memory = StreamedState(device, size, buffers, gradients)
     elif place == "cpu":

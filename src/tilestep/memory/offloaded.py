@@ -71,10 +71,10 @@ class OffloadReport:
     """Where the state of an optimizer is, where its updates run, and why."""
 
     where: str  # "gpu", "cpu", or "here" for parameters on the CPU
-    reason: str  # of `where`
+    reason: str  # why updates run there
     plan: Plan  # the bytes of an update
-    host_bytes: int = 0  # of host memory
-    device_bytes: int = 0  # of buffers on the device
+    host_bytes: int = 0  # bytes of host memory
+    device_bytes: int = 0  # bytes of buffers on the device
 
     def __str__(self) -> str:
         plan = self.plan
@@ -111,7 +111,7 @@ def traffic_of(spec: KernelSpec, index: int) -> tuple[tuple[str, ...], tuple[str
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ROW, _TOGETHER = 1024, 2**25  # elements of a row, and of a concatenated batch
+_ROW, _TOGETHER = 1024, 2**25  # elements per row, and the most elements of a concatenated batch
 
 
 @torch.no_grad()
@@ -132,7 +132,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _batches(flats: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Neighbours of one dtype, concatenated up to the size of a batch; larger tensors unchanged."""
+    """Consecutive tensors of the same dtype, concatenated up to the size of a batch; larger tensors unchanged."""
     kept: list[torch.Tensor] = []
     elements = 0
     for flat in flats:
@@ -156,13 +156,13 @@ class Mirror:
     """A parameter and its gradient on the host."""
 
     param: torch.Tensor
-    part: torch.Tensor  # its local part, on the device
+    part: torch.Tensor  # the parameter's local part, on the device
     host: torch.Tensor  # the copy that kernels of the CPU update; without memory if the device updates
-    gradient: torch.Tensor  # memory of its gradient, in the same order
+    gradient: torch.Tensor  # memory for the gradient, in the same memory order
     present: bool = False  # whether this step has a gradient
     sent: torch.Tensor | None = None  # the gradient on the device; None if it is on the host only
     arrival: int = -1  # index of the copy of the step that contains it
-    is_taken: bool = False  # whether gradients are freed in the stream that made them
+    is_taken: bool = False  # whether gradients are freed in the stream that computed them
 
     def fits(self, part: torch.Tensor) -> bool:
         """Whether the local part is the same tensor, with the same shape, dtype and dtype of gradients."""
@@ -192,7 +192,7 @@ class Mirrors(dict[torch.Tensor, Mirror]):
         self._has_parameters = has_parameters
 
     def leaving(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those that are none of these parameters, or no longer fit."""
+        """The mirrored parameters that are not in `params`, or no longer fit their mirrors."""
         staying = set(params)
         return [param for param, own in self.items() if param not in staying or not own.fits(local_part(param))]
 
@@ -235,7 +235,7 @@ class HostCopies:
             self._held.give_back()
 
     def send(self, mirror: Mirror, gradient: torch.Tensor) -> None:
-        """Start the copy of a gradient to the host, or add it to one there; keeps it alive until it is copied."""
+        """Start the copy of a gradient to the host, or add it to a gradient there; keeps it alive until then."""
         ordered = mirror.in_order(gradient)
         if mirror.present or ordered is not gradient:
             self._lane.follow(self._compute.mark())
@@ -249,8 +249,8 @@ class HostCopies:
         mirror.present, mirror.arrival = True, len(self._marks)
         self._open += ordered.nbytes
         if mirror.is_taken:
-            # Its stream is the current one; when later gradients push it out, another may be current. Computation waits
-            # only for copies that are some chunks behind.
+            # The gradient belongs to the current stream; another stream may be current when it is freed. Computation
+            # waits only for copies that are some chunks behind.
             home = self._lane.current()
             self._held.hold(ordered, self._lane.next_mark(), () if home is None else (home,), ordered.nbytes)
             self._held.give_back(_BEHIND * self._step)
@@ -277,10 +277,10 @@ class HostCopies:
 
 
 class HostGradients(Row):
-    """Copies gradients to the host when backward has completed them, without a wait; each is a bucket."""
+    """Copies each gradient to the host when backward has completed it, without a wait; every gradient is a bucket."""
 
-    # For a DTensor the local part is copied after the reduction: FSDP2 then runs hooks, in the stream of the reduction.
-    # A gradient with other placements than its parameter (a partial sum) is left for the step, which all ranks take.
+    # For a DTensor the local part is copied after the reduction: FSDP2 runs hooks after it, in the reduction's stream.
+    # A gradient with other placements than its parameter (a partial sum) stays for the step, which all ranks take.
 
     choice, refused_as = "offload of gradients", OffloadError
     taken_by = (
@@ -294,14 +294,14 @@ class HostGradients(Row):
         self.timeline.announce()
 
     def give_back(self, params: Iterable[torch.Tensor]) -> None:
-        """Give gradients on the host back to parameters that leave or no longer fit; those of `params` stay."""
+        """Return gradients on the host to parameters that are not in `params`, or no longer fit."""
         for param, gradient in self.arrived(self._mirrors.leaving(params)):
             part = local_part(param)
             own = distribute(gradient.to(part.device, grad_dtype(param), copy=True), param)
             param.grad = own if param.grad is None else param.grad + own
 
     def follow(self, params: Sequence[torch.Tensor]) -> None:
-        """Copy the gradients of exactly these parameters from now on; they have mirrors."""
+        """Copy the gradients of exactly these parameters from now on; all must have mirrors."""
         self.timeline.count([param] for param in params)
         for param in params:
             # HSDP computes a gradient in one stream and completes it in another.
@@ -349,7 +349,7 @@ class HostGradients(Row):
 
 
 def _part(param: Any) -> torch.Tensor | None:
-    """The local part of a parameter's gradient; None for one with other placements than the parameter."""
+    """The local part of a parameter's gradient; None if its placements differ from the parameter's."""
     gradient = param.grad
     if gradient is None or is_distributed(gradient) is not is_distributed(param):
         return None
@@ -359,17 +359,17 @@ def _part(param: Any) -> torch.Tensor | None:
 
 
 class OffloadedState(StateMemory):
-    """The memory of an offloaded optimizer, with its public methods; used as it is for parameters on the CPU."""
+    """The memory of an offloaded optimizer, with its public methods; used directly for parameters on the CPU."""
 
     on_device = False
     not_copied = "an offloaded optimizer cannot be copied or pickled: save its state_dict()"
     where = ""  # where updates run, for reports
-    reason = ""  # of `where`
+    reason = ""  # why updates run there
     _owner: Callable[[], Optimizer | None]
     device: torch.device
     kept: HostGradients | None = None  # takes gradients in backward, if requested
-    host_bytes = 0  # of state, and of copies of parameters and gradients
-    device_bytes = 0  # of buffers, which the first step allocates
+    host_bytes = 0  # bytes of state, and of copies of parameters and gradients
+    device_bytes = 0  # bytes of buffers, which the first step allocates
 
     def attach_to(self, optimizer: Optimizer, where: str, reason: str) -> None:
         """Become the memory of a complete optimizer."""
@@ -449,7 +449,7 @@ class StateOnHost(OffloadedState):
             raise Stale("parameters have changed their shape or dtype")
 
     def make(self, params: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
-        """Buffers in one piece of host memory."""
+        """Buffers in one allocation of host memory."""
         return self.memory.like(params, dtypes)
 
     def check(self, label: str, param: torch.Tensor) -> None:

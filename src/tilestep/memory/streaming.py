@@ -1,4 +1,4 @@
-"""State on the host, updates on the device: chunks of state are copied in, updated, and copied out."""
+"""`offload(where="gpu")`: chunks of state are copied to the device, updated there, and copied back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .offloaded import ChunkedPasses, Mirrors, StateOnHost, moved_arrays, traffi
 
 
 class Buffer:
-    """Device memory for a chunk at a time."""
+    """Device memory for one chunk at a time."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -1,4 +1,4 @@
-"""The table of tensors, its optional C++ extension, which is built in the background, and page-locked host memory."""
+"""The table of tensors, its optional C++ extension, built in the background, and page-locked host memory."""
 
 from __future__ import annotations
 

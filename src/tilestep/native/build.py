@@ -1,4 +1,4 @@
-"""Builds and loads the C++ extension: no step waits for it, the cache keeps it, and Python code replaces it."""
+"""Builds and loads the C++ extension: in a background thread, into the cache; until then Python code runs instead."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..errors import BuildError
 from ..kernels.cache import cached, content_key, find_cached, open_cached
 
 LEAST_TENSORS = 16
-"""With fewer tensors the Python code takes no noticeable time."""
+"""The least number of tensors for a build: with fewer the Python code takes no noticeable time."""
 
 _FLAGS = ["-std=c++20", "-O2", "-fopenmp", "-shared", "-fPIC", "-w"]
 _lock = threading.Lock()
@@ -33,18 +33,18 @@ _is_absent = False
 _first_asked: float | None = None
 
 _SECONDS = 600.0
-"""Seconds that the compiler may take; only `wait` waits for it."""
+"""The time limit of the compiler, in seconds; only `wait` waits for it."""
 
 _START_SECONDS = 2.0
-"""Seconds after the first step before a build starts: a short process would end before the build."""
+"""Seconds from the first step to the start of a build: a short process would exit before the build ends."""
 
 _END_SECONDS = 2.0
-"""Seconds that the end of a process waits for the thread."""
+"""Seconds that a process waits for the thread at exit."""
 
 _FOLDER = Path(__file__).parent
 
 bump: Callable[[list[torch.Tensor]], object] = torch.autograd.graph.increment_version
-"""Bumps the version of each tensor, as in-place writes do; in C++ once that is loaded: call it as `build.bump`."""
+"""Bumps the version of each tensor, as in-place writes do. The loaded C++ replaces it: call it as `build.bump`."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -81,7 +81,7 @@ def _file_name() -> str | None:
 
 
 def module(tensors: int) -> Any:
-    """The C++ module if it is built; otherwise None, and a thread builds it once that pays off."""
+    """The C++ module if it is built; otherwise None, and a thread builds it when that pays off."""
     global _is_absent, _first_asked
     if _loaded.cache_info().currsize:
         return _loaded()

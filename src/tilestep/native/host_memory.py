@@ -63,7 +63,7 @@ class HostMemory:
         self._pieces: list[tuple[int, int, weakref.ref[np.ndarray]]] = []
 
     def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Allocate one piece of memory for several buffers, each with a storage of its own."""
+        """Allocate one piece of memory for several buffers, each with a separate storage."""
         padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
         if not sum(padded):
             return [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in sizes]
@@ -85,7 +85,7 @@ class HostMemory:
         made = []
         for tensor, dtype, begin in zip(tensors, dtypes, begins):
             like = torch.empty_like(tensor, dtype=dtype, device="meta", memory_format=torch.preserve_format)
-            # `set_`, not a view: the tensor has a version counter of its own, and is no alias of its neighbours.
+            # `set_`, not a view: each tensor has its own version counter, and is not an alias of its neighbours.
             empty = torch.empty(0, dtype=dtype, device="cpu")
             made.append(empty.set_(storages[dtype], begin, like.shape, like.stride()))
         return made

@@ -1,9 +1,9 @@
-"""The table of tensors that kernels reach by address; before every step it looks for changes of them.
+"""The table of tensors that kernels access by address; before every step a look detects changed tensors.
 
 A tensor is unchanged if its dtype, device, sizes, strides, dispatch keys (lazy negation and conjugation, zero tensors,
 subclasses) and address are the remembered ones. `scan.cpp` implements this in `description_of` and `address_of`; this
-module uses torch's guards and `data_ptr`, for tensors that C++ does not support and where it is not built. Memory is
-not kept alive between steps: if a state is moved to another device, its memory is freed at once.
+module uses torch's guards and `data_ptr`, for tensors that C++ does not support, or if C++ is not built. The table
+does not keep memory alive between steps: if a state is moved to another device, its old memory is freed.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from ..compat import (
 from ..devices import copy_to, is_host
 
 SAME, MOVED, CHANGED = 0, 1, 2
-"""Results of a look: no tensor has changed; addresses have changed; something else has changed."""
+"""Results of a look: nothing has changed; addresses have changed; something else has changed."""
 
 _AT_ONCE = 512  # tensors per look in turn
 
 _LARGE, _MOST_LOOKING, _MOST_WOKEN = 500, 8, 4
-"""The number of tensors from which threads look at them, and how many threads; fewer if they have to be woken."""
+"""The least number of tensors for a look by several threads, and the most threads; fewer if they must be woken."""
 
-_LOW = 1 << 32  # memory mostly lies above; a lower address may be an offset from a null pointer
+_LOW = 1 << 32  # most memory has higher addresses; a lower address may be an offset from a null pointer
 
 
 class Written(Protocol):
@@ -53,7 +53,7 @@ class Written(Protocol):
 
 
 class _Described:
-    """Remembered metadata and addresses of tensors; of DTensors those of their local parts, which are kept alive."""
+    """Remembered metadata and addresses of tensors; for DTensors, of their local parts, which are kept alive."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, fixed: bool = False) -> None:
         self.tensors: list[torch.Tensor] = list(tensors) if fixed else []
@@ -68,7 +68,7 @@ class _Described:
         self._check: Callable[..., bool] = tensor_guards(tensors) if tensors else bool
 
     def look(self, tensors: list[torch.Tensor] | None = None) -> int:
-        """SAME, MOVED or CHANGED, for the fixed tensors or for `tensors` in their place."""
+        """Compare the fixed tensors, or `tensors` in their place: SAME, MOVED or CHANGED."""
         if tensors is None:
             tensors = local_parts(self.tensors)
             if not same_list(tensors, self._parts):
@@ -84,7 +84,7 @@ class _Described:
         return SAME if addresses_equal(tensors, self.addresses, self._indices) else MOVED
 
     def follow(self) -> None:
-        """Remember the present addresses of the fixed tensors."""
+        """Remember the current addresses of the fixed tensors."""
         self.addresses = addresses_of(self._parts).tolist()
 
 
@@ -93,10 +93,10 @@ class Table:
 
     Args:
         addresses: int64[rows] on the device, addresses of gradients; 0 for no gradient, 1 for an empty gradient. None
-            for addresses on the host alone, in `host`.
+            for addresses on the host only, in `host`.
         params: for each row the tensor that kernels write, or a DTensor with it as local part; empty for a table of
-            gradients alone.
-        states: further tensors; DTensors stand for their local parts.
+            gradients only.
+        states: further tensors; for DTensors their local parts.
         written: the memory of parameters and states; a gradient that moves into it is a change.
     """
 
@@ -128,15 +128,15 @@ class Table:
         self.look: Callable[[int], int] = _fixed_look(self)
         """Looks at parameters and states only, with a number of threads: SAME or CHANGED."""
         self.release: Callable[[], object] = _nothing
-        """Releases the gradients, which a look keeps alive where the table `finds` them; for after the last launch."""
+        """Releases the gradients, which a look keeps alive if the table `finds` them; call it after the last launch."""
         self.count_writes: Callable[[], object] = _nothing
         """Bumps the version of every parameter with a gradient, as in-place writes do."""
         self.same_list: Callable[[Any, Any], bool] = same_list
-        """As the function of this name, in C++ if it is built."""
+        """The function `same_list`, in C++ if it is built."""
 
     @property
     def threads(self) -> int:
-        """The number of threads that look; on a CPU those that update the tensors are awake."""
+        """The number of threads that look; on a CPU the threads of the update are awake already."""
         most = _MOST_LOOKING if self._target is None else _MOST_WOKEN
         return min(devices.thread_count(), most) if self.is_large else 1
 
@@ -144,14 +144,14 @@ class Table:
         """Look at all tensors once, and update the addresses unless something else has changed.
 
         Args:
-            gradients: the gradients of the rows; None where the table `finds` them.
+            gradients: the gradients of the rows; None if the table `finds` them.
             threads: number of threads.
 
         Returns:
             SAME, MOVED for gradients with other addresses, or CHANGED: gradients must be described again by `remember`,
             or a parameter or state has changed (`params`, `states_are_same`).
         """
-        # If this is interrupted, as by Ctrl-C, the device has the addresses of an earlier step.
+        # After an interrupt (Ctrl-C) the device may have the addresses of an earlier step.
         was_uploaded, self.is_uploaded = self.is_uploaded, False
         if not self._is_known:
             return CHANGED
@@ -190,7 +190,7 @@ class Table:
         return seen
 
     def _put(self, present: Sequence[torch.Tensor]) -> bool:
-        """Write addresses on the host; False if a gradient has no memory or lies in memory that kernels write."""
+        """Write addresses on the host; False if a gradient has no memory, or overlaps memory that kernels write."""
         addresses, sizes = addresses_of(present), self._gradients.sizes
         if self._written is not None and self._written.overlapped(addresses, sizes).any():
             return False
@@ -230,10 +230,10 @@ class Table:
         finds: bool = False,
         again: bool = True,
     ) -> None:
-        """Describe the present gradients.
+        """Describe the current gradients.
 
         Args:
-            gradients: the gradients of the rows; they have memory that kernels do not write.
+            gradients: the gradients of the rows, in memory that kernels do not write.
             written: the tensors of parameters with gradients, whose versions a step bumps.
             finds: whether later looks may read them from their parameters.
             again: whether later gradients may match these; False if these are copies.
@@ -259,7 +259,7 @@ class Table:
         self._is_known = self.finds = False
 
     def look_in_turn(self, turn: int) -> int:
-        """As `look`, at a few hundred tensors per turn."""
+        """`look`, at a few hundred tensors per turn."""
         if not self._turns:
             tensors = [*self.params.tensors, *self._states.tensors]
             self._turns = [Table(states=tensors[at : at + _AT_ONCE]) for at in range(0, len(tensors), _AT_ONCE)]
@@ -271,7 +271,7 @@ class Table:
         return bool(self._native) or self.look.func is not Table._look  # type: ignore[attr-defined]
 
     def follow_params(self, written: Written) -> None:
-        """Remember the parameters' present addresses, and the memory that kernels write."""
+        """Remember the parameters' current addresses, and the memory that kernels write."""
         self.params.follow()
         self._written = written
         self._forget_native()
@@ -305,7 +305,7 @@ def addresses_of(tensors: Sequence[torch.Tensor]) -> np.ndarray:
 
 
 def rows_of(gradients: Sequence[torch.Tensor | None]) -> np.ndarray:
-    """int64[gradients], their addresses; 0 for None, 1 for an empty gradient, which may have no address."""
+    """int64[gradients], addresses of gradients; 0 for None, 1 for an empty gradient, which may have no address."""
     rows = [0 if grad is None else address_of(grad) if grad.numel() else 1 for grad in gradients]
     return np.asarray(rows, dtype=np.int64)
 
@@ -313,7 +313,7 @@ def rows_of(gradients: Sequence[torch.Tensor | None]) -> np.ndarray:
 class Survey(NamedTuple):
     """The result of `survey`."""
 
-    versions: int  # sum of versions, which only grow: if the sum is the same, no tensor was written to
+    versions: int  # sum of versions, which only grow: with an equal sum no tensor was written to
     any_gradient: bool  # whether any parameter has a gradient
     trains: bytes  # per parameter 1 if it requires a gradient, else 0
 
@@ -341,18 +341,18 @@ def taken_gradients(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def memory_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors that keep alive all memory of some tensors on this rank."""
+    """Plain tensors that own all memory of `tensors` on this rank."""
     module = native.module(len(tensors))
     parts = local_parts(tensors) if module is None else module.memory_of(tensors, DTENSOR_PARTS)
     return list(map(ready, parts))
 
 
 class Writes:
-    """Detects in-place writes of other code to parameters by versions; of DTensors also by those of their parts.
+    """Detects in-place writes of other code by versions of parameters, and of the local parts of DTensors.
 
     Args:
         params: the parameters.
-        known: for each whether its present version is not due to other code; by default all are.
+        known: for each parameter, False if other code may have written it already; by default True for all.
     """
 
     # A write through `param.data` bumps no version, and is not detected.
@@ -366,7 +366,7 @@ class Writes:
             self.known, self.total = np.asarray(known), -1  # -1: no sum of versions
 
     def note(self) -> None:
-        """Remember the present versions."""
+        """Remember the current versions."""
         self.versions = self._versions_of(self.params)
         self.known = np.ones(len(self.params), dtype=bool)
         self.total = int(self.versions.sum())
@@ -381,7 +381,7 @@ class Writes:
 
     def are_none(self, total: int | None = None) -> bool:
         """Whether there were no writes; `total` is the sum of the parameters' versions, if known."""
-        # Versions only grow: if the sum is the same, all are.
+        # Versions only grow: with an equal sum all versions are equal.
         if total is None and self.params:
             total = survey(self.params).versions
             if self._have_parts:
@@ -390,20 +390,20 @@ class Writes:
         return not self.params or total == self.total
 
     def take(self) -> list[int]:
-        """The places of parameters that were written to; remembers their present versions."""
+        """The indices of parameters that were written to; remembers their current versions."""
         now = self._versions_of(self.params)
         written = np.nonzero(self.known & (now != self.versions))[0]
         self.versions[written] = now[written]
         return written.tolist()
 
     def attribute(self, params: Sequence[torch.Tensor]) -> None:
-        """Attribute writes that were added to `total` alone to these parameters, all of them as often."""
+        """Distribute the writes that only `total` counts over these parameters, equally."""
         if params and (counted := self.total - int(self.versions.sum())):
             self.versions[[self._places[id(param)] for param in params]] += counted // len(params)
 
     @contextmanager
     def own(self, params: Sequence[torch.Tensor] | None = None) -> Iterator[None]:
-        """A context whose writes to some parameters, or to all, are not attributed to other code."""
+        """A context whose writes to some or all parameters are not attributed to other code."""
         chosen = self.params if params is None else [param for param in params if id(param) in self._places]
         before = self._versions_of(chosen)
         try:

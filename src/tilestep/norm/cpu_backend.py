@@ -206,7 +206,7 @@ extern "C" void tilestep_scale(const int64_t* addresses, const int64_t* rows, co
 """
 )
 
-PER_THREAD = 32768  # elements per thread; with fewer a thread takes longer to wake than to work
+PER_THREAD = 32768  # elements per thread; with fewer, waking a thread takes longer than its work
 
 
 def _library(whole: bool = False) -> ctypes.CDLL:
@@ -256,7 +256,7 @@ class EagerNorm:
         return out.copy_(total)
 
     def tiles_launch(self, addresses: torch.Tensor) -> None:
-        """None: only a GPU sums tiles in a launch of their own, for a caller that adds them up."""
+        """None: only a GPU sums tiles in a separate launch, for a caller that adds the sums."""
 
     def scale(self, addresses: torch.Tensor, norm: torch.Tensor, limit: torch.Tensor | float) -> None:
         """Multiply the tensors by min(1, limit / (norm + 1e-6)) in place."""
@@ -288,7 +288,7 @@ class CpuNorm(EagerNorm):
         self, addresses: torch.Tensor, out: torch.Tensor, norm_type: float = 2.0, root: bool = False
     ) -> torch.Tensor:
         """One call; the result does not depend on the number of threads."""
-        # As few calls of Python as can be: the norm of a step comes by here.
+        # As few Python calls as possible: every step with a norm runs this.
         order, library = Order.SQUARES if norm_type == 2.0 else order_of(norm_type), self._library
         if order is not Order.SQUARES and self._whole is not None:
             try:

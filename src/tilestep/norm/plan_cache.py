@@ -122,7 +122,7 @@ def _streams(devices: Iterable[torch.device]) -> list[int]:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a range of memory, each once, in any order."""
+    """Whether the elements fill a range of memory without gaps and overlaps, in any order."""
     if tensor.is_contiguous():
         return True
     expected = 1

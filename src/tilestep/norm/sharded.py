@@ -85,13 +85,13 @@ class ShardedNorm:
         return _as_from_torch(total.reshape(()).to(torch.float64 if wide else torch.float32))
 
     def _total(self, share: float, own: list[torch.Tensor], recipe: Recipe, norm_type: float) -> torch.Tensor:
-        """The norm of a group before its root, a sum times the weight."""
+        """The norm of a group before its root; a sum is multiplied by the weight."""
         with recipe.lock:
             total = recipe.norm(own, norm_type, root=False).to(self._local[0].device)
         order = order_of(norm_type)
         if order in (Order.LARGEST, Order.SMALLEST):
             return total
-        # A sum at the limit stands for a larger sum, of which no share can be taken.
+        # Sums are clamped to LARGEST_SUM: a clamped sum counts as infinite, with any weight.
         return (torch.where(total >= LARGEST_SUM, math.inf, total) if order is Order.SQUARES else total) * share
 
     def scale(self, tensors: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: torch.Tensor | float) -> None:
@@ -102,7 +102,7 @@ class ShardedNorm:
 
 
 def _as_from_torch(norm: torch.Tensor) -> torch.Tensor:
-    """A norm with the methods of torch's norm of DTensors, which is a DTensor: `full_tensor` and `to_local`."""
+    """A norm with `full_tensor` and `to_local`, since torch's norm of DTensors is a DTensor."""
     # Methods of another tensor with the same memory: its own methods would be a reference cycle.
     norm.full_tensor = norm.to_local = norm.detach().detach  # type: ignore[attr-defined]
     return norm
@@ -113,7 +113,7 @@ def _is_partial(tensor: Any) -> bool:
 
 
 def _summed(tensor: Any) -> Any:
-    """Reduce a partial DTensor: it is replicated along the partial dimensions."""
+    """Reduce a partial DTensor, so that it is replicated along the partial dimensions."""
     from torch.distributed.tensor import Replicate
 
     placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]

@@ -1,4 +1,4 @@
-"""The norm and the scaling on a GPU: two launches and one."""
+"""The norm on a GPU, in two launches, and the scaling, in one launch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FINISH_WARPS = 32
 
 
 class TritonNorm:
-    """Tables of tiles on the device, partial results, and launchers, which are made on first use."""
+    """Tables of tiles and partial results on the device, and launchers, which are made on first use."""
 
     def __init__(self, device: torch.device, numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
         self._device = device
@@ -36,7 +36,7 @@ class TritonNorm:
     def launch(
         self, addresses: torch.Tensor, out: torch.Tensor, norm_type: float = 2.0, root: bool = False
     ) -> torch.Tensor:
-        """Write the norm of the tensors at these addresses to `out`: a launch of the tiles, and one of the finish."""
+        """Write the norm of the tensors at these addresses to `out`: a launch for the tiles, and a launch to finish."""
         norm_type = float(norm_type)
         order = order_of(norm_type)
         tiles, finish = self._norm_launchers(order, root, out.dtype)
@@ -50,7 +50,7 @@ class TritonNorm:
         return out
 
     def tiles_launch(self, addresses: torch.Tensor) -> tuple[Launch, tuple[torch.Tensor, torch.Tensor]]:
-        """The launch of the tiles of the 2-norm only; and where it puts their sums of squares, and their number."""
+        """The launch for the tiles of the 2-norm only, the memory of their sums of squares, and their number."""
         tiles, _ = self._norm_launchers(Order.SQUARES, False, torch.float64)
         launch = tiles, (addresses, self._table, self._tensor_of, self.partials, 2.0)
         return launch, (self.partials, self._tile_size)

@@ -1,4 +1,4 @@
-"""The Triton source of the norm: one program per tile, one program that finishes, and the scaling of the tiles."""
+"""The Triton source of the norm (one program per tile, and one program that finishes) and of the scaling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FINISH_BLOCK = 8192  # partial results that the finishing program reads at a tim
 
 
 def tile_shape(elements: int) -> tuple[int, int, int]:
-    """Elements of a tile, elements of a step within it, and warps of its program."""
+    """The elements of a tile, the elements of a loop step, and the warps of a program."""
     return (16384, 2048, 4) if elements < 2**28 else (32768, 2048, 4)
 
 
@@ -120,7 +120,7 @@ _TILE = """
 
 
 def _tile_function(name: str, number: str, body: str) -> list[str]:
-    """A function of a tile, which takes one more number."""
+    """A function of a tile, with one more argument."""
     return code(f"""
         @triton.jit
         def {name}(
