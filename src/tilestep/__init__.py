@@ -66,9 +66,9 @@ _ELSEWHERE = {
 if not TYPE_CHECKING:  # with __getattr__ type checkers accept any name
 
     def __getattr__(name: str) -> Any:
-        """Import what takes long to import, and say why tilestep has no optimizer of this name."""
+        """Import slow attributes at their first use; raise for unknown names, with the reason if known."""
         if name == "LoadPlanner":
-            # torch.distributed.checkpoint, which it derives from, takes longer to import than all of tilestep.
+            # Its base class is in torch.distributed.checkpoint, which takes longer to import than all of tilestep.
             from .execution.zero.planner import LoadPlanner
 
             globals()[name] = LoadPlanner

@@ -1,4 +1,4 @@
-"""`GradScaler`: torch's, with the overflow check, the unscaling and the norm inside the optimizer's passes."""
+"""`GradScaler`: torch's scaler, with the overflow check, the unscaling and the norm inside the optimizer's passes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class GradScaler(torch.amp.GradScaler):
     by the scale; the scale itself is updated as in torch. Nothing is read by the host. Everything else, other
     optimizers and the explicit `unscale_` included, is torch's; `state_dict` is interchangeable.
 
-    After `step`, gradients are left unscaled (but not clipped), those of a skipped step as they were, as torch's fused
-    optimizers leave them.
+    After `step`, gradients are unscaled but not clipped; a skipped step does not change them, as with torch's fused
+    optimizers.
 
     Args:
         device: device type of the losses, "cuda" or "cpu".
@@ -92,7 +92,7 @@ class GradScaler(torch.amp.GradScaler):
         return scaled
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale in place, as torch does: a pass of its own.
+        """Divide the optimizer's gradients by the scale in place, as torch does, in a separate pass.
 
         Not needed before `step` with `max_grad_norm`: the step compares the norm of the unscaled gradients anyway.
 
@@ -132,7 +132,7 @@ class GradScaler(torch.amp.GradScaler):
             kwargs: passed to its `step`.
 
         Returns:
-            What its `step` returns.
+            The result of its `step`.
 
         Raises:
             RuntimeError: if it was called already since the last `update`, or with a closure.
@@ -221,10 +221,10 @@ class GradScaler(torch.amp.GradScaler):
             optimizer.control.gradients_scaled = False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state of a checkpoint, written by this scaler or by torch's.
+        """Load the state of a checkpoint, written by this scaler or by torch's.
 
         Args:
-            state_dict: what `state_dict()` returned.
+            state_dict: the result of `state_dict()`.
 
         Raises:
             ValueError: for a scale that is not positive and finite; nothing is changed then.

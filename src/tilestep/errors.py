@@ -115,7 +115,7 @@ class CaptureError(TilestepError, RuntimeError):
 
 
 class OffloadError(TilestepError, ValueError):
-    """The state of an optimizer cannot be in host memory: of another kind, on another device, or with another wrapper.
+    """The state of an optimizer cannot be in host memory, because of its kind, device or another wrapper.
 
     It is a `ValueError` too.
 

@@ -1,7 +1,7 @@
-"""Schedules as functions of the step, to be given as hyperparameters: they run inside the kernel's scalar pass.
+"""Schedules as functions of the step, for use as hyperparameters: they run inside the kernel's scalar pass.
 
-A schedule is called with the step count of a parameter, from 1, and returns the value for that step. Schedules of equal
-arguments are equal, so that param groups which have them share one kernel. Any other function of the step does as well:
+A schedule is called with the step count of a parameter, from 1, and returns the value for that step. Schedules with
+equal arguments are equal, so that their param groups share a kernel. Any other function of the step works too:
 `lr=lambda step: 1e-3 / math.sqrt(step)`.
 """
 
@@ -21,8 +21,8 @@ class Piecewise:
     """A piecewise curve through points; constant before the first and after the last.
 
     Args:
-        points: (step, value, shape) in the order of their steps. The shape, "linear" or "cosine" (half a cosine, flat
-            at both ends), is that of the curve from the point before. The first point's is not used.
+        points: (step, value, shape) in the order of steps. The shape, "linear" or "cosine" (half a cosine, flat at
+            both ends), applies to the curve from the point before. The first point's shape is not used.
 
     Raises:
         ValueError: for fewer than two points, steps that do not increase, or another shape.
@@ -156,7 +156,7 @@ def warmup_stable_decay(
         decay: steps of the decay.
         total: the step at which the schedule ends; later steps keep `final`.
         final: the last value.
-        shape: of the decay, "linear" or "cosine".
+        shape: the shape of the decay, "linear" or "cosine".
 
     Raises:
         ValueError: unless 0 <= warmup < total - decay, and for another shape.

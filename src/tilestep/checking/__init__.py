@@ -1,4 +1,4 @@
-"""Checks of a user's rule: all tests that tilestep's rules pass."""
+"""`check_rule`: runs the checks of tilestep's own rules on a user's rule, with a verdict per check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dependence of a rule on the step count: counts at which a branch changes, and branches never taken."""
+"""A rule's dependence on the step count: counts at which a branch changes, and branches that are never taken."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def late_counts(graphs: Iterable[Graph], hyperparameters: Mapping[str, Any]) -> 
     """The step counts, from 2 on, before and at a change of a comparison of numbers, and `LATE`.
 
     Args:
-        graphs: of the rule.
-        hyperparameters: its numbers by name; comparisons with tensors among them are left out.
+        graphs: the rule's graphs.
+        hyperparameters: the rule's numbers by name; comparisons with tensors among them are left out.
 
     Example:
         >>> import tilestep

@@ -1,4 +1,4 @@
-"""The checks, a function per item: a rule trains random parameters, and is compared with its formula in float64."""
+"""The checks, one function each: a rule trains random parameters, and is compared with its formula in float64."""
 
 from __future__ import annotations
 
@@ -528,7 +528,7 @@ def groups(subject: Subject) -> str:
 
 
 def _moved(subject: Subject, factor: float) -> dict[str, Any]:
-    """Every number times a factor, if the rule accepts it without another branch."""
+    """Every number times a factor, if the rule accepts it without a change of branches."""
     moved: dict[str, Any] = {}
     for key, value in subject.hyperparameters.items():
         changed: Any = None

@@ -1,6 +1,6 @@
 """The command line: commands are functions in `commands.py`, shared arguments are in `arguments.py`.
 
-A command imports torch and the rest of tilestep inside its function, so that `tilestep --help` answers at once.
+A command imports torch and the rest of tilestep inside its function, so that `tilestep --help` answers immediately.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m tilestep.cli`: as `python -m tilestep`."""
+"""`python -m tilestep.cli`, the same as `python -m tilestep`."""
 
 from . import main
 

@@ -27,7 +27,7 @@ Dtype = Literal["fp32", "fp64", "bf16", "fp16"]
 
 
 def torch_dtype(name: Dtype) -> torch.dtype:
-    """The dtype of this name."""
+    """The dtype with this name."""
     import torch
 
     return {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
@@ -76,7 +76,7 @@ def require_output(out: Path) -> None:
 
 
 def load_rule(name: str, option: str = "RULE") -> Rule:
-    """The rule of this name, given as the value of an option."""
+    """The rule with this name, from the value of an option."""
     from ..rules import Rule, registry, rule
 
     if ":" not in name:
@@ -178,21 +178,21 @@ def _read(pattern: str, text: str, refusal: str, option: str) -> re.Match[str]:
 
 
 def elements_of(text: str) -> float:
-    """A number of elements."""
+    """Parse a number of elements."""
     refusal = " is no number of elements, such as 1.2B, 350M or 7e9"
     match = _read(r"((?:\d[\d,_]*\.?[\d,_]*|\.\d[\d,_]*)(?:E[+-]?\d+)?)\s*([KMBGT]?)", text, refusal, "SIZE")
     return float(re.sub("[,_]", "", match[1])) * _UNITS[match[2]]
 
 
 def matrices_of(text: str) -> list[tuple[int, int, int]]:
-    """Numbers of matrices, with their rows and columns: `48x2048x2048,24x512x2048`."""
+    """Parse counts, rows and columns of matrices: `48x2048x2048,24x512x2048`."""
     refusal = ": matrices are written as their number x rows x columns, such as 48x2048x2048"
     found = _read(r"(?:\s*\d+X\d+X\d+\s*(?:,|$))*", text, refusal, "--matrices")
     return [(int(a), int(b), int(c)) for a, b, c in re.findall(r"(\d+)X(\d+)X(\d+)", found[0])]
 
 
 def mesh_of(text: str) -> tuple[int, int]:
-    """Ranks that split the state, and copies of it: `8`, `8x4`."""
+    """Parse the ranks that shard the state, and its replicas: `8`, `8x4`."""
     refusal = " is no mesh: ranks that split the state, x copies, such as 8 or 8x4"
     match = _read(r"(0*[1-9]\d*)(?:X(0*[1-9]\d*))?", text, refusal, "--mesh")
     return int(match[1]), int(match[2] or 1)

@@ -1,4 +1,4 @@
-"""The commands, a function each, followed by what it prints."""
+"""The commands, one function each, followed by the functions that print its results."""
 
 from __future__ import annotations
 
@@ -409,7 +409,7 @@ def _described(description: RuleDescription) -> Iterator[tuple[str, Iterable[str
     yield "Called in a step, however many tensors there are", [*launches, norm]
 
 
-# Arguments after the script's name are the script's.
+# Arguments after the script's name belong to the script.
 @app.command(context_settings={"allow_interspersed_args": False})
 def trace(
     script: Annotated[

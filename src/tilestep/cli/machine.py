@@ -1,4 +1,4 @@
-"""Problems of a machine, in sentences with a remedy: the second part of `tilestep version`."""
+"""Problems of a machine, each with a remedy: the second part of `tilestep version`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def facts() -> dict[str, str]:
 
 
 def complaints() -> list[str]:
-    """Problems, a sentence or two each; empty on a machine where all of tilestep works."""
+    """Problems of this machine, in one or two sentences each; empty if everything works."""
     checks = (_system, _torch, _cache, _compiler, _headers, _native, _gpu, _triton)
     return [sentence for check in checks if (sentence := check()) is not None]
 

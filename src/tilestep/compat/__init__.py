@@ -53,7 +53,7 @@ _active_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 
 
 def fake_mode_is_active() -> bool:
-    """Whether operations return fake tensors at present."""
+    """Whether operations currently return fake tensors."""
     if not _active_modes():
         return False
     kind = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensorMode", None)
@@ -64,7 +64,7 @@ def fake_mode_is_active() -> bool:
 
 @contextlib.contextmanager
 def _unlogged(mode: Any) -> Iterator[None]:
-    """A mode without torch's log of operations that fail in it: their errors say as much."""
+    """A mode without torch's log of failed operations, whose errors have the same text."""
     log = logging.getLogger(type(mode).__module__)
     was_disabled, log.disabled = log.disabled, True
     try:
@@ -134,7 +134,7 @@ version_of: Callable[[Any], int] = operator.attrgetter("_version")
 
 
 is_zero_tensor: Callable[[torch.Tensor], bool] = operator.methodcaller("_is_zerotensor")
-"""Whether a tensor is one of autograd's zeros, which have no memory."""
+"""Whether a tensor is a ZeroTensor of autograd, which has no memory."""
 
 
 def operation_name(operation: Any) -> str:
@@ -235,7 +235,7 @@ def fsdp_module_type() -> Any | None:
 
 
 def is_flat_part(param: Any) -> bool:
-    """Whether a parameter is a flat one of FSDP1 or, with `use_orig_params=True`, a piece of one."""
+    """Whether a parameter is a flat parameter of FSDP1, or a piece of it with `use_orig_params=True`."""
     return bool(getattr(param, "_fsdp_flattened", False) or getattr(param, "_is_flat_param", False))
 
 
@@ -319,7 +319,7 @@ def kept_parameters(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def is_being_compiled() -> bool:
-    """Whether torch is compiling code now, with guards on the present state."""
+    """Whether torch is compiling code, with guards on the current state."""
     context = getattr(torch._guards, "CompileContext", None)
     return context is not None and context.try_get() is not None
 
@@ -374,7 +374,7 @@ def is_in_another_backward() -> bool:
 
 
 def count_gradient_hooks(params: Iterable[torch.Tensor]) -> int:
-    """The hooks for accumulated gradients of parameters with at least one each, counted; 0 if torch does not tell."""
+    """The number of hooks for accumulated gradients; each parameter must have a hook. 0 if unknown."""
     try:
         return sum(map(len, map(_kept_by, params)))
     except (AttributeError, TypeError):
@@ -394,7 +394,7 @@ UPDATE = "tilestep::update"
 
 HOST_UPDATE = "tilestep::host_update"  # updates computed by the host
 
-REPLAY = "tilestep::replay"  # a CUDA graph of a step: optimizer's work, and the end of an iteration
+REPLAY = "tilestep::replay"  # a replay of a step's CUDA graph: optimizer's work, and the end of an iteration
 
 ITERATION = "tilestep::iteration"  # the end of an iteration, marked by the user
 
@@ -434,7 +434,7 @@ def _seen(original: Any) -> Any:
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(parameters, *args, **kwargs)
-        # A generator can be read once only.
+        # A generator can be consumed only once.
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         for look in _watched:
             look(listed)
@@ -522,7 +522,7 @@ def count_scaled_losses() -> int:
 
 
 def root_mesh(mesh: Any) -> Any | None:
-    """The device mesh that a mesh is a slice of; None if unknown."""
+    """The root of a sliced device mesh; None if unknown."""
     root = getattr(mesh, "_get_root_mesh", None)
     return None if root is None else root()
 
@@ -546,14 +546,14 @@ def gather_together(group: Any, wholes: Sequence[torch.Tensor], parts: Sequence[
 
 
 def checkpoint_chunk(offsets: Sequence[int], sizes: Sequence[int]) -> Any:
-    """A block of a tensor on several ranks, in the form that torch.distributed.checkpoint takes."""
+    """A block of a sharded tensor, for torch.distributed.checkpoint."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
 def checkpoint_items(name: str, shape: torch.Size, dtype: torch.dtype, chunks: Sequence[tuple[Any, Any]]) -> list[Any]:
-    """The items that a checkpoint writes of a tensor: one per block, given by offsets and sizes."""
+    """The write items of a sharded tensor: one per block, given by offsets and sizes."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -565,7 +565,7 @@ def checkpoint_items(name: str, shape: torch.Size, dtype: torch.dtype, chunks: S
 
 
 def distributed_tensor_type() -> Any | None:
-    """The class of DTensors; None if it was not imported, which takes long."""
+    """The class of DTensors; None if it was not imported: importing it is slow."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
@@ -584,7 +584,7 @@ def with_part(tensor: Any, part: torch.Tensor) -> Any:
 
 
 def local_parts(tensors: Iterable[Any]) -> list[Any]:
-    """The local parts of DTensors; any other tensor itself."""
+    """The local parts of DTensors; other tensors unchanged."""
     kind = distributed_tensor_type()
     # The public `to_local()` costs 50 times as much: it uses autograd, and returns a new tensor per call.
     if kind is None or dtensors_have_parts():
@@ -594,7 +594,7 @@ def local_parts(tensors: Iterable[Any]) -> list[Any]:
 
 
 def ready(part: Any) -> Any:
-    """The result of an `AsyncCollectiveTensor`; the current stream waits for it. Other tensors themselves."""
+    """The result of an `AsyncCollectiveTensor`, for which the current stream waits; other tensors unchanged."""
     wait = getattr(part, "wait", None) if type(part) not in (torch.Tensor, torch.nn.Parameter) else None
     return part if wait is None else wait()
 
@@ -602,7 +602,7 @@ def ready(part: Any) -> Any:
 def distributed_like(
     part: torch.Tensor, like: Any, shape: torch.Size, stride: Sequence[int], placements: Sequence[Any]
 ) -> Any:
-    """A DTensor around a part on another device than its mesh: state on the host of parameters on a GPU."""
+    """A DTensor whose local part is not on its mesh's device, for states on the host of parameters on a GPU."""
     try:
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -622,7 +622,7 @@ class Layout(NamedTuple):
 
 
 def layouts(tensors: Iterable[Any]) -> list[Any]:
-    """Objects with the `mesh` and `placements` of DTensors, which may share them; None for other tensors."""
+    """For each DTensor an object with its `mesh` and `placements`, possibly shared; None for other tensors."""
     kind = distributed_tensor_type()
     if kind is None or dtensors_have_parts():
         return [getattr(tensor, "_spec", None) for tensor in tensors]
@@ -647,7 +647,7 @@ class SymmetricMemory:
         self._options: dict[str, int] = {}
 
     def meet_first(self, group: Any) -> None:
-        """Exchange handles of memory; all ranks of the group call it."""
+        """Exchange handles of memory; all ranks of the group must call it."""
         self._handle = self._rendezvous(self.memory, group.group_name)
         # If a rank is gone, the timeout ends the other processes, as NCCL's watchdog does.
         self._options = {"timeout_ms": round(timeout_of(group, self.memory.device).total_seconds() * 1e3)}
@@ -670,10 +670,10 @@ def timeout_of(group: Any, device: torch.device) -> timedelta:
 
 
 def tensor_at(address: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory that torch has not allocated, as a flat tensor; the caller keeps the memory alive.
+    """A flat tensor of memory that torch has not allocated; the caller keeps the memory alive.
 
     Raises:
-        RuntimeError: if this version of torch makes no such tensors.
+        RuntimeError: if this version of torch cannot make such tensors.
     """
     make = getattr(torch._C, "_construct_storage_from_data_pointer", None)
     if make is None:
@@ -685,7 +685,7 @@ def tensor_at(address: int, numel: int, dtype: torch.dtype, device: torch.device
 # Triton: launches with addresses, parallel compilation, the hash of its compiler.
 
 _KNOWN_TRITON = ("3.6.",)
-"""Triton versions whose launcher takes the arguments of `direct_launch`; others use the public API."""
+"""Triton versions whose launcher has the arguments of `direct_launch`; other versions use the public API."""
 
 
 def by_numpy(name: str, *values: Any) -> Any:
@@ -747,8 +747,8 @@ def reduce_by_halves() -> None:
 
 
 def splat_truths() -> None:
-    """Let Triton's interpreter splat a comparison of scalars as truth values, as masks must be from Triton 3.9 on."""
-    # It splats in the operands' integer type. For a GPU the comparison has the type int1.
+    """Make Triton's interpreter splat a comparison of scalars as booleans; Triton 3.9 requires this for masks."""
+    # The interpreter splats in the operands' integer type. On a GPU the comparison has the type int1.
     from triton.runtime import interpreter
 
     builder: Any = getattr(interpreter, "InterpreterBuilder", None)
@@ -792,7 +792,7 @@ def direct_launch(
 
 
 def _is_hooked(hook: Any) -> bool:
-    """Whether a profiler listens to launches. Triton keeps a chain of such functions, or None."""
+    """Whether a profiler hooks launches; the hook is a chain of functions, or None."""
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
@@ -857,7 +857,7 @@ class _Compilers:
 
 
 def triton_hash() -> tuple[Callable[[], str], Path] | None:
-    """The function that computes Triton's hash of its compiler, and Triton's folder; None if it was computed."""
+    """The function that computes Triton's hash of its compiler, and Triton's folder; None if computed already."""
     try:
         from triton.runtime import cache
 
@@ -870,7 +870,7 @@ def triton_hash() -> tuple[Callable[[], str], Path] | None:
 
 
 def _beside_the_driver(compute: Callable[[], str]) -> str:
-    """The hash, while Triton builds its driver's C code; an error of that comes again when the driver is used."""
+    """Compute the hash while Triton builds its driver's C code; errors of the build recur when the driver is used."""
     from triton.runtime import driver
 
     with ThreadPoolExecutor(1) as pool:

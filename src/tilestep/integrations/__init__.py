@@ -17,10 +17,10 @@ def require(name: str) -> None:
     """Raise unless a framework can be imported.
 
     Args:
-        name: of its package.
+        name: the name of its package.
 
     Raises:
-        ImportError: naming what to install.
+        ImportError: with the package to install.
     """
     try:
         importlib.import_module(name)
@@ -34,25 +34,25 @@ def require(name: str) -> None:
 
 
 def plain_optimizer(optimizer: Any) -> Optimizer | None:
-    """The tilestep optimizer inside a framework's wrappers, which have an `optimizer`; None for other optimizers."""
+    """The tilestep optimizer inside a framework's wrappers, by their `optimizer`; None for other optimizers."""
     while optimizer is not None and not isinstance(optimizer, Optimizer):
         optimizer = getattr(optimizer, "optimizer", None)
     return optimizer
 
 
 def is_sharded(optimizer: Any) -> bool:
-    """Whether an optimizer, perhaps in a framework's wrapper, is a sharded one of tilestep."""
+    """Whether an optimizer, possibly in a framework's wrapper, is a sharded tilestep optimizer."""
     own = plain_optimizer(optimizer)
     return own is not None and "shard" in own.attached
 
 
 def own_optimizers(optimizers: Iterable[Any]) -> list[Optimizer]:
-    """The tilestep optimizers inside a framework's."""
+    """The tilestep optimizers inside a framework's optimizers."""
     return [own for own in map(plain_optimizer, optimizers) if own is not None]
 
 
 def named_kind(name: str, error: type[Exception]) -> type[Optimizer]:
-    """The class of an optimizer by name; the framework's error for an unknown name."""
+    """The class of an optimizer by name; raises the framework's error for an unknown name."""
     kinds = named_optimizers()
     if name not in kinds:
         raise error(f"tilestep has no optimizer {name!r}; it has {', '.join(sorted(kinds))}")

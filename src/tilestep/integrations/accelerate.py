@@ -33,7 +33,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         self._is_sharded = is_sharded(optimizer)
         self._is_gathered = False
         self._skipped: tuple[Any, Any] = 0, 0
-        # Pieces are on their device already.
+        # A sharded optimizer's pieces are on their device already.
         super().__init__(optimizer, device_placement and not self._is_sharded, scaler)
 
     def __getattr__(self, name: str) -> Any:
@@ -49,7 +49,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
         return self.scaler is not None and int(after) > int(before)
 
     def step(self, closure: Any = None) -> None:
-        """As accelerate's; with a scaler the skip is recorded without a wait."""
+        """accelerate's `step`; with a scaler a skip is recorded without a wait."""
         counts = self.scaler is not None and self.gradient_state.sync_gradients
         before = self.optimizer.skipped_steps if counts else None
         super().step(closure)
@@ -58,7 +58,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """A context in which rank 0's `state_dict` has the state of all ranks, which all enter."""
+        """A context in which rank 0's `state_dict` has the full state; all ranks must enter it."""
         if self._is_sharded:
             self.optimizer.consolidate_state_dict()
         self._is_gathered = True
@@ -68,7 +68,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
             self._is_gathered = False
 
     def state_dict(self) -> dict[str, Any]:
-        """As the optimizer's; for a sharded optimizer all ranks call it, and rank 0 gets the whole state."""
+        """The optimizer's `state_dict`; if sharded, all ranks must call it, and rank 0 gets the full state."""
         if self._is_gathered or not self._is_sharded:
             return self.optimizer.state_dict()
         with self.gathered():
@@ -114,7 +114,7 @@ class Accelerator(accelerate.Accelerator):
             self.scaler = GradScaler(self.device.type, *numbers, scaler.get_growth_interval())
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """As accelerate's; give a sharded optimizer and its model together."""
+        """accelerate's `prepare`; pass a sharded optimizer and its model together."""
         self._leaves_sums = any(map(is_sharded, args))
         try:
             return super().prepare(*args, **kwargs)
@@ -122,18 +122,18 @@ class Accelerator(accelerate.Accelerator):
             self._leaves_sums = False
 
     def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
-        """As accelerate's, without DistributedDataParallel around the model of a sharded optimizer."""
+        """accelerate's `prepare_model`, without DistributedDataParallel around the model of a sharded optimizer."""
         return super().prepare_model(model, device_placement, evaluation_mode or self._leaves_sums)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """As accelerate's, in a `PreparedOptimizer`."""
+        """accelerate's `prepare_optimizer`; returns a `PreparedOptimizer`."""
         if plain_optimizer(optimizer) is optimizer:
             placed = self.device_placement if device_placement is None else device_placement
             optimizer = PreparedOptimizer(optimizer, placed, self.scaler)
         return super().prepare_optimizer(optimizer, device_placement)
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
-        """As accelerate's, inside the optimizers' `no_sync` while gradients are only accumulated."""
+        """accelerate's `backward`, inside the optimizers' `no_sync` while gradients are only accumulated."""
         with ExitStack() as stack:
             for optimizer in () if self.sync_gradients else self._optimizers:
                 if hasattr(plain_optimizer(optimizer), "no_sync"):
@@ -141,18 +141,18 @@ class Accelerator(accelerate.Accelerator):
             super().backward(loss, **kwargs)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """As accelerate's; parameters of a sharded optimizer, which share memory, are cloned."""
+        """accelerate's `get_state_dict`; parameters of a sharded optimizer, which share memory, are cloned."""
         with self._apart():
             return super().get_state_dict(model, unwrap)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """As accelerate's."""
+        """accelerate's `load_state`."""
         with self._apart():
             super().load_state(*args, **kwargs)
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """A context in which state_dicts of models have no tensors that share memory, which safetensors refuses."""
+        """A context in which tensors in models' state_dicts share no memory: safetensors refuses shared memory."""
         models = self._models if any(map(is_sharded, self._optimizers)) else []
         handles = [model.register_state_dict_post_hook(_clone_entries) for model in models]
         try:
@@ -162,7 +162,7 @@ class Accelerator(accelerate.Accelerator):
                 handle.remove()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: Any, norm_type: float = 2) -> Any:
-        """As accelerate's; for a sharded optimizer the reduced gradients."""
+        """accelerate's `clip_grad_norm_`; for a sharded optimizer it clips the reduced gradients."""
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         trained = {id(param) for param in listed if param.requires_grad}
         for optimizer in filter(is_sharded, self._optimizers):

@@ -23,7 +23,7 @@ _CORRECTION = "error_bits"  # FlashOptim's correction of a 16-bit parameter
 
 
 def read_bitsandbytes(saved: Saved) -> Mapping[str, Any]:
-    """bitsandbytes' states, which are numbered, under the names of the rule's states."""
+    """bitsandbytes' numbered states, under the names of the rule's states."""
     values = {**saved.values, **saved.values.get(_NESTED, {})}
     values.pop(_NESTED, None)
     if "state1" not in values:
@@ -38,7 +38,7 @@ def read_bitsandbytes(saved: Saved) -> Mapping[str, Any]:
 
 
 def read_torchao(saved: Saved) -> Mapping[str, Any]:
-    """States that are tensors of a library's class with codes, such as torchao's `OptimState8bit`."""
+    """States that are tensors of a library's subclass with codes, such as torchao's `OptimState8bit`."""
     has_codes = [
         name
         for name, value in saved.values.items()
@@ -81,11 +81,11 @@ def averaged_momentum(state_dict: Mapping[str, Any], momentum: float | None = No
     like those of later versions, so that only you know which yours is. Checkpoints of dion need no conversion.
 
     Args:
-        state_dict: of such an optimizer; it is not changed.
-        momentum: of its steps; None for the `momentum` of its param groups.
+        state_dict: the state_dict of such an optimizer; it is not changed.
+        momentum: the momentum of its steps; None for the `momentum` of its param groups.
 
     Returns:
-        The same with every `momentum_buffer` times 1 - momentum.
+        The state_dict with every `momentum_buffer` times 1 - momentum.
 
     Raises:
         StateError: if a param group with such a state has no `momentum`, and none is given.
@@ -110,7 +110,7 @@ def averaged_momentum(state_dict: Mapping[str, Any], momentum: float | None = No
 
 
 def _of_subclass(label: str, name: str, value: Any) -> Any:
-    """The values of a state that is a tensor of a library's class, such as torchao's `OptimState8bit`."""
+    """The values of a state that is a tensor of a library's subclass, such as torchao's `OptimState8bit`."""
     local = local_part(value)
     try:
         numbers = local.dequantize().to(torch.float32)

@@ -14,13 +14,13 @@ from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 
 
 class TilestepCallback(Callback):
-    """Give it to `Trainer(callbacks=[...])`; for trainings with tilestep's optimizers.
+    """A callback for `Trainer(callbacks=[...])` that trains with tilestep's optimizers.
 
     - `Trainer(gradient_clip_val=...)` clips inside the step, in mixed precision too: groups without a `max_grad_norm`
       get it, and Lightning clips nothing. `gradient_clip_algorithm="value"` stays Lightning's.
     - Rules with averages are evaluated with them: `eval()` before validation, `train()` after it.
     - Backwards that only accumulate run inside the optimizer's `no_sync`, for `overlap(during="backward")` and `shard`.
-    - `grad_norm` and `skipped_steps` are logged where they are known, without a wait of the host.
+    - `grad_norm` and `skipped_steps` are logged if they are known, without a wait of the host.
 
     Args:
         log: whether to log.
@@ -77,12 +77,12 @@ class TilestepCallback(Callback):
         self._accumulating.close()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let parameters hold the averages."""
+        """Write the averages into the parameters."""
         for optimizer in own_optimizers(trainer.optimizers):
             optimizer.eval()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let parameters hold the weights that train."""
+        """Write the training weights into the parameters."""
         for optimizer in own_optimizers(trainer.optimizers):
             optimizer.train()
 
@@ -98,13 +98,13 @@ class TilestepCallback(Callback):
 
 
 class ShardStrategy(DDPStrategy):
-    """Lightning's DDP strategy for `tilestep.shard`, which sums gradients over the ranks: the module stays plain.
+    """Lightning's DDP strategy for `tilestep.shard`, which reduces gradients itself: the module is not wrapped.
 
     Make the optimizer in `configure_optimizers`: `tilestep.shard(tilestep.AdamW(self.parameters()), self)`.
 
     Args:
-        args: as DDPStrategy's; what is for DistributedDataParallel has no effect.
-        kwargs: as DDPStrategy's.
+        args: the arguments of DDPStrategy; arguments for DistributedDataParallel have no effect.
+        kwargs: the keyword arguments of DDPStrategy.
 
     Raises:
         ValueError: in a fit with an optimizer that is not sharded.
@@ -114,7 +114,7 @@ class ShardStrategy(DDPStrategy):
         return model
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """As DDPStrategy's."""
+        """DDPStrategy's `setup_optimizers`; raises for an optimizer that is not sharded."""
         super().setup_optimizers(trainer)
         for place, optimizer in enumerate(self.optimizers):
             if not is_sharded(optimizer):

@@ -21,12 +21,12 @@ _NO_DECAY = r"bias$|norm"
 
 
 class TilestepOptimizers(OptimizersContainer):
-    """torchtitan's container of optimizers, made of tilestep's; `optimizer_name` is a class of tilestep's.
+    """torchtitan's container, with tilestep's optimizers; `optimizer_name` is the name of a tilestep class.
 
     `fused` and `foreach` change nothing; `implementation="fused_opt_states_bf16"` is `state_dtype=torch.bfloat16`.
 
     Args:
-        config: torchtitan's, with `max_norm`.
+        config: torchtitan's config, with `max_norm`.
         model_parts: the model's parts.
 
     Raises:
@@ -35,7 +35,7 @@ class TilestepOptimizers(OptimizersContainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
-        """torchtitan's, and `max_norm`."""
+        """torchtitan's config, with `max_norm`."""
 
         max_norm: float | None = None
         """Clip inside the steps by one norm over all optimizers of all parts; None leaves it to torchtitan, which
@@ -61,16 +61,16 @@ class TilestepOptimizers(OptimizersContainer):
         return named_kind(name, NotImplementedError)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torchtitan's; the clip stays that of the config."""
+        """torchtitan's `load_state_dict`; the clip of the config stays."""
         super().load_state_dict(state_dict)
         set_max_grad_norm(self._without_limit, self._max_norm)
 
     def _register_bf16_optimizer_state_hook(self) -> None:
-        """Register nothing: groups have a `state_dtype`."""
+        """Nothing: groups have a `state_dtype`."""
 
     @property
     def grad_norm(self) -> torch.Tensor:
-        """The norm of the last step's gradients, over all optimizers, a scalar on the device, not yet read."""
+        """The norm of the last step's gradients over all optimizers, a scalar on the device; the host does not wait."""
         return self.optimizers[0].grad_norm
 
 
@@ -85,12 +85,12 @@ def tilestep_optimizer(
     """The `optimizer` entry of a torchtitan config.
 
     Args:
-        name: of the optimizer.
+        name: the name of the optimizer's class.
         lr: the learning rate.
-        weight_decay: of all parameters but those of `no_decay`.
+        weight_decay: the weight decay of all parameters that do not match `no_decay`.
         max_norm: clip inside the step, see `TilestepOptimizers.Config`.
         no_decay: regular expression of the parameters that do not decay; None if all do. Some must match.
-        arguments: of the optimizer.
+        arguments: further arguments of the optimizer.
 
     Example:
         >>> config = tilestep_optimizer(lr=3e-4, max_norm=1.0, betas=(0.9, 0.95))

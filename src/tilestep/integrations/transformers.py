@@ -21,15 +21,15 @@ from .accelerate import Accelerator, PreparedOptimizer  # noqa: E402
 def trainer_optimizer(
     args: transformers.TrainingArguments, optimizer: str | type[Optimizer] | Rule = "AdamW", **arguments: Any
 ) -> tuple[type[Optimizer], dict[str, Any]]:
-    """What `TrainingArguments` say, as a class and its arguments: the Trainer's `optimizer_cls_and_kwargs`.
+    """The optimizer class and arguments from `TrainingArguments`: the Trainer's `optimizer_cls_and_kwargs`.
 
-    `learning_rate`, `weight_decay`, `adam_beta1` and `adam_beta2`, `adam_epsilon` go where the rule has such a
-    hyperparameter (betas and epsilon where it has a pair of betas), `max_grad_norm` into the step.
+    `learning_rate`, `weight_decay`, `adam_beta1` and `adam_beta2`, `adam_epsilon` are passed if the rule has the
+    hyperparameter (betas and epsilon if it has a pair of betas); `max_grad_norm` clips inside the step.
 
     Args:
-        args: the arguments.
+        args: the `TrainingArguments`.
         optimizer: the name of an optimizer, its class, or a rule.
-        arguments: of the optimizer, before those of `args`: `master_weights`, `state_dtype`, hyperparameters.
+        arguments: arguments of the optimizer, which override `args`: `master_weights`, `state_dtype`, hyperparameters.
 
     Returns:
         The class, and its arguments without the parameters.
@@ -82,12 +82,12 @@ class TilestepTrainerMixin:
     _without_limit: Places = ()
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's, with tilestep's `Accelerator`."""
+        """The Trainer's method, with tilestep's `Accelerator`."""
         with _made_as(Accelerator):
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's, with `tilestep.AdamW` if there is none; clips inside the step from then on."""
+        """The Trainer's method, with `tilestep.AdamW` by default; from then on the step clips."""
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
             self.optimizer_cls_and_kwargs = trainer_optimizer(self.args)
         kind, given = self.optimizer_cls_and_kwargs or (None, {})
@@ -103,11 +103,11 @@ class TilestepTrainerMixin:
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-        # The checkpoint has the clip of its own training.
+        # The checkpoint has the clip of the run that saved it.
         set_max_grad_norm(self._without_limit, self.args.max_grad_norm)
 
     def _named_groups(self, model: Any) -> list[dict[str, Any]]:
-        """The Trainer's own param groups, with names of the parameters."""
+        """The Trainer's param groups, with parameter names."""
         model = self.model if model is None else model
         decaying, groups = set(self.get_decay_parameter_names(model)), []
         for decays in (True, False):

@@ -1,4 +1,4 @@
-"""Estimates memory and time of a rank of a sharded training, from measured constants."""
+"""Estimates memory and time per rank of sharded training, from measured constants: `plan`, `best_bucket`, `meshes`."""
 
 from __future__ import annotations
 
@@ -101,14 +101,14 @@ class Constants(Links):
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes for each element of the parameters."""
+    """Bytes per element of the parameters."""
 
-    parameter: float  # of the parameter, as it is sent to other ranks
-    gradient: float  # of its gradient, as it is summed over ranks
-    state: float  # of states and masters
-    moved: float  # read and written by the update, in all passes
-    notes: tuple[str, ...] = ()  # what the numbers leave out
-    matrix_work: Callable[[int, int], float] | None = None  # of a matrix with so many rows and columns, operations
+    parameter: float  # bytes of the parameter, as sent to other ranks
+    gradient: float  # bytes of its gradient, as reduced over ranks
+    state: float  # bytes of states and masters
+    moved: float  # bytes read and written by the update, in all passes
+    notes: tuple[str, ...] = ()  # costs that the numbers leave out
+    matrix_work: Callable[[int, int], float] | None = None  # operations for a matrix, from its rows and columns
 
 
 def footprint(
@@ -149,28 +149,28 @@ def footprint(
     return Footprint(float(dtype.itemsize), float(gradient), state, float(moved), tuple(notes), work)
 
 
-BUCKETS = (1, 2, 4, 8, 16, 25, 50, 100, 200, 400)  # MiB of gradients in a bucket, those that `best_bucket` looks at
+BUCKETS = (1, 2, 4, 8, 16, 25, 50, 100, 200, 400)  # MiB of gradients in a bucket, the candidates of `best_bucket`
 _IN_BACKWARD = 25 * 2**20  # bytes of a bucket of `overlap(during="backward")`
-_CLOSE = 1.005  # relative difference of iterations that count as equal
+_CLOSE = 1.005  # iterations within this ratio count as equal
 Regime = Literal["eager", "blocks", "whole"]  # how the model runs: eager, or compiled block by block or whole
-Layout = Literal["shard", "fsdp2"]  # what splits the state: `tilestep.shard`, or FSDP2 the parameters too
-_USED = 2  # bytes of an element that FSDP2 gathers and whose matrices are exchanged: bfloat16
+Layout = Literal["shard", "fsdp2"]  # sharding of the state by `tilestep.shard`, or of parameters too by FSDP2
+_USED = 2  # bytes per element in FSDP2's all-gathers and in exchanges of matrices: bfloat16
 _COPIED = 10
-"""Bytes moved for each element of a rank's own matrices: into whole matrices, zeros for the updates, and back."""
-_HOST_IS_NEAR = 0.85  # from this part of the GPU's time on the host may be waited for; hosts differ by a half
-_MOST_ELEMENTS, _MOST_RANKS, _MOST_BUCKETS = 1e13, 1e7, 5e5  # each bucket is looked at: more takes minutes
+"""Bytes moved per element of a rank's own matrices: into whole matrices, zeros for the updates, and back."""
+_HOST_IS_NEAR = 0.85  # above this fraction of the GPU's time the host may be the limit; hosts differ by a half
+_MOST_ELEMENTS, _MOST_RANKS, _MOST_BUCKETS = 1e13, 1e7, 5e5  # a plan loops over buckets: more would take minutes
 _MOST_MATRICES = 1_000_000
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training: its model, ranks and options."""
+    """A training run: its model, ranks and options."""
 
-    elements: float  # of all parameters
-    footprint: Footprint  # bytes for each of them
-    shard: int  # ranks over which the state is split
-    replicate: int = 1  # copies of the split state; `shard * replicate` ranks in all
-    tokens: int = 8192  # of a rank in an iteration
+    elements: float  # elements of all parameters
+    footprint: Footprint  # bytes per element
+    shard: int  # ranks over which the state is sharded
+    replicate: int = 1  # replicas of the sharded state; `shard * replicate` ranks in total
+    tokens: int = 8192  # tokens per rank and iteration
     bucket: float | None = field(default=None, kw_only=True)
     contiguous: bool = True  # whether memory for all gradients is kept, as `shard(grad_buffer="contiguous")` does
     clips: bool = True  # whether steps need the norm of all gradients
@@ -178,7 +178,7 @@ class Job:
     captured: bool = field(default=False, kw_only=True)  # whether iterations are replayed from a CUDA graph
     tensors: int | None = field(default=None, kw_only=True)
     matrices: Sequence[tuple[int, int, int]] = field(default=(), kw_only=True)
-    """How many matrices of how many rows and columns a rule of matrices gets."""
+    """The matrices of a rule on matrices: (count, rows, columns) per shape."""
 
     in_backward: bool = field(default=False, kw_only=True)
     layout: Layout = field(default="shard", kw_only=True)
@@ -199,17 +199,17 @@ class Job:
                 raise ValueError(f"Invalid {name}: it must be at most {most:g}")
 
     def of_regime(self, constants: Constants, name: str) -> float:
-        """The constant of an eager model, or of a compiled one."""
+        """The constant for an eager or a compiled model."""
         return getattr(constants, name if self.regime == "eager" else f"compiled_{name}")  # type: ignore[no-any-return]
 
     @property
     def smallest_bucket(self) -> float:
-        """Bytes of the smallest buckets that are looked at one by one."""
+        """The least bytes of a bucket for which the number of buckets is supported."""
         return self.elements * self.footprint.gradient / _MOST_BUCKETS
 
     @property
     def matrix_work(self) -> float:
-        """Operations on matrices of the busiest rank: each matrix belongs to one rank, assigned largest first."""
+        """Operations on matrices of the busiest rank; matrices are assigned to ranks, the largest first."""
         work, loads = self.footprint.matrix_work, [0.0] * self._owners
         if work is None:
             return 0.0
@@ -221,17 +221,17 @@ class Job:
 
     @property
     def _owners(self) -> int:
-        """Ranks that divide matrices: those of FSDP2 with equal parts too."""
+        """The number of ranks that divide the matrices; with FSDP2 replicas take part too."""
         return self.shard if self.layout == "shard" else self.ranks
 
     @property
     def own_matrices(self) -> float:
-        """Elements of the matrices that a rank works on."""
+        """Elements of the matrices that a rank owns."""
         return sum(math.prod(each) for each in self.matrices) / self._owners
 
     @property
     def ranks(self) -> int:
-        """All ranks."""
+        """The number of all ranks."""
         return self.shard * self.replicate
 
     @property
@@ -250,13 +250,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a rank needs for a job, in bytes and seconds."""
+    """The memory, traffic and time of a rank for a job, in bytes and seconds."""
 
     job: Job
-    memory: dict[str, float]  # bytes by what they are for: parameters, gradients, state, scratch
-    whole_state: float  # bytes of the state if it were not split
+    memory: dict[str, float]  # bytes by purpose: parameters, gradients, state, scratch
+    whole_state: float  # bytes of the unsharded state
     sent: dict[str, float]  # bytes that a rank sends in an iteration, by collective
-    messages: int  # collectives in an iteration, each of which has a latency; one rank sends nothing
+    messages: int  # collectives in an iteration, each with a latency; 0 for a single rank
     times: dict[str, float]  # seconds by kind of work, without overlap
     exposed: dict[str, float]  # seconds by kind of work that nothing overlaps
     host: float | None  # seconds of the host in an iteration; None if the number of tensors is unknown
@@ -315,13 +315,13 @@ class _Group:
 
 
 def plan(job: Job, constants: Constants) -> Plan:
-    """What a rank needs for a job."""
+    """The memory, traffic and time of a rank for a job."""
     size, elements = job.footprint, job.elements
     split, copies = _Group(job.shard, 1, constants), _Group(job.replicate, job.shard, constants)
     buckets = job.buckets
     rate, gather_rate = constants.reduce_scatter_bandwidth, constants.all_gather_bandwidth
 
-    @functools.cache  # of thousands of buckets most are of one size
+    @functools.cache  # most of thousands of buckets have the same size
     def one_sum(bucket: float) -> float:
         section = bucket / job.shard
         return split.seconds(bucket, rate) + copies.seconds(section, rate) + copies.seconds(section, gather_rate)
@@ -341,14 +341,14 @@ def plan(job: Job, constants: Constants) -> Plan:
     own = job.own_matrices if is_fsdp and size.matrix_work is not None and job.ranks > 1 else 0.0
     exchange = 2 * split.seconds(_USED * own, gather_rate) if own else 0.0
     copied = _COPIED * own / constants.memory_bandwidth
-    # Nothing is computed while the first bucket of matrices arrives and the last returns.
+    # Nothing is computed while the first bucket of matrices arrives and the last bucket returns.
     first = exchange / max(math.ceil(own / OWNED_IN_A_BUCKET), 1)
     brought = 5 * sent + size.gradient if is_fsdp else 2 * size.gradient
     model = elements * model_bytes / constants.memory_bandwidth + 6 * elements * job.tokens / compute
     times = {
         "forward": model / 3,
         "backward": model * 2 / 3,
-        # What backward has made is copied to where it is summed, and what FSDP2 has gathered twice, to parameters.
+        # Gradients are copied into buckets; FSDP2 also copies parameters out of buckets after each of two all-gathers.
         "bring together": elements * brought / constants.memory_bandwidth,
         "sum gradients": sums,
         "clip": norm,
@@ -358,7 +358,7 @@ def plan(job: Job, constants: Constants) -> Plan:
         "gather parameters": gathers * (2 if is_fsdp else 1),
     }
     waited = _after_backward(buckets, times["backward"], sum_times)
-    # Code that is compiled as a whole takes its parameters at once, and what follows a graph knows nothing of it.
+    # A model compiled as a whole waits for all parameters at its call; code after a CUDA graph does not wait by bucket.
     at_once = job.regime == "whole" or job.captured
     gathered = gathers if at_once else _before_blocks(buckets[::-1], times["forward"], gather_times[::-1])
     beside = max(times["gather parameters"] - gathered, 0.0)
@@ -368,7 +368,7 @@ def plan(job: Job, constants: Constants) -> Plan:
         **times,
         "sum gradients": waited,
         "gather parameters": gathered,
-        # Products are slowed as backward is, whose time is in products too.
+        # The exchange slows matrix products as much as it slows backward, which mostly computes products too.
         "exchange matrices": first + copied + (exchange - first) * constants.beside_sums,
     }
     host = None if job.captured else _host(job, constants)
@@ -392,10 +392,10 @@ def plan(job: Job, constants: Constants) -> Plan:
 
 
 def _memory(job: Job, buckets: Sequence[float]) -> dict[str, float]:
-    """Bytes of a rank by what they are for."""
+    """Bytes of a rank by purpose."""
     size, elements = job.footprint, job.elements
     if job.layout == "fsdp2":
-        # Parts of everything; two blocks of whole parameters and the gradients of one.
+        # Shards of everything; two blocks of unsharded parameters, and the gradients of one block.
         whole = max(buckets) / size.gradient * 2 * _USED + max(buckets)
         each = {"parameters": size.parameter, "gradients": size.gradient, "state": size.state}
         return {**{name: elements / job.shard * one for name, one in each.items()}, "scratch": whole}
@@ -418,7 +418,7 @@ def _messages(job: Job, own: float) -> int:
 
 
 def _after_backward(buckets: Sequence[float], backward: float, sums: Sequence[float]) -> float:
-    """Seconds from the end of backward until all gradients are summed; sums run one after the other."""
+    """Seconds from the end of backward until all gradients are reduced; reductions run in sequence."""
     unit_time, done, end = backward / sum(buckets), 0.0, 0.0
     for bucket, seconds in zip(buckets, sums):
         done += bucket
@@ -427,7 +427,7 @@ def _after_backward(buckets: Sequence[float], backward: float, sums: Sequence[fl
 
 
 def _before_blocks(buckets: Sequence[float], forward: float, gathers: Sequence[float]) -> float:
-    """Seconds that a forward waits for its parameters, which arrive bucket after bucket in its order."""
+    """Seconds that forward waits for its parameters, whose buckets arrive in the order of use."""
     unit_time, arrived, now = forward / sum(buckets), 0.0, 0.0
     for bucket, seconds in zip(buckets, gathers):
         arrived += seconds
@@ -463,14 +463,14 @@ def _unclaimed(job: Job, constants: Constants, seconds: float, host: float | Non
 
 def best_bucket(job: Job, constants: Constants) -> float:
     """Bytes of the largest bucket whose iteration is within half a percent of the fastest."""
-    # Larger buckets are fewer messages for the host to start and for the GPU to run beside the model.
+    # Larger buckets mean fewer messages, which the host starts and which slow the model down on the GPU.
     sizes = [size for mebibytes in BUCKETS if (size := mebibytes * 2**20) >= job.smallest_bucket]
     times = [plan(replace(job, bucket=size), constants).iteration for size in sizes]
     return max(size for size, time in zip(sizes, times) if time <= min(times) * _CLOSE)
 
 
 def meshes(job: Job, constants: Constants) -> Iterator[Plan]:
-    """Plans for meshes of the same number of ranks, each with its best bucket: split over 2, 4, 8, ... or all ranks."""
+    """Plans for meshes with the same number of ranks, sharded over 2, 4, 8, ... or all ranks, with the best bucket."""
     shard = 2
     while shard < 2 * job.ranks:
         split = min(shard, job.ranks)
@@ -481,8 +481,8 @@ def meshes(job: Job, constants: Constants) -> Iterator[Plan]:
 
 
 def crossover(ranks: int, constants: Constants) -> tuple[float, float]:
-    """Seconds of latency of a reduce-scatter, and the bytes whose transfer takes as long."""
-    # Smaller buckets are mostly latency, larger ones mostly transfer.
+    """The latency of a reduce-scatter in seconds, and the bytes whose transfer takes equally long."""
+    # The time of smaller buckets is mostly latency, of larger buckets mostly transfer.
     group = _Group(ranks, 1, constants)
     transfer = group.seconds(1e9, constants.reduce_scatter_bandwidth) - group.latency
     return group.latency, group.latency / transfer * 1e9

@@ -29,9 +29,9 @@ BACKENDS = {"triton": "cuda", "cpp": "cpu"}  # device type by backend
 class PassDescription:
     """A pass of a step."""
 
-    kind: str  # "scalar", "across", "tile", "matrix", or the kind of slice: "row", "column",
-    what: str  # what it computes, in words
-    traffic: Traffic | None = None  # of a pass over elements or slices
+    kind: str  # "scalar", "across", "tile", "matrix", or the kind of slice: "row", "column"
+    what: str  # the computed values, in words
+    traffic: Traffic | None = None  # the traffic of a pass over elements or slices
     launches: tuple[str, ...] = ()  # names of its launches, for any number of tensors
 
 
@@ -50,12 +50,12 @@ class RuleDescription:
 
     @property
     def bytes_read(self) -> float:
-        """Bytes read for each element of a parameter, in all passes."""
+        """Bytes read per element of a parameter, in all passes."""
         return sum(entry.traffic.bytes_read for entry in self.passes if entry.traffic)
 
     @property
     def bytes_written(self) -> float:
-        """Bytes written for each element of a parameter, in all passes."""
+        """Bytes written per element of a parameter, in all passes."""
         return sum(entry.traffic.bytes_written for entry in self.passes if entry.traffic)
 
     @property
@@ -203,7 +203,7 @@ _OPPOSITE = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le", "eq": "ne", "ne": "
 
 
 def _as_it_holds(guard: Guard) -> str:
-    """A guard as the condition that is true."""
+    """A guard as the condition that holds."""
     condition = guard.condition
     if condition.operation not in _OPPOSITE:
         return f"{_in_words(condition)} is {guard.outcome}"
@@ -213,7 +213,7 @@ def _as_it_holds(guard: Guard) -> str:
 
 
 def _in_words(value: Value) -> str:
-    """The name that the rule gives a value, otherwise its formula if that is short."""
+    """The value's name in the rule, or its formula if that is short."""
     if value.name:
         return value.name
     if value.operation == "constant":
