@@ -4,13 +4,12 @@
 """AdamW: Adam with decoupled weight decay.
 
 Parameters of float32 and bfloat16 are updated by a few launches, whatever their number; on CPUs by plain PyTorch.
-From top to bottom: Triton functions; the rule's formulas on torch tensors; the kinds of parameters that there are
+From top to bottom: the rule's formulas on torch tensors; Triton functions; the kinds of parameters that there are
 kernels for; the tables that kernels read; the optimizer.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from functools import partial
@@ -21,10 +20,22 @@ import torch
 
 tl: Any = None  # triton.language, once a parameter is on a GPU
 libdevice: Any = None
-VALUES: dict[str, Any] = dict(lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01, amsgrad=False, maximize=False)
-"""Hyperparameters as this file was made for them; those that are numbers may have other values."""
+
+
+def adamw(param, grad, exp_avg, exp_avg_sq, lr, betas_0, betas_1, eps, weight_decay, step, gradient_scale, **_):
+    """The rule, on numbers in float32; hyperparameters and sums are in float64."""
+    param_2 = param * (1.0 - (lr * weight_decay))
+    bias_correction1 = 1.0 - (betas_0**step)
+    grad_2 = grad * gradient_scale
+    exp_avg_2 = exp_avg + ((1.0 - betas_0) * (grad_2 - exp_avg))
+    exp_avg_sq_2 = (betas_1 * exp_avg_sq) + (((1.0 - betas_1) * grad_2) * grad_2)
+    bias_correction2_sqrt = torch.sqrt(1.0 - (betas_1**step))
+    denom = (torch.sqrt(exp_avg_sq_2) / bias_correction2_sqrt) + eps
+    param_3 = param_2 - ((lr / bias_correction1) * (exp_avg_2 / denom))
+    return {"param": param_3, "exp_avg": exp_avg_2, "exp_avg_sq": exp_avg_sq_2}
+
+
 KERNELS: list[Callable[..., Any]] = []  # the Triton functions of this file
-float64 = partial(torch.tensor, dtype=torch.float64)
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -40,17 +51,10 @@ def load_triton() -> None:
     import triton.language as tl
     from triton.language.extra import libdevice
 
-    for function in KERNELS:
+    for kernel in KERNELS:
         # One build serves all addresses: kernels look at the alignment themselves.
-        tables = [name for name in inspect.signature(function).parameters if name not in function.__annotations__]
-        globals()[function.__name__] = triton.jit(function, do_not_specialize_on_alignment=tables)
-
-
-@jit
-def alike(left, right):
-    """Both as tensors of one shape and type; either may be a plain number."""
-    zero = tl.zeros_like(left + right)
-    return tl.where(zero == 0, left, zero), tl.where(zero == 0, right, zero)
+        tables = [name for name in kernel.__code__.co_varnames if name not in kernel.__annotations__]
+        globals()[kernel.__name__] = triton.jit(kernel, do_not_specialize_on_alignment=tables)
 
 
 @jit
@@ -74,13 +78,12 @@ def square_root(value):
 @jit
 def power(base, exponent):
     """One value to the power of another."""
-    base, exponent = alike(base, exponent)
     return libdevice.pow(base, exponent)
 
 
 @jit
 def norm_tiles(
-    grads, norm_numel, norm_first, norm_owner, weights, norm_partials, ELEMENT: tl.constexpr, TILE: tl.constexpr,
+    grads, numel, norm_first, norm_owner, weights, norm_partials, ELEMENT: tl.constexpr, TILE: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
     """Add up the squares of a tile of a gradient."""
@@ -88,7 +91,7 @@ def norm_tiles(
     t = tl.load(norm_owner + tile)
     address = tl.load(grads + t)
     begin = (tile - tl.load(norm_first + t)) * TILE
-    count = tl.minimum(tl.load(norm_numel + t) - begin, TILE).to(tl.int32)
+    count = tl.minimum(tl.load(numel + t) - begin, TILE).to(tl.int32)
     count = tl.where(address == 0, 0, count)
     pointer = address.to(tl.pointer_type(ELEMENT)) + begin
     lane = tl.arange(0, STEP)
@@ -154,16 +157,15 @@ def scalar_pass_0(counts, grads, group, hyper, step, total_norm, rows, BLOCK: tl
     lr = tl.load(base + 0, mask=active, other=0.0)
     weight_decay = tl.load(base + 1, mask=active, other=0.0)
     betas_0 = tl.load(base + 2, mask=active, other=0.0)
-    step_2 = next_step
     gradient_scale = gradient_scale_of(tl.load(total_norm), tl.load(base + 5, mask=active, other=0.0))
     betas_1 = tl.load(base + 3, mask=active, other=0.0)
     eps = tl.load(base + 4, mask=active, other=0.0)
     sub = tl.full((1,), 1.0, tl.float64) - (lr * weight_decay)
-    bias_correction1 = tl.full((1,), 1.0, tl.float64) - power(betas_0, step_2)
+    bias_correction1 = tl.full((1,), 1.0, tl.float64) - power(betas_0, next_step)
     div = divide(lr, bias_correction1)
     sub_2 = tl.full((1,), 1.0, tl.float64) - betas_0
     sub_3 = tl.full((1,), 1.0, tl.float64) - betas_1
-    bias_correction2_sqrt = square_root(tl.full((1,), 1.0, tl.float64) - power(betas_1, step_2))
+    bias_correction2_sqrt = square_root(tl.full((1,), 1.0, tl.float64) - power(betas_1, next_step))
     tl.store(rows + t * 8 + 0, (sub + tl.zeros((BLOCK,), tl.float64)).to(tl.float32), mask=active)
     tl.store(rows + t * 8 + 1, (div + tl.zeros((BLOCK,), tl.float64)).to(tl.float32), mask=active)
     tl.store(rows + t * 8 + 2, (sub_2 + tl.zeros((BLOCK,), tl.float64)).to(tl.float32), mask=active)
@@ -262,22 +264,6 @@ def math_0_bfloat16(
     return param_3, exp_avg_2, exp_avg_sq_2
 
 
-def adamw(
-    param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, lr: Any, betas_0: Any, betas_1: Any, eps: Any,
-    weight_decay: Any, step: Any, gradient_scale: Any, **_: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """The rule, on numbers in float32; hyperparameters and sums are in float64."""
-    param_2 = param * (1.0 - (lr * weight_decay))
-    bias_correction1 = 1.0 - (betas_0**step)
-    grad_2 = grad * gradient_scale
-    exp_avg_2 = exp_avg + ((1.0 - betas_0) * (grad_2 - exp_avg))
-    exp_avg_sq_2 = (betas_1 * exp_avg_sq) + (((1.0 - betas_1) * grad_2) * grad_2)
-    bias_correction2_sqrt = torch.sqrt(1.0 - (betas_1**step))
-    denom = (torch.sqrt(exp_avg_sq_2) / bias_correction2_sqrt) + eps
-    param_3 = param_2 - ((lr / bias_correction1) * (exp_avg_2 / denom))
-    return {"param": param_3, "exp_avg": exp_avg_2, "exp_avg_sq": exp_avg_sq_2}
-
-
 class Kind(NamedTuple):
     """Parameters that have the same kernels."""
 
@@ -286,12 +272,14 @@ class Kind(NamedTuple):
     hypers: tuple[str, ...]  # columns of the table of hyperparameters
     columns: int  # numbers that the scalar passes leave for the tiles of a tensor
     span: int  # elements that one program updates
-    launches: tuple[tuple[str, str, dict[Any, Any]], ...]  # kernel, grid, constants and options
-    scalars: tuple[tuple[str, float | str, torch.dtype], ...] = (("step", 0.0, torch.float32),)  # states of one number
+    launches: tuple[tuple[str, str, dict[str, Any]], ...]  # kernel, grid, constants and options
+
+    __hash__ = object.__hash__  # kinds are told apart as objects
 
 
-def kind_of_dtype(dtype: torch.dtype, *maths: str) -> Kind:
-    return Kind(
+KINDS: dict[Any, Kind] = {}
+for dtype, *maths in ((torch.float32, "math_0"), (torch.bfloat16, "math_0_bfloat16")):
+    KINDS[dtype] = Kind(
         formula=adamw,
         buffers=(("param", "param", dtype), ("exp_avg", 0.0, dtype), ("exp_avg_sq", 0.0, dtype)),
         hypers=("lr", "weight_decay", "betas_0", "betas_1", "eps", "max_grad_norm"),
@@ -299,47 +287,27 @@ def kind_of_dtype(dtype: torch.dtype, *maths: str) -> Kind:
         span=1536,
         launches=(
             ("scalar_pass_0", "blocks", {"BLOCK": 128, "num_warps": 4}),
-            (
-                "tile_pass_0",
-                "tiles",
-                {"TILE": 512, "SPAN": 1536, "ELEMENT": str(dtype)[6:], "MATH": maths[0], "num_warps": 4},
-            ),
+            ("tile_pass_0", "tiles", {"TILE": 512, "SPAN": 1536, "MATH": maths[0], "num_warps": 4}),
         ),
     )
 
 
-KINDS = {
-    torch.float32: kind_of_dtype(torch.float32, "math_0"),
-    torch.bfloat16: kind_of_dtype(torch.bfloat16, "math_0_bfloat16"),
-}
+def kind_of(param: Any) -> Kind:
+    """The kind of a parameter; raises for a parameter that there are no kernels for."""
+    key: Any = param.dtype
+    if key not in KINDS:
+        raise ValueError(f"a parameter is {key}; this file is for {', '.join(map(str, KINDS))}")
+    return KINDS[key]
 
 
-def kind_of(param: Any) -> Any:
-    """The key of the kind of a parameter; raises for a parameter that there are no kernels for."""
-    if param.dtype not in KINDS:
-        raise ValueError(f"a parameter is {param.dtype}; this file is for {', '.join(map(str, KINDS))}")
-    return param.dtype
-
-
-def entries_of(group: dict[str, Any], number: Callable[[float], Any] = float) -> dict[str, Any]:
-    """Hyperparameters as kernels and formulas read them: `betas_0` for the first of `betas`, numbers by a function."""
-    limit = group.get("max_grad_norm")
-    entries = {"max_grad_norm": number(math.inf if limit is None else float(limit))}
-    for name in VALUES:
-        several = isinstance(group[name], (tuple, list))
-        for place, entry in enumerate(group[name] if several else [group[name]]):
-            is_number = isinstance(entry, (int, float, torch.Tensor)) and not isinstance(entry, bool)
-            entries[f"{name}_{place}" if several else name] = number(float(entry)) if is_number else entry
-    return entries
-
-
-def check(group: dict[str, Any]) -> None:
-    """Raise for hyperparameters that are out of their ranges, or that this file has no kernels for."""
-    made, own = entries_of(VALUES, type), entries_of(group, type)  # numbers may have any value
-    for name in made | own:
-        if (name in own, value := own.get(name)) != (name in made, right := made.get(name)):
-            another = f"make another: tilestep eject AdamW --set {name}={value}"
-            raise ValueError(f"{name}={value!r}: this file was made for {name}={right!r}; {another}")
+def numbers_of(group: dict[str, Any]) -> dict[str, float]:
+    """Hyperparameters as kernels and formulas read them; raises for those that this file was not made for."""
+    made_for: dict[str, Any] = {"betas": (0.9, 0.999), "amsgrad": False, "maximize": False}
+    for name, made in made_for.items():
+        value, is_tuple = group[name], isinstance(made, tuple)
+        if len(value) != len(made) if is_tuple else value != made:
+            another = "" if is_tuple else f"; make another: tilestep eject AdamW --set {name}={value}"
+            raise ValueError(f"{name}={value!r}: this file was made for {name}={made!r}{another}")
     valid: dict[str, bool] = {
         "lr": group["lr"] >= 0,
         "betas": 0 <= group["betas"][0] < 1 and 0 <= group["betas"][1] < 1,
@@ -350,6 +318,14 @@ def check(group: dict[str, Any]) -> None:
     for name, holds in valid.items():
         if not holds:
             raise ValueError(f"Invalid {name}: {group[name]}")
+    return {
+        "lr": float(group["lr"]),
+        "betas_0": float(group["betas"][0]),
+        "betas_1": float(group["betas"][1]),
+        "eps": float(group["eps"]),
+        "weight_decay": float(group["weight_decay"]),
+        "max_grad_norm": math.inf if group["max_grad_norm"] is None else float(group["max_grad_norm"]),
+    }
 
 
 def local(tensor: Any) -> Any:
@@ -360,9 +336,9 @@ def local(tensor: Any) -> Any:
 def check_state(kind: Kind, param: Any, state: dict[str, Any]) -> None:
     """Raise where other code has made a parameter or its state other tensors than kernels take."""
     part = local(param)
-    wanted = [(name, (dtype, part.shape, part.stride(), part.device)) for name, _, dtype in kind.buffers]
-    for name, right in wanted:
+    for name, _, dtype in kind.buffers:
         array = local(param if name == "param" else state[name])
+        right = (dtype, part.shape, part.stride(), part.device)
         found = (array.dtype, array.shape, array.stride(), array.device)
         if found != right:
             raise ValueError(f"{name} is {found}; its parameter needs {right}: delete the state to begin anew")
@@ -384,14 +360,15 @@ def tiles_of(lengths: list[int], size: int) -> tuple[list[int], list[int]]:
 class Tables:
     """What the kernels of one kind read: tensors, tiles, addresses and hyperparameters."""
 
-    def __init__(self, kind: Kind, members: list[Any], device: torch.device) -> None:
+    def __init__(self, kind: Kind, members: list[Any], device: torch.device, norm_tile: int, shares: Any) -> None:
         for param, _, state, _ in members:
             check_state(kind, param, state)
         keys = [name for name, *_ in kind.buffers]
         arrays = [local(param if key == "param" else state[key]) for param, _, state, _ in members for key in keys]
         lengths = [local(param).numel() for param, *_ in members]
         table, zeros = partial(upload, device), partial(torch.zeros, device=device)
-        self.kind, self.device, count = kind, device, len(members)
+        self.kind, self.dtype, self.device, count = kind, members[0][0].dtype, device, len(members)
+        norm_first, norm_owner = tiles_of(lengths, norm_tile)
         first_tile, tile_tensor = tiles_of(lengths, kind.span)
         self.tables = {
             "counts": table([count]),
@@ -401,21 +378,22 @@ class Tables:
             "tile_tensor": table(tile_tensor, torch.int32),
             "first_tile": table(first_tile),
             "rows": zeros(count * kind.columns),
+            "norm_owner": table(norm_owner, torch.int32),
+            "norm_first": table(norm_first),
+            "weights": table([shares[param] for param, *_ in members], torch.float64),
         }
-        self.programs = {"tensors": count, "blocks": -(-count // 128), "tiles": len(tile_tensor)}
-        for name, _, dtype in kind.scalars:
-            # The numbers of all tensors lie side by side for kernels; a state has views of its own.
-            numbers = torch.stack([state[name].to(device, dtype) for _, _, state, _ in members])
-            self.tables[name if name == "step" else f"{name}_state"] = numbers
-            for (_, _, state, _), view in zip(members, numbers.unbind()):
-                state[name] = view
+        self.programs = {"blocks": -(-count // 128), "tiles": len(tile_tensor), "norm": len(norm_owner)}
+        # The numbers of all tensors lie side by side for kernels; a state has views of its own.
+        self.tables["step"] = torch.stack([state["step"].to(device, torch.float32) for _, _, state, _ in members])
+        for (_, _, state, _), view in zip(members, self.tables["step"].unbind()):
+            state["step"] = view
         self.known: dict[str, list[Any]] = {}  # what changes from step to step, as in its tables
         self.kept = [list(state.values()) for _, _, state, _ in members]  # alive, so that no address is used again
 
-    def refresh(self, groups: list[dict[str, Any]], members: list[Any]) -> None:
+    def refresh(self, numbers: list[dict[str, float]], members: list[Any]) -> None:
         """Bring the addresses of gradients and the hyperparameters up to date."""
         grads = [0 if grad is None else grad.data_ptr() or 1 for _, grad, _, _ in members]
-        hyper = [entries[name] for entries in map(entries_of, groups) for name in self.kind.hypers]
+        hyper = [own[name] for own in numbers for name in self.kind.hypers]
         for name, values, dtype in (("grads", grads, torch.int64), ("hyper", hyper, torch.float64)):
             if values != self.known.get(name):
                 self.known[name], self.tables[name] = values, upload(self.device, values, dtype)
@@ -423,10 +401,10 @@ class Tables:
     def launch(self, name: str, grid: str, options: dict[str, Any]) -> None:
         """Launch a kernel with the tables that its parameters name."""
         if self.programs[grid]:
-            kernel, words = globals()[name], [key for key, value in options.items() if isinstance(value, str)]
-            named = {key: vars(tl).get(options[key]) or globals()[options[key]] for key in words}
-            pointers = [self.tables[key] for key in kernel.arg_names if key in self.tables]
-            kernel[(self.programs[grid],)](*pointers, **{"enable_fp_fusion": False, **options, **named})
+            kernel, math_function = globals()[name], globals().get(options.get("MATH", ""))
+            values = {**self.tables, "ELEMENT": getattr(tl, str(self.dtype)[6:]), "MATH": math_function}
+            arguments = {key: values[key] for key in kernel.arg_names if key in values}
+            kernel[(self.programs[grid],)](**{"enable_fp_fusion": False, **options, **arguments})
 
 
 class AdamW(torch.optim.Optimizer):
@@ -459,7 +437,7 @@ class AdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as torch's."""
-        check({**self.defaults, **param_group})
+        numbers_of({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -469,7 +447,7 @@ class AdamW(torch.optim.Optimizer):
         groups = [{**group, **saved} for group, saved in zip(self.param_groups, state_dict["param_groups"])]
         groups += state_dict["param_groups"][len(groups) :]
         for group, whole in zip(self.param_groups, groups):
-            check(whole)
+            numbers_of(whole)
             for param, number in zip(group["params"], whole["params"]):
                 if number in state_dict["state"]:
                     states[param] = self.begin(param, whole, state_dict["state"][number])
@@ -478,14 +456,13 @@ class AdamW(torch.optim.Optimizer):
 
     def begin(self, param: Any, group: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
         """The state of a parameter, with the values that a checkpoint has of it."""
-        part, kind = local(param).detach(), KINDS[kind_of(param)]
+        part, kind = local(param).detach(), kind_of(param)
         if torch.empty_like(part).stride() != part.stride():
             raise ValueError(f"a parameter {tuple(part.shape)} has strides {part.stride()}; make it contiguous")
-        state: dict[str, Any] = {}
-        for name, begins, dtype in (*kind.scalars, *kind.buffers[1:]):
+        state = {"step": torch.as_tensor(values.get("step", 0.0), dtype=torch.float32).to(part.device, copy=True)}
+        for name, begins, dtype in kind.buffers[1:]:
             value = values.get(name, param.detach() if begins == "param" else group.get(str(begins), begins))
-            like = torch.empty((), device=part.device) if (name, begins, dtype) in kind.scalars else param
-            state[name] = torch.empty_like(like, dtype=dtype)
+            state[name] = torch.empty_like(param, dtype=dtype)
             state[name].copy_(value) if isinstance(value, torch.Tensor) else state[name].fill_(value)
         if values and values.keys() - {"step", "param"} != state.keys() - {"step"}:
             raise ValueError(f"a checkpoint has the states {sorted(values)}; this optimizer keeps {sorted(state)}")
@@ -497,28 +474,28 @@ class AdamW(torch.optim.Optimizer):
         """Update all parameters that have gradients."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        for group in self.param_groups:
-            check(group)
+        numbers = [numbers_of(group) for group in self.param_groups]
         found = self.members()
         members = [member for own in found.values() for member in own]
         params = [param for param, *_ in members]
         if not params:  # a rank without gradients joins the sum of the norm
-            params = [param for group in self.param_groups for param in group["params"]]
-        if params:
-            first = local(params[0])
-            if first.is_cuda:
-                if torch.cuda.is_current_stream_capturing():
-                    raise RuntimeError("replays would repeat this step's hyperparameters: step outside of a CUDA graph")
-                with torch.cuda.device(first.device):  # Triton launches on the current one
-                    self.step_by_kernels(found, first.device)
-            else:
-                self.step_in_torch(found, first.device)
+            params = [param for group in self.param_groups for param in group["params"]][:1]
+        device, *others = {local(param).device for param in params} or {torch.device("cpu")}
+        if others:
+            raise ValueError(f"parameters lie on {device} and {others}: give each device an optimizer of its own")
+        if device.index is None:  # a CPU
+            self.step_in_torch(found, numbers, device)
+        else:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("replays would repeat this step's hyperparameters: step outside of a CUDA graph")
+            with torch.cuda.device(device):  # Triton launches on the current one
+                self.step_by_kernels(found, numbers, device)
         torch.autograd.graph.increment_version([param for param, grad, *_ in members if grad is not None])
         return loss
 
-    def members(self) -> dict[Any, list[Any]]:
+    def members(self) -> dict[Kind, list[Any]]:
         """Parameters with a gradient or a state, by kind; with the local gradient, the state and the group's place."""
-        found: dict[Any, list[Any]] = {kind: [] for kind in KINDS}
+        found: dict[Kind, list[Any]] = {kind: [] for kind in KINDS.values()}
         for place, group in enumerate(self.param_groups):
             for param in group["params"]:
                 if param.grad is None and not self.state.get(param):
@@ -536,25 +513,22 @@ class AdamW(torch.optim.Optimizer):
                 if not self.state.get(param):
                     self.state[param] = self.begin(param, group, {})
                 found[kind_of(param)].append((param, grad, self.state[param], place))
-        devices = {local(param).device for members in found.values() for param, *_ in members}
-        if len(devices) > 1:
-            raise ValueError(f"parameters lie on {devices}: give each device an optimizer of its own")
         return {kind: members for kind, members in found.items() if members}
 
-    def shares(self, params: list[Any]) -> list[float]:
+    def shares(self, params: list[Any]) -> dict[Any, float]:
         """How much this rank's squares of parameters count: each over the ranks that hold the same part of it."""
         everything = [param for group in self.param_groups for param in group["params"]]
         meshes = dict.fromkeys(param.device_mesh for param in everything if hasattr(param, "placements"))
-        mesh = self.mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)  # over which squares are added up
-        if mesh is None:
-            return [1.0] * len(params)
-        shares, ranks = [], set(mesh.mesh.flatten().tolist())
-        for param in params:
+        mesh: Any = max(meshes, key=lambda mesh: mesh.size(), default=None)  # over which squares are added up
+        self.mesh, shares = mesh, dict.fromkeys(params, 1.0)
+        for param in params if mesh is not None else ():
             own, placements = getattr(param, "device_mesh", mesh), getattr(param, "placements", ())
-            if not ranks.issuperset(own.mesh.flatten().tolist()) or any(one.is_partial() for one in placements):
+            ranks, others = set(mesh.mesh.flatten().tolist()), set(own.mesh.flatten().tolist())
+            if others - ranks or any(one.is_partial() for one in placements):
                 raise ValueError(f"a parameter is {placements} on {own}; the norm adds up shards and copies on {mesh}")
-            parts = math.prod(size for size, one in zip(own.shape, placements) if not one.is_replicate())
-            shares.append(parts / mesh.size())
+            shares[param] = (
+                math.prod(n for n, one in zip(own.shape, placements) if not one.is_replicate()) / mesh.size()
+            )
         return shares
 
     def add_up(self, total: torch.Tensor) -> torch.Tensor:
@@ -563,49 +537,46 @@ class AdamW(torch.optim.Optimizer):
             torch.distributed.all_reduce(total, group=group)
         return total
 
-    def step_in_torch(self, found: dict[Any, list[Any]], device: torch.device) -> None:
+    def step_in_torch(self, found: dict[Kind, list[Any]], numbers: list[Any], device: torch.device) -> None:
         """A step tensor by tensor: what CPUs run, and the same numbers as kernels compute."""
-        members = [member for own in found.values() for member in own if member[1] is not None]
-        for param, _, state, _ in members:
-            check_state(KINDS[kind_of(param)], param, state)
+        members = [(kind, *member) for kind, own in found.items() for member in own if member[1] is not None]
+        for kind, param, _, state, _ in members:
+            check_state(kind, param, state)
         if any(group["max_grad_norm"] is not None for group in self.param_groups):
+            shares = self.shares([param for _, param, *_ in members])
             norm = torch.zeros((), dtype=torch.float64, device=device)
-            for (_, grad, *_), share in zip(members, self.shares([param for param, *_ in members])):
-                norm += grad.double().square().sum() * share
+            for _, param, grad, *_ in members:
+                norm += grad.double().square().sum() * shares[param]
             self.grad_norm = norm = self.add_up(norm).sqrt()
-        for param, grad, state, place in members:
+        for kind, param, grad, state, place in members:
             state["step"] += 1
-            kind, tensors = KINDS[kind_of(param)], {**state, "param": local(param).detach()}
-            values = entries_of(self.param_groups[place], float64)
+            tensors = {**state, "param": local(param).detach()}
+            values: dict[str, Any] = {"grad": grad.float(), "step": state["step"].double(), "gradient_scale": 1.0}
+            values |= {name: torch.tensor(own, dtype=torch.float64) for name, own in numbers[place].items()}
             values |= {name: local(tensors[name]).float() for name, *_ in kind.buffers}
-            values |= {name: state[name].double() for name, *_ in kind.scalars}
-            values |= {"grad": grad.float(), "shape": param.shape, "machine_epsilon": torch.finfo(param.dtype).eps}
-            values["gradient_scale"] = 1.0
             if values["max_grad_norm"] < math.inf:
                 values["gradient_scale"] = torch.clamp(values["max_grad_norm"] / (norm + 1e-6), max=1.0)
-            results = kind.formula(**values) if grad.numel() else {}
-            for name, value in results.items():
+            for name, value in kind.formula(**values).items():
                 local(tensors[name]).copy_(value)
 
-    def step_by_kernels(self, found: dict[Any, list[Any]], device: torch.device) -> None:
+    def step_by_kernels(self, found: dict[Kind, list[Any]], numbers: list[Any], device: torch.device) -> None:
         """A step by a few launches over all tensors; the host waits for nothing."""
         if tl is None:
             load_triton()
         if self.known != self.identities(found):
             self.build(found, device)
         for tables, members in zip(self.tables, found.values()):
-            tables.refresh(self.param_groups, members)
+            tables.refresh(numbers, members)
         if any(group["max_grad_norm"] is not None for group in self.param_groups):
-            for tables, members in zip(self.tables, found.values()):
-                options = {"TILE": self.norm_tile, "STEP": 2048, "enable_fp_fusion": True}
-                tables.launch("norm_tiles", "norm", {"ELEMENT": str(members[0][0].dtype)[6:], **options})
+            for tables in self.tables:
+                tables.launch("norm_tiles", "norm", {"TILE": self.norm_tile, "STEP": 2048, "enable_fp_fusion": True})
             norm_total[(1,)](self.partials, self.count, self.norm, BLOCK=8192, num_warps=32, enable_fp_fusion=False)
             self.grad_norm = self.add_up(self.norm).sqrt_()[0].clone()
         for tables in self.tables:
             for launch in tables.kind.launches:
                 tables.launch(*launch)
 
-    def identities(self, found: dict[Any, list[Any]]) -> list[Any]:
+    def identities(self, found: dict[Kind, list[Any]]) -> list[Any]:
         """What tables are made for: the kinds, groups and shapes of parameters, these tensors and their states."""
         return [
             (kind, place, param.shape, param.stride(), [(id(x), local(x).data_ptr()) for x in (param, *state.values())])
@@ -613,21 +584,14 @@ class AdamW(torch.optim.Optimizer):
             for param, _, state, place in members
         ]
 
-    def build(self, found: dict[Any, list[Any]], device: torch.device) -> None:
+    def build(self, found: dict[Kind, list[Any]], device: torch.device) -> None:
         """Make the tables of these parameters."""
         params = [param for members in found.values() for param, *_ in members]
-        if len(set(map(id, params))) < len(params):
+        if len(set(params)) < len(params):
             raise ValueError("a parameter is listed twice in its group")
-        self.tables = [Tables(KINDS[kind], members, device) for kind, members in found.items()]
-        self.norm_tile = 16384 if sum(local(param).numel() for param in params) < 2**28 else 32768
-        shares = iter(self.shares(params))
-        for tables, members in zip(self.tables, found.values()):
-            lengths = [local(param).numel() for param, *_ in members]
-            first, owners = tiles_of(lengths, self.norm_tile)
-            tables.programs["norm"] = len(owners)
-            tables.tables |= {"norm_numel": upload(device, lengths), "norm_first": upload(device, first)}
-            tables.tables["norm_owner"] = upload(device, owners, torch.int32)
-            tables.tables["weights"] = upload(device, [next(shares) for _ in members], torch.float64)
+        tile = self.norm_tile = 16384 if sum(local(param).numel() for param in params) < 2**28 else 32768
+        shares = self.shares(params)
+        self.tables = [Tables(kind, members, device, tile, shares) for kind, members in found.items()]
         tiles = [tables.programs["norm"] for tables in self.tables]
         self.partials = torch.zeros(sum(tiles), dtype=torch.float64, device=device)
         self.norm, self.count = self.partials.new_zeros(1), upload(device, [sum(tiles)])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ejected_modules import staged
 from format_rows import backend
 
 import tilestep
@@ -80,12 +81,31 @@ def compare(name: str, folder: str, dtype: torch.dtype, *, steps: int = 3, clip:
     print(name, dtype, "clip" * clip, options or "", "equal" if not clip else f"{worst:.1e}")
 
 
+def stages(folder: str) -> None:
+    """Kinds with other passes between sums over all tensors: kernels and formulas agree."""
+    module = module_of(Request(staged), folder)
+    torch.manual_seed(0)
+    first = [torch.randn(shape) for shape in SHAPES[:-1]]
+    by_kernels, in_torch = ([torch.nn.Parameter(tensor.clone()) for tensor in first] for _ in range(2))
+    optimizers = [module.staged(params) for params in (by_kernels, in_torch)]
+    optimizers[0].step_in_torch = optimizers[0].step_by_kernels
+    for _ in range(3):
+        for left, right in zip(by_kernels, in_torch):
+            left.grad = torch.randn(left.shape)
+            right.grad = left.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for left, right in zip(by_kernels, in_torch):
+        assert torch.allclose(left, right, rtol=4e-6, atol=1e-6), (left - right).abs().max()
+
+
 def main(names: list[str]) -> None:
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
         for name in names or RULES:
             for dtype in RULES[name]:
                 compare(name, folder, dtype, steps=2)
+        stages(folder)
         compare("AdamW", folder, torch.float32, clip=True)
         compare("AdamW", folder, torch.bfloat16, clip=True, master_weights=True)
         for masters in (True, "remainder", "kahan", "int8"):

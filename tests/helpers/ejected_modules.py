@@ -37,6 +37,16 @@ MATRICES = ["AdaMuon", "Adafactor", "Muon", "MuonH", "NorMuon", "SOAP", "Scion"]
 NAMES = [name for name in tilestep.registry if name not in MATRICES]
 
 
+@tilestep.rule
+def staged(param: Any, grad: Any, momentum: Any, *, lr: Any = 0.1) -> tuple[Any, ...]:
+    """Two sums over all tensors: before the second, matrices have a pass over their elements, and others none."""
+    first = tilestep.sum_over_tensors(grad.square().sum())
+    own = (grad / first).abs().sum() if grad.ndim > 1 else first / (1 + first)
+    second = tilestep.sum_over_tensors(own)
+    momentum = 0.9 * momentum + grad
+    return param - lr * momentum / (1 + second), momentum
+
+
 class Pair:
     """An ejected optimizer and tilestep's, of equal parameters that get equal gradients."""
 

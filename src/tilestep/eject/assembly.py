@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 import textwrap
-from collections.abc import Iterable, Mapping
-from itertools import product
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -32,6 +31,8 @@ _OF_TRITON = {"libdevice": "triton.language.extra", "cuda_capability_geq": "trit
 
 _SCALAR_BLOCK = 128
 _FINISH_BLOCK = 1024
+
+_LIMIT = 'math.inf if group["max_grad_norm"] is None else float(group["max_grad_norm"])'
 
 
 class Code(str):
@@ -74,7 +75,7 @@ class Request:
         words += ["--clip"] if self.clip else []
         words += [f"--masters {str(self.masters).lower()}"] if self.masters else []
         words += [f"--state-dtype {self.state_dtype}"] if self.state_dtype else []
-        words += [f"--set {name}={_word(value)}" for name, value in self.settings.items()]
+        words += [f"--set {quote(f'{name}={_word(value)}')}" for name, value in self.settings.items()]
         return " ".join(words)
 
     def _name_kinds(self) -> None:
@@ -113,14 +114,21 @@ def _word(value: Any) -> str:
 def ejected(request: Request) -> str:
     """The text of the file."""
     rule, kinds = request.rule, request.kinds
+    has_blocks = any(kind.spec.has_blocks for kind in kinds)
     functions = merged(kinds, clip=request.clip)
     parameters = {name for lines in functions for name in re.findall(r"\w+", lines[1])}
     if request.clip:
-        functions = [*(lines for _, lines in functions_of(NORM)), *functions]
+        norm = NORM if has_blocks else NORM.replace("norm_numel", "numel")  # beside blocks, numel counts them whole
+        functions = [*(lines for _, lines in functions_of(norm)), *functions]
     helpers, constants = helpers_for(functions)
     kernels = flat(helpers + functions)
-    by_dims, by_size = request.matters
+    (by_dims, by_size), has_sums = request.matters, bool(parameters & {"sums", "partials"})
     imported = {name: module for name, module in _OF_TRITON.items() if name in kernels}
+    formulas = _formulas(request)
+    numbers = list(_numbers(request))
+    made_for = {name: value for name, value in request.values.items() if name not in [key for _, _, key, _ in numbers]}
+    returned = {key: Code(f"float({text})") for _, _, key, text in numbers}
+    returned["max_grad_norm"] = Code(_LIMIT if request.clip else "math.inf")
     texts = {
         "header": _header(request),
         "globals": _globals(request, imported, constants),
@@ -133,15 +141,20 @@ def ejected(request: Request) -> str:
             ]
         ),
         "kernels": kernels,
-        "formulas": flat(_formulas(request)),
+        "formulas": flat(formulas),
         "kinds": _kinds(request, parameters),
         "ranges": "\n".join(_ranges(request)),
         "guards": "\n".join(_guards(request)),
+        "numbers": "\n".join(formatted([f"    return {_literal(returned)}"])),
+        "made_for": "\n".join(formatted([f"    made_for: dict[str, Any] = {_literal(made_for)}"])),
         "signature": _signature(request),
         "evaluation": "" if rule.evaluation is None else flat([_average(request)]),
     }
     flags = {
-        "blocks": any(kind.spec.has_blocks for kind in kinds),
+        "blocks": has_blocks,
+        "fixed": bool(made_for),
+        "scalars": any(kind.graph.scalar_states for kind in kinds),
+        "shaped": any(re.search(r"\b(shape|machine_epsilon)\b", lines[0]) for lines in formulas),
         "across": any(kind.spec.global_count for kind in kinds),
         "whole": any(kind.spec.reduction_count for kind in kinds),
         "clip": request.clip,
@@ -150,13 +163,14 @@ def ejected(request: Request) -> str:
         "versions": isinstance(request.masters, str),
         "formats": not request.is_plain,
         "sizes": "sizes" in parameters,
-        "sums": bool(parameters & {"sums", "partials"}),
+        "plain": request.is_plain and not has_sums,
+        "sums": has_sums,
         "averages": rule.evaluation is not None,
         "dims": by_dims,
         "classes": by_size,
-        "shapes": by_dims or by_size,
     }
-    return _filled("template.py", texts, flags, rule.name)
+    text = _filled("template.py", texts, flags, rule.name)
+    return text if request.clip else re.sub(", norm_tile: int, shares: Any|(?<=device), tile, shares", "", text)
 
 
 def _filled(name: str, texts: Mapping[str, str], flags: Mapping[str, bool], rule: str) -> str:
@@ -189,7 +203,7 @@ def _header(request: Request) -> str:
 {textwrap.fill(f'"""{rule.name}: {about}.', 120)}
 
 Parameters of {kept} are updated by a few launches, whatever their number; on CPUs by plain PyTorch.
-From top to bottom: Triton functions; the rule's formulas on torch tensors; the kinds of parameters that there are
+From top to bottom: the rule's formulas on torch tensors; Triton functions; the kinds of parameters that there are
 kernels for; the tables that kernels read; the optimizer.
 """
 
@@ -201,9 +215,11 @@ def _globals(request: Request, imported: Iterable[str], constants: Mapping[str, 
     for name, value in constants.items():
         lines += constant_lines(name, value)
     lines += formatted([f"CONSTANTS = {_literal(tuple(constants))}"]) if constants else []
-    values = ", ".join(f"{name}={_literal(value)}" for name, value in request.values.items())
-    lines += formatted([f"VALUES: dict[str, Any] = dict({values})"])
-    lines.append('"""Hyperparameters as this file was made for them; those that are numbers may have other values."""')
+    combined = [_stages(kind)[1] for kind in request.kinds]
+    if any(ways != combined[0] for ways in combined):
+        raise refused(request.rule, "combines sums over all tensors in stages that shapes decide")
+    if combined[0]:
+        lines.append(f"COMBINED = {_literal(tuple(combined[0]))}  # what tensors combine after each stage")
     if isinstance(request.masters, str):
         masters = [master_kind(kind.dtype, request.group) for kind in request.kinds]
         keys = sorted({master.key for master in masters if master is not None and not master.begins_as_parameter})
@@ -214,7 +230,16 @@ def _globals(request: Request, imported: Iterable[str], constants: Mapping[str, 
 
 def _literal(value: Any) -> str:
     """A value as code, in double quotes."""
-    return re.sub(r"\binf\b", "math.inf", repr(value).replace("'", '"'))
+    return re.sub(r"(?<!math\.)\binf\b", "math.inf", repr(value).replace("'", '"'))
+
+
+def _numbers(request: Request) -> Iterator[tuple[str, int, str, str]]:
+    """The hyperparameters that are numbers: a name, a place in it, the name that kernels have, and the code for it."""
+    for name, value in request.values.items():
+        several = isinstance(value, (tuple, list))
+        for place, entry in enumerate(value if several else [value]):
+            if isinstance(entry, (int, float)) and not isinstance(entry, bool):
+                yield name, place, f"{name}_{place}" if several else name, f'group["{name}"]' + f"[{place}]" * several
 
 
 def _formulas(request: Request) -> list[list[str]]:
@@ -248,33 +273,19 @@ def _kinds(request: Request, parameters: set[str]) -> str:
     by_dims, by_size = request.matters
     alike: dict[str, list[Kind]] = {}
     for kind in request.kinds:
-        alike.setdefault(_kind(request, kind, parameters, is_shared=True), []).append(kind)
-    if any(kind.spec.global_count for kind in request.kinds) and len({text.count("_pass_") for text in alike}) > 1:
-        raise refused(request.rule, "sums over all tensors in stages that shapes decide")
-    lines: list[str] = []
-    calls: dict[str, Code] = {}
-    for text, (first, *others) in alike.items():
-        if not others:
-            calls[first.name] = _kind(request, first, parameters, is_shared=False)
-            continue
-        title = f"kind_of_{first.name}"
-        if any(kind.dtype is not first.dtype for kind in others):
-            title = title.replace(dtype_name(first.dtype), "dtype")
-        for kind in (first, *others):
-            calls[kind.name] = Code(f"{title}({', '.join([str(kind.dtype), *map(_literal, _maths(kind))])})")
-        takes = "dtype: torch.dtype" + ", *maths: str" * bool(_maths(first))
-        lines += [f"def {title}({takes}) -> Kind:", *formatted([f"    return {text}"]), "", ""]
-    keys = {kind.name: kind.name if by_dims or by_size else Code(str(kind.dtype)) for kind in request.kinds}
-    lines += formatted([f"KINDS = {_literal({keys[kind.name]: calls[kind.name] for kind in request.kinds})}"])
-    if by_dims or by_size:
-        tree: dict[Any, Any] = {}
-        for kind in request.kinds:
-            for dims, size in product(sorted(kind.dims)[: None if by_dims else 1], sorted(kind.sizes)):
-                path: list[Any] = [dims] * by_dims + [size] * by_size
-                functools.reduce(lambda node, key: node.setdefault(key, {}), [Code(str(kind.dtype)), *path[:-1]], tree)[
-                    path[-1]
-                ] = kind.name
-        lines += formatted([f"BY_SHAPE: dict[Any, Any] = {_literal(tree)}"])
+        alike.setdefault(_kind(request, kind, parameters), []).append(kind)
+    key = ", ".join(["dtype", *["dim"] * by_dims, *["size"] * by_size])
+    each = " for dim in dims" * by_dims + " for size in sizes" * by_size
+    lines = ["KINDS: dict[Any, Kind] = {}"]
+    for text, kinds in alike.items():
+        rows = [
+            (Code(kind.dtype), *[sorted(kind.dims)] * by_dims, *[sorted(kind.sizes)] * by_size, *_maths(kind))
+            for kind in kinds
+        ]
+        names = ["dtype", *["dims"] * by_dims, *["sizes"] * by_size, *["*maths"] * bool(_maths(kinds[0]))]
+        taken = _literal(tuple(row[0] if len(names) == 1 else row for row in rows))
+        kept = f"    KINDS |= dict.fromkeys([({key}){each}], {text})" if each else f"    KINDS[dtype] = {text}"
+        lines += formatted([f"for {', '.join(names)} in {taken}:", kept])
     if by_size:
         about = "elements of a parameter, and of a row, for a format"
         lines.append(f"SMALLEST, SHORTEST = {SMALLEST}, {SHORTEST}  # {about}")
@@ -286,9 +297,9 @@ def _maths(kind: Kind) -> list[str]:
     return [name for base, name in kind.functions.items() if base.startswith("math_") and kind.is_general]
 
 
-def _kind(request: Request, kind: Kind, parameters: set[str], *, is_shared: bool) -> Code:
-    """The text of a kind; of a shared one with `dtype` for its dtype and `maths` for the functions of its formulas."""
-    spec = kind.spec
+def _kind(request: Request, kind: Kind, parameters: set[str]) -> str:
+    """The text of a kind, with `dtype` for its dtype and `maths` for the functions of its formulas."""
+    spec, (stages, _) = kind.spec, _stages(kind)
     starts = starts_of(request.rule, kind.graph.states, kind.dtype, request.group)
     master = master_kind(kind.dtype, request.group)
     buffers = []
@@ -299,7 +310,7 @@ def _kind(request: Request, kind: Kind, parameters: set[str], *, is_shared: bool
         if name == "param" and (master is None or master.begins_as_parameter):
             begins = "param"
         arrays = [
-            (array.name, Code("dtype" if is_shared and array.dtype is kind.dtype else array.dtype), array.elements)
+            (array.name, Code("dtype" if array.dtype is kind.dtype else array.dtype), array.elements)
             for array in storage.arrays(name)
         ]
         words = [name, begins, arrays[0][1] if request.is_plain else tuple(arrays)]
@@ -317,65 +328,66 @@ def _kind(request: Request, kind: Kind, parameters: set[str], *, is_shared: bool
         **({"reductions": spec.reduction_count} if spec.reduction_count > 1 else {}),
         **({"across": spec.global_count} if spec.global_count else {}),
         "span": default_shape(spec, "cuda").span,
-        "launches": tuple(_launches(kind, is_shared=is_shared)),
+        **({"stages": tuple(stages)} if spec.global_count else {"launches": stages[0]}),
     }
-    return Code(f"Kind({', '.join(f'{name}={_literal(value)}' for name, value in fields.items())})")
+    return f"Kind({', '.join(f'{name}={_literal(value)}' for name, value in fields.items())})"
 
 
-def _launches(kind: Kind, *, is_shared: bool) -> list[tuple[Any, ...]]:
-    """The launches of a step: for each stage the scalar pass, the pass over tiles, and what adds up its sums."""
+def _stages(kind: Kind) -> tuple[list[tuple[Any, ...]], list[dict[int, str]]]:
+    """The launches of a step, up to each combination over all tensors and behind the last, and what is combined.
+
+    A launch is of the scalar pass, of the pass over tiles, or of what adds up its sums.
+    """
     spec, names, shape = kind.spec, kind.functions, default_shape(kind.spec, "cuda")
     constants, options = tile_options(spec, shape)
-    launches: list[tuple[str, str, dict[Any, Any]]] = []
-    passes = 0
+    launches: list[tuple[str, str, dict[str, Any]]] = []
+    stages, combined, passes = list[tuple[Any, ...]](), list[dict[int, str]](), 0
     for index, (scalar, tile) in enumerate(zip(spec.program.scalars, spec.program.tiles)):
         launches.append((names[f"scalar_pass_{index}"], "blocks", {"BLOCK": _SCALAR_BLOCK, "num_warps": 4}))
         if scalar.global_reductions:
-            ways = {slot: value.operation.removeprefix("global_") for slot, value in scalar.global_reductions}
-            launches.append(("combine", "", ways))
+            combined.append({slot: each.operation.removeprefix("global_") for slot, each in scalar.global_reductions})
+            stages.append(tuple(launches))
+            launches = []
         if tile is None:
             continue
         own: dict[str, Any] = {**constants}
         if kind.is_general:
-            own["ELEMENT"] = Code("str(dtype)[6:]") if is_shared else dtype_name(kind.dtype)
-            own["MATH"] = Code(f"maths[{passes}]") if is_shared else names[f"math_{index}"]
+            own["MATH"] = Code(f"maths[{passes}]")
         passes += 1
         own |= {"num_warps": shape.warps, **options}
         launches.append((names[f"tile_pass_{index}"], "tiles", own))
         if tile.reductions:
             sums = {"SPAN": shape.span, "BLOCK": _FINISH_BLOCK, "num_warps": 4}
             launches.append((names[f"finish_{index}"], "tensors", sums))
-    return launches
+    return [*stages, tuple(launches)], combined
 
 
 def _ranges(request: Request) -> list[str]:
     """The conditions on hyperparameters, by name."""
-    valid = {name: Code(_range(request.rule, name, value)) for name, value in request.values.items()}
+    valid: dict[str, str] = {}
+    for name, place, _, text in _numbers(request):
+        if name in request.rule.ranges:
+            holds = _inside(request.rule.range_of(name, place), text)
+            valid[name] = Code(f"{valid[name]} and {holds}" if name in valid else holds)
     if request.clip:
         valid["max_grad_norm"] = Code('group["max_grad_norm"] is None or group["max_grad_norm"] >= 0')
-    valid = {name: text for name, text in valid.items() if text}
     return formatted([f"    valid: dict[str, bool] = {_literal(valid)}"])
 
 
 def _guards(request: Request) -> list[str]:
-    """What raises for numbers that would need other formulas."""
+    """What raises for hyperparameters that would need other formulas."""
+    guards = [
+        f"{text} is not None"
+        for name, place, _, text in _numbers(request)
+        if request.rule.range_of(name, place).or_none
+    ]
+    guards += [condition(guard) for kind in request.kinds for guard in kind.graph.guards]
     lines = []
-    for guard in dict.fromkeys(condition(guard) for kind in request.kinds for guard in kind.graph.guards):
+    for guard in dict.fromkeys(guards):
         words = re.sub(r'group\["(\w+)"\]', r"\1", guard)
         another = f"make another: tilestep eject {request.rule.name} --set NAME=VALUE"
         lines += [f"    if not ({guard}):", f"        raise ValueError('this file was made for {words}; {another}')"]
     return formatted(lines)
-
-
-def _range(rule: Rule, name: str, value: Any) -> str:
-    """The condition on a hyperparameter, as code; empty where there is none."""
-    ranges, entries = rule.ranges.get(name), value if isinstance(value, (tuple, list)) else (value,)
-    texts = []
-    for place, entry in enumerate(entries):
-        interval = ranges[place] if isinstance(ranges, tuple) else ranges
-        if isinstance(interval, Interval) and isinstance(entry, (int, float)) and not isinstance(entry, bool):
-            texts.append(_inside(interval, f'group["{name}"]' + (f"[{place}]" if entries is value else "")))
-    return " and ".join(texts)
 
 
 def _inside(interval: Interval, text: str) -> str:

@@ -172,9 +172,12 @@ def formula(
             writer.name(value, f'yield "{way}", torch.as_tensor({writer[value.args[0]]})', value.name)
     writer.write(values)
     results = ", ".join(f'"{name}": {writer[value]}' for name, value in graph.outputs.items())
-    kind = "Any" if any(value.operation in GLOBAL_REDUCTIONS for value in values) else "dict[str, Any]"
-    typed = ", ".join(f"{name}: Any" for name in (*arguments, "**_"))
-    return [f"def {title}({typed}) -> {kind}:", f'    """{about}"""', *writer.lines, f"    return {{{results}}}"]
+    return [
+        f"def {title}({', '.join(arguments)}, **_):",
+        f'    """{about}"""',
+        *writer.lines,
+        f"    return {{{results}}}",
+    ]
 
 
 def _size(name: str) -> str:

@@ -57,6 +57,8 @@ _CUT = r""" & \(skip == 0\)|\(skip == 0\.0\) & | & \(layout_row < 0\)|, UNSCALE:
 def _narrowed(lines: Sequence[str], *, clip: bool, keeps_sums: bool) -> list[str]:
     """A kernel without skipped steps, strides, loss scales, more than one limit and, where nothing is reduced, sums."""
     text = re.sub("|".join(_CUT.split("\n")), "", "\n".join(lines), flags=re.MULTILINE)
+    if alias := re.search(r"^    (\w+) = next_step\n", text, flags=re.MULTILINE):
+        text = re.sub(rf"\b{alias[1]}\b", "next_step", text.replace(alias[0], ""))
     text = text.replace("tl.where(skip, 0.0, 1.0)", "1.0").replace("if (grad_address != 0):", "if grad_address != 0:")
     scale = r"gradient_scale_of\(tl\.load\(control \+ 0\), .*?, (tl\.load\(base \+ .*\))\)$"
     factor = r"gradient_scale_of(tl.load(total_norm), \1)" if clip else "tl.full((1,), 1.0, tl.float64)"
@@ -229,8 +231,10 @@ def _helpers() -> tuple[dict[str, list[str]], dict[str, Any]]:
 
 def helpers_for(functions: Iterable[Iterable[str]]) -> tuple[list[list[str]], dict[str, Any]]:
     """The library's functions and constants that these functions need."""
-    helpers, constants = _helpers()
-    wanted, waiting = set[str](), ["\n".join(lines) for lines in functions]
+    (own, constants), wanted, waiting = _helpers(), set[str](), ["\n".join(lines) for lines in functions]
+    helpers = {**own}
+    if not re.search(r"\bpower\((?![a-z]\w*, [a-z]\w*\))", "\n".join(waiting)):  # of tensors alone
+        helpers["power"] = [line for line in own["power"] if "alike" not in line]
     while waiting:
         read = (_names_in(waiting.pop()) & (helpers.keys() | constants.keys())) - wanted
         waiting += ["\n".join(helpers[name]) for name in read & helpers.keys()]

@@ -8,7 +8,6 @@ rule has no use for it; `# {not_name` is kept where `# {name` is left out.
 # header}
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from functools import partial
@@ -21,11 +20,14 @@ tl: Any = None  # triton.language, once a parameter is on a GPU
 # {globals
 libdevice: Any = None
 CONSTANTS: tuple[str, ...] = ()
-VALUES: dict[str, Any] = {}
+COMBINED: tuple[dict[int, str], ...] = ()
 FOLLOWING: set[str] = set()
 # globals}
+
+
+# {formulas
+# formulas}
 KERNELS: list[Callable[..., Any]] = []  # the Triton functions of this file
-float64 = partial(torch.tensor, dtype=torch.float64)
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -62,10 +64,10 @@ def load_triton() -> None:
     for name in CONSTANTS:
         globals()[name] = tl.constexpr(globals()[name])
     # constants}
-    for function in KERNELS:
+    for kernel in KERNELS:
         # One build serves all addresses: kernels look at the alignment themselves.
-        tables = [name for name in inspect.signature(function).parameters if name not in function.__annotations__]
-        globals()[function.__name__] = triton.jit(function, do_not_specialize_on_alignment=tables)
+        tables = [name for name in kernel.__code__.co_varnames if name not in kernel.__annotations__]
+        globals()[kernel.__name__] = triton.jit(kernel, do_not_specialize_on_alignment=tables)
 
 
 # {kernels
@@ -74,8 +76,6 @@ def norm_total(partials, partial_count, total_norm): ...  # type: ignore[no-unty
 
 
 # kernels}
-# {formulas
-# formulas}
 # {formats
 class Buffer(NamedTuple):
     """A tensor like the parameter, as formulas see it, and what keeps it."""
@@ -93,11 +93,18 @@ class Kind(NamedTuple):
 
     formula: Callable[..., Any]
     buffers: tuple[Any, ...]  # the parameter and its states, as kernels list them: name, what it begins with, dtype
+    # {scalars
+    scalars: tuple[tuple[str, float | str, torch.dtype], ...]  # states of one number, likewise
+    # scalars}
     hypers: tuple[str, ...]  # columns of the table of hyperparameters
     columns: int  # numbers that the scalar passes leave for the tiles of a tensor
     span: int  # elements that one program updates
-    launches: tuple[tuple[str, str, dict[Any, Any]], ...]  # kernel, grid, constants and options
-    scalars: tuple[tuple[str, float | str, torch.dtype], ...] = (("step", 0.0, torch.float32),)  # states of one number
+    # {not_across
+    launches: tuple[tuple[str, str, dict[str, Any]], ...]  # kernel, grid, constants and options
+    # not_across}
+    # {across
+    stages: tuple[tuple[tuple[str, str, dict[str, Any]], ...], ...]  # launches: kernel, grid, constants and options
+    # across}
     # {sizes
     sizes: tuple[int, ...] = ()  # sizes that kernels read, from the last dimension as 1; 0 for their product
     # sizes}
@@ -107,6 +114,8 @@ class Kind(NamedTuple):
     # {across
     across: int = 0  # numbers that are combined over all tensors
     # across}
+
+    __hash__ = object.__hash__  # type: ignore[misc]  # kinds are told apart as objects
 
 
 # {evaluation
@@ -118,70 +127,62 @@ def weights_to_evaluate(param: Any, **_: Any) -> dict[str, Any]:
 # evaluation}
 # {kinds
 KINDS: dict[Any, Kind] = {}
-BY_SHAPE: dict[Any, Any] = {}
 SMALLEST, SHORTEST = 0, 0
 # kinds}
 
 
-def kind_of(param: Any) -> Any:
-    """The key of the kind of a parameter; raises for a parameter that there are no kernels for."""
-    # {not_shapes
-    if param.dtype not in KINDS:
-        raise ValueError(f"a parameter is {param.dtype}; this file is for {', '.join(map(str, KINDS))}")
-    return param.dtype
-    # not_shapes}
-    # {shapes
-    kind = BY_SHAPE.get(param.dtype)
-    if kind is None:
-        raise ValueError(f"a parameter is {param.dtype}; this file is for {', '.join(map(str, BY_SHAPE))}")
-    # {dims
-    if param.ndim not in kind:
-        raise ValueError(f"a parameter has {param.ndim} dimensions; this file is for {max(kind)} at most")
-    kind = kind[param.ndim]
-    # dims}
+def kind_of(param: Any) -> Kind:
+    """The kind of a parameter; raises for a parameter that there are no kernels for."""
+    key: Any = param.dtype
     # {classes
-    if param.numel() < SMALLEST:
-        return kind["small"]
+    size = "small" if param.numel() < SMALLEST else "large"
     # {blocks
     columns = row_of(param.shape)[1]
-    if columns < SHORTEST:
-        return kind.get("short", kind["large"])
-    if param.shape[-1] % 2 or param.shape[-1] != columns:
-        return kind.get("uneven", kind["large"])
+    if size == "large" and columns < SHORTEST:
+        size = "short"
+    elif size == "large" and (param.shape[-1] % 2 or param.shape[-1] != columns):
+        size = "uneven"
     # blocks}
-    kind = kind["large"]
+    # {not_dims
+    key = (param.dtype, size)
+    # not_dims}
+    # {dims
+    key = (param.dtype, param.ndim, size)
+    # dims}
     # classes}
-    return kind
-    # shapes}
+    # {not_classes
+    # {dims
+    key = (param.dtype, param.ndim)
+    # dims}
+    # not_classes}
+    if key not in KINDS:
+        raise ValueError(f"a parameter is {key}; this file is for {', '.join(map(str, KINDS))}")
+    return KINDS[key]
 
 
-def entries_of(group: dict[str, Any], number: Callable[[float], Any] = float) -> dict[str, Any]:
-    """Hyperparameters as kernels and formulas read them: `betas_0` for the first of `betas`, numbers by a function."""
-    limit = group.get("max_grad_norm")
-    entries = {"max_grad_norm": number(math.inf if limit is None else float(limit))}
-    for name in VALUES:
-        several = isinstance(group[name], (tuple, list))
-        for place, entry in enumerate(group[name] if several else [group[name]]):
-            is_number = isinstance(entry, (int, float, torch.Tensor)) and not isinstance(entry, bool)
-            entries[f"{name}_{place}" if several else name] = number(float(entry)) if is_number else entry
-    return entries
-
-
-def check(group: dict[str, Any]) -> None:
-    """Raise for hyperparameters that are out of their ranges, or that this file has no kernels for."""
-    made, own = entries_of(VALUES, type), entries_of(group, type)  # numbers may have any value
-    for name in made | own:
-        if (name in own, value := own.get(name)) != (name in made, right := made.get(name)):
-            another = f"make another: tilestep eject Ejected --set {name}={value}"
-            raise ValueError(f"{name}={value!r}: this file was made for {name}={right!r}; {another}")
+def numbers_of(group: dict[str, Any]) -> dict[str, float]:
+    """Hyperparameters as kernels and formulas read them; raises for those that this file was not made for."""
+    # {made_for
+    made_for: dict[str, Any] = {}
+    # made_for}
+    # {fixed
+    for name, made in made_for.items():
+        value, is_tuple = group[name], isinstance(made, tuple)
+        if len(value) != len(made) if is_tuple else value != made:
+            another = "" if is_tuple else f"; make another: tilestep eject Ejected --set {name}={value}"
+            raise ValueError(f"{name}={value!r}: this file was made for {name}={made!r}{another}")
+    # fixed}
+    # {guards
+    # guards}
     # {ranges
     valid: dict[str, bool] = {}
     # ranges}
     for name, holds in valid.items():
         if not holds:
             raise ValueError(f"Invalid {name}: {group[name]}")
-    # {guards
-    # guards}
+    # {numbers
+    return {}
+    # numbers}
 
 
 def local(tensor: Any) -> Any:
@@ -197,12 +198,16 @@ def version_of(param: Any) -> int:
 
 # versions}
 # {formats
+def strides_of(param: Any, shape: Any) -> tuple[int, ...]:
+    """The strides of a state of this shape: the parameter's where it has the same."""
+    return param.stride() if shape == param.shape else torch.empty(shape, device="meta").stride()
+
+
 def placed(part: torch.Tensor, param: Any, shape: tuple[int, ...]) -> Any:
     """A part of a state as a DTensor where the parameter is one; checkpoints need that."""
     if not hasattr(param, "placements"):
         return part
-    stride = param.stride() if shape == param.shape else torch.empty(shape, device="meta").stride()
-    layout = {"run_check": False, "shape": torch.Size(shape), "stride": stride}
+    layout = {"run_check": False, "shape": torch.Size(shape), "stride": strides_of(param, shape)}
     return type(param.data).from_local(part, param.device_mesh, param.placements, **layout)
 
 
@@ -269,27 +274,25 @@ def keep(kind: Kind, tensors: dict[str, Any], shape: Any, results: dict[str, tor
     """Write new numbers into what keeps them."""
     for name, _, arrays, _, store in kind.buffers:
         if name in results:
-            kept, entries = [local(tensors[key]) for key, _, _ in arrays], [results[name]]
+            kept, number = [local(tensors[key]) for key, _, _ in arrays], results[name].float()
             # {blocks
-            if store and any(elements > 1 for _, _, elements in arrays):
-                columns = row_of(shape)[1]
-                blocks = store(cut(results[name].float().expand(shape), columns))
-                sizes = [elements for _, _, elements in arrays]
-                entries = [
-                    joined(*one) for one in zip(blocks, [each.shape for each in kept], [columns] * len(kept), sizes)
-                ]
-            elif store:
-                entries = store(results[name].float())
+            columns, in_blocks = row_of(shape)[1], any(elements > 1 for _, _, elements in arrays)
+            number = cut(number.expand(shape), columns) if in_blocks else number
             # blocks}
-            # {not_blocks
-            if store:
-                entries = store(results[name].float())
-            # not_blocks}
+            entries = store(number) if store else [number]
+            # {blocks
+            if in_blocks:
+                entries = [
+                    joined(one, each.shape, columns, array[2]) for one, each, array in zip(entries, kept, arrays)
+                ]
+            # blocks}
             for tensor, entry in zip(kept, entries):
                 tensor.copy_(entry)
+    # {scalars
     for name, *_ in kind.scalars:
         if name in results:
             tensors[name].copy_(results[name])
+    # scalars}
 
 
 # formats}
@@ -297,17 +300,15 @@ def check_state(kind: Kind, param: Any, state: dict[str, Any]) -> None:
     """Raise where other code has made a parameter or its state other tensors than kernels take."""
     part = local(param)
     # {not_formats
-    wanted = [(name, (dtype, part.shape, part.stride(), part.device)) for name, _, dtype in kind.buffers]
-    # not_formats}
-    # {formats
-    wanted = []
-    for name, dtype, elements in [array for buffer in kind.buffers for array in buffer.arrays]:
-        shape = shape_of(part.shape, elements)
-        strides = part.stride() if shape == part.shape else torch.empty(shape, device="meta").stride()
-        wanted.append((name, (dtype, shape, strides, part.device)))
-    # formats}
-    for name, right in wanted:
+    for name, _, dtype in kind.buffers:
         array = local(param if name == "param" else state[name])
+        right = (dtype, part.shape, part.stride(), part.device)
+        # not_formats}
+        # {formats
+    for name, dtype, elements in [array for buffer in kind.buffers for array in buffer.arrays]:
+        array, shape = local(param if name == "param" else state[name]), shape_of(part.shape, elements)
+        right = (dtype, shape, strides_of(part, shape), part.device)
+        # formats}
         found = (array.dtype, array.shape, array.stride(), array.device)
         if found != right:
             raise ValueError(f"{name} is {found}; its parameter needs {right}: delete the state to begin anew")
@@ -348,7 +349,7 @@ def tiles_of(lengths: list[int], size: int) -> tuple[list[int], list[int]]:
 class Tables:
     """What the kernels of one kind read: tensors, tiles, addresses and hyperparameters."""
 
-    def __init__(self, kind: Kind, members: list[Any], device: torch.device) -> None:
+    def __init__(self, kind: Kind, members: list[Any], device: torch.device, norm_tile: int, shares: Any) -> None:
         for param, _, state, _ in members:
             check_state(kind, param, state)
         # {not_formats
@@ -360,8 +361,14 @@ class Tables:
         arrays = [local(param if key == "param" else state[key]) for param, _, state, _ in members for key in keys]
         lengths = [local(param).numel() for param, *_ in members]
         table, zeros = partial(upload, device), partial(torch.zeros, device=device)
-        self.kind, self.device, count = kind, device, len(members)
+        self.kind, self.dtype, self.device, count = kind, members[0][0].dtype, device, len(members)
+        # {clip
+        norm_first, norm_owner = tiles_of(lengths, norm_tile)
+        # clip}
         # {blocks
+        # {clip
+        norm_numel = lengths
+        # clip}
         columns = [0] * count
         if any(elements > 1 for buffer in kind.buffers for _, _, elements in buffer.arrays):
             rows = [row_of(local(param).shape)[1] for param, *_ in members]
@@ -397,22 +404,45 @@ class Tables:
             # across}
             # {blocks
             "columns": table(columns),
+            # {clip
+            "norm_numel": table(norm_numel),
+            # clip}
             # blocks}
+            # {clip
+            "norm_owner": table(norm_owner, torch.int32),
+            "norm_first": table(norm_first),
+            "weights": table([shares[param] for param, *_ in members], torch.float64),
+            # clip}
         }
-        self.programs = {"tensors": count, "blocks": -(-count // 128), "tiles": len(tile_tensor)}
+        # {clip
+        self.programs = {"blocks": -(-count // 128), "tiles": len(tile_tensor), "norm": len(norm_owner)}
+        # clip}
+        # {not_clip
+        self.programs = {"blocks": -(-count // 128), "tiles": len(tile_tensor)}
+        # not_clip}
+        # {sums
+        self.programs["tensors"] = count
+        # sums}
+        # The numbers of all tensors lie side by side for kernels; a state has views of its own.
+        # {scalars
         for name, _, dtype in kind.scalars:
-            # The numbers of all tensors lie side by side for kernels; a state has views of its own.
             numbers = torch.stack([state[name].to(device, dtype) for _, _, state, _ in members])
             self.tables[name if name == "step" else f"{name}_state"] = numbers
             for (_, _, state, _), view in zip(members, numbers.unbind()):
                 state[name] = view
+        # scalars}
+        # {not_scalars
+        self.tables["step"] = torch.stack([state["step"].to(device, torch.float32) for _, _, state, _ in members])
+        for (_, _, state, _), view in zip(members, self.tables["step"].unbind()):
+            state["step"] = view
+        # not_scalars}
         self.known: dict[str, list[Any]] = {}  # what changes from step to step, as in its tables
         self.kept = [list(state.values()) for _, _, state, _ in members]  # alive, so that no address is used again
 
-    def refresh(self, groups: list[dict[str, Any]], members: list[Any]) -> None:
+    def refresh(self, numbers: list[dict[str, float]], members: list[Any]) -> None:
         """Bring the addresses of gradients and the hyperparameters up to date."""
         grads = [0 if grad is None else grad.data_ptr() or 1 for _, grad, _, _ in members]
-        hyper = [entries[name] for entries in map(entries_of, groups) for name in self.kind.hypers]
+        hyper = [own[name] for own in numbers for name in self.kind.hypers]
         for name, values, dtype in (("grads", grads, torch.int64), ("hyper", hyper, torch.float64)):
             if values != self.known.get(name):
                 self.known[name], self.tables[name] = values, upload(self.device, values, dtype)
@@ -420,10 +450,10 @@ class Tables:
     def launch(self, name: str, grid: str, options: dict[str, Any]) -> None:
         """Launch a kernel with the tables that its parameters name."""
         if self.programs[grid]:
-            kernel, words = globals()[name], [key for key, value in options.items() if isinstance(value, str)]
-            named = {key: vars(tl).get(options[key]) or globals()[options[key]] for key in words}
-            pointers = [self.tables[key] for key in kernel.arg_names if key in self.tables]
-            kernel[(self.programs[grid],)](*pointers, **{"enable_fp_fusion": False, **options, **named})
+            kernel, math_function = globals()[name], globals().get(options.get("MATH", ""))
+            values = {**self.tables, "ELEMENT": getattr(tl, str(self.dtype)[6:]), "MATH": math_function}
+            arguments = {key: values[key] for key in kernel.arg_names if key in values}
+            kernel[(self.programs[grid],)](**{"enable_fp_fusion": False, **options, **arguments})
 
 
 class Ejected(torch.optim.Optimizer):
@@ -445,7 +475,7 @@ class Ejected(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as torch's."""
-        check({**self.defaults, **param_group})
+        numbers_of({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -455,7 +485,7 @@ class Ejected(torch.optim.Optimizer):
         groups = [{**group, **saved} for group, saved in zip(self.param_groups, state_dict["param_groups"])]
         groups += state_dict["param_groups"][len(groups) :]
         for group, whole in zip(self.param_groups, groups):
-            check(whole)
+            numbers_of(whole)
             for param, number in zip(group["params"], whole["params"]):
                 if number in state_dict["state"]:
                     states[param] = self.begin(param, whole, state_dict["state"][number])
@@ -467,7 +497,7 @@ class Ejected(torch.optim.Optimizer):
 
     def begin(self, param: Any, group: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
         """The state of a parameter, with the values that a checkpoint has of it."""
-        part, kind = local(param).detach(), KINDS[kind_of(param)]
+        part, kind = local(param).detach(), kind_of(param)
         # {whole
         if part.shape != param.shape:
             raise ValueError(f"a parameter is sharded, {param.placements}, and this rule sums over whole tensors")
@@ -480,25 +510,27 @@ class Ejected(torch.optim.Optimizer):
         if not part.is_contiguous():
             raise ValueError(f"a parameter has the strides {part.stride()}; make it contiguous")
         # blocks}
+        # {scalars
         state: dict[str, Any] = {}
-        # {not_formats
-        for name, begins, dtype in (*kind.scalars, *kind.buffers[1:]):
-            value = values.get(name, param.detach() if begins == "param" else group.get(str(begins), begins))
-            like = torch.empty((), device=part.device) if (name, begins, dtype) in kind.scalars else param
-            state[name] = torch.empty_like(like, dtype=dtype)
-            state[name].copy_(value) if isinstance(value, torch.Tensor) else state[name].fill_(value)
-        # not_formats}
-        # {formats
         for name, begins, dtype in kind.scalars:
             value = values.get(name, group.get(str(begins), begins))
             state[name] = torch.as_tensor(value, dtype=dtype).to(part.device, copy=True)
+        # scalars}
+        # {not_scalars
+        state = {"step": torch.as_tensor(values.get("step", 0.0), dtype=torch.float32).to(part.device, copy=True)}
+        # not_scalars}
+        # {not_formats
+        for name, begins, dtype in kind.buffers[1:]:
+            value = values.get(name, param.detach() if begins == "param" else group.get(str(begins), begins))
+            state[name] = torch.empty_like(param, dtype=dtype)
+            state[name].copy_(value) if isinstance(value, torch.Tensor) else state[name].fill_(value)
+        # not_formats}
+        # {formats
         for buffer in kind.buffers:
-            tensors = {
-                key: torch.empty_like(part, dtype=dtype)
-                if shape_of(part.shape, elements) == part.shape
-                else part.new_empty(shape_of(part.shape, elements), dtype=dtype)
-                for key, dtype, elements in buffer.arrays
-            }
+            tensors = {}
+            for key, dtype, elements in buffer.arrays:
+                shape = shape_of(part.shape, elements)
+                tensors[key] = torch.empty_strided(shape, strides_of(part, shape), dtype=dtype, device=part.device)
             start: Any = group.get(str(buffer.begins), buffer.begins)
             if all(key in values for key in tensors if key != "param"):
                 for key in tensors.keys() - {"param"}:
@@ -536,8 +568,7 @@ class Ejected(torch.optim.Optimizer):
         # averages}
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        for group in self.param_groups:
-            check(group)
+        numbers = [numbers_of(group) for group in self.param_groups]
         found = self.members()
         members = [member for own in found.values() for member in own]
         params = [param for param, *_ in members]
@@ -549,17 +580,18 @@ class Ejected(torch.optim.Optimizer):
         # versions}
         # {clip
         if not params:  # a rank without gradients joins the sum of the norm
-            params = [param for group in self.param_groups for param in group["params"]]
+            params = [param for group in self.param_groups for param in group["params"]][:1]
         # clip}
-        if params:
-            first = local(params[0])
-            if first.is_cuda:
-                if torch.cuda.is_current_stream_capturing():
-                    raise RuntimeError("replays would repeat this step's hyperparameters: step outside of a CUDA graph")
-                with torch.cuda.device(first.device):  # Triton launches on the current one
-                    self.step_by_kernels(found, first.device)
-            else:
-                self.step_in_torch(found, first.device)
+        device, *others = {local(param).device for param in params} or {torch.device("cpu")}
+        if others:
+            raise ValueError(f"parameters lie on {device} and {others}: give each device an optimizer of its own")
+        if device.index is None:  # a CPU
+            self.step_in_torch(found, numbers, device)
+        else:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("replays would repeat this step's hyperparameters: step outside of a CUDA graph")
+            with torch.cuda.device(device):  # Triton launches on the current one
+                self.step_by_kernels(found, numbers, device)
         torch.autograd.graph.increment_version([param for param, grad, *_ in members if grad is not None])
         # {versions
         self.versions = {param: version_of(param) for param, *_ in members}
@@ -582,14 +614,18 @@ class Ejected(torch.optim.Optimizer):
                 if mode:
                     part.copy_(local(state.pop("training_param")))
                 else:
-                    values, kind, tensors = entries_of(group, float64), KINDS[kind_of(param)], {**state, "param": part}
+                    kind, tensors = kind_of(param), {**state, "param": part}
+                    values: dict[str, Any] = {"step": state["step"].double()}
+                    values |= {name: torch.tensor(own, dtype=torch.float64) for name, own in numbers_of(group).items()}
                     # {not_formats
                     values |= {name: local(tensors[name]).float() for name, *_ in kind.buffers}
                     # not_formats}
                     # {formats
                     values |= values_of(kind, tensors, part.shape)
                     # formats}
+                    # {scalars
                     values |= {name: state[name].double() for name, *_ in kind.scalars}
+                    # scalars}
                     state["training_param"] = param.detach().clone()
                     part.copy_(weights_to_evaluate(**values)["param"])
                 torch.autograd.graph.increment_version([param])
@@ -598,9 +634,9 @@ class Ejected(torch.optim.Optimizer):
                 # versions}
 
     # averages}
-    def members(self) -> dict[Any, list[Any]]:
+    def members(self) -> dict[Kind, list[Any]]:
         """Parameters with a gradient or a state, by kind; with the local gradient, the state and the group's place."""
-        found: dict[Any, list[Any]] = {kind: [] for kind in KINDS}
+        found: dict[Kind, list[Any]] = {kind: [] for kind in KINDS.values()}
         for place, group in enumerate(self.param_groups):
             for param in group["params"]:
                 if param.grad is None and not self.state.get(param):
@@ -618,26 +654,23 @@ class Ejected(torch.optim.Optimizer):
                 if not self.state.get(param):
                     self.state[param] = self.begin(param, group, {})
                 found[kind_of(param)].append((param, grad, self.state[param], place))
-        devices = {local(param).device for members in found.values() for param, *_ in members}
-        if len(devices) > 1:
-            raise ValueError(f"parameters lie on {devices}: give each device an optimizer of its own")
         return {kind: members for kind, members in found.items() if members}
 
     # {clip
-    def shares(self, params: list[Any]) -> list[float]:
+    def shares(self, params: list[Any]) -> dict[Any, float]:
         """How much this rank's squares of parameters count: each over the ranks that hold the same part of it."""
         everything = [param for group in self.param_groups for param in group["params"]]
         meshes = dict.fromkeys(param.device_mesh for param in everything if hasattr(param, "placements"))
-        mesh = self.mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)  # over which squares are added up
-        if mesh is None:
-            return [1.0] * len(params)
-        shares, ranks = [], set(mesh.mesh.flatten().tolist())
-        for param in params:
+        mesh: Any = max(meshes, key=lambda mesh: mesh.size(), default=None)  # over which squares are added up
+        self.mesh, shares = mesh, dict.fromkeys(params, 1.0)
+        for param in params if mesh is not None else ():
             own, placements = getattr(param, "device_mesh", mesh), getattr(param, "placements", ())
-            if not ranks.issuperset(own.mesh.flatten().tolist()) or any(one.is_partial() for one in placements):
+            ranks, others = set(mesh.mesh.flatten().tolist()), set(own.mesh.flatten().tolist())
+            if others - ranks or any(one.is_partial() for one in placements):
                 raise ValueError(f"a parameter is {placements} on {own}; the norm adds up shards and copies on {mesh}")
-            parts = math.prod(size for size, one in zip(own.shape, placements) if not one.is_replicate())
-            shares.append(parts / mesh.size())
+            shares[param] = (
+                math.prod(n for n, one in zip(own.shape, placements) if not one.is_replicate()) / mesh.size()
+            )
         return shares
 
     def add_up(self, total: torch.Tensor) -> torch.Tensor:
@@ -647,38 +680,48 @@ class Ejected(torch.optim.Optimizer):
         return total
 
     # clip}
-    def step_in_torch(self, found: dict[Any, list[Any]], device: torch.device) -> None:
+    def step_in_torch(self, found: dict[Kind, list[Any]], numbers: list[Any], device: torch.device) -> None:
         """A step tensor by tensor: what CPUs run, and the same numbers as kernels compute."""
-        members = [member for own in found.values() for member in own if member[1] is not None]
-        for param, _, state, _ in members:
-            check_state(KINDS[kind_of(param)], param, state)
+        members = [(kind, *member) for kind, own in found.items() for member in own if member[1] is not None]
+        for kind, param, _, state, _ in members:
+            check_state(kind, param, state)
         # {clip
         if any(group["max_grad_norm"] is not None for group in self.param_groups):
+            shares = self.shares([param for _, param, *_ in members])
             norm = torch.zeros((), dtype=torch.float64, device=device)
-            for (_, grad, *_), share in zip(members, self.shares([param for param, *_ in members])):
-                norm += grad.double().square().sum() * share
+            for _, param, grad, *_ in members:
+                norm += grad.double().square().sum() * shares[param]
             self.grad_norm = norm = self.add_up(norm).sqrt()
         # clip}
         # {across
         running: list[Any] = []
         # across}
-        for param, grad, state, place in members:
+        for kind, param, grad, state, place in members:
             state["step"] += 1
-            kind, tensors = KINDS[kind_of(param)], {**state, "param": local(param).detach()}
-            values = entries_of(self.param_groups[place], float64)
+            tensors = {**state, "param": local(param).detach()}
+            values: dict[str, Any] = {"grad": grad.float(), "step": state["step"].double(), "gradient_scale": 1.0}
+            values |= {name: torch.tensor(own, dtype=torch.float64) for name, own in numbers[place].items()}
             # {not_formats
             values |= {name: local(tensors[name]).float() for name, *_ in kind.buffers}
             # not_formats}
             # {formats
             values |= values_of(kind, tensors, tensors["param"].shape)
             # formats}
+            # {scalars
             values |= {name: state[name].double() for name, *_ in kind.scalars}
-            values |= {"grad": grad.float(), "shape": param.shape, "machine_epsilon": torch.finfo(param.dtype).eps}
-            values["gradient_scale"] = 1.0
+            # scalars}
+            # {shaped
+            values |= {"shape": param.shape, "machine_epsilon": torch.finfo(param.dtype).eps}
+            # shaped}
             # {clip
             if values["max_grad_norm"] < math.inf:
                 values["gradient_scale"] = torch.clamp(values["max_grad_norm"] / (norm + 1e-6), max=1.0)
             # clip}
+            # {plain
+            for name, value in kind.formula(**values).items():
+                local(tensors[name]).copy_(value)
+            # plain}
+            # {not_plain
             # {not_across
             results = kind.formula(**values) if grad.numel() else {}
             # not_across}
@@ -693,20 +736,20 @@ class Ejected(torch.optim.Optimizer):
             # {formats
             keep(kind, tensors, tensors["param"].shape, results)
             # formats}
+            # not_plain}
 
-    def step_by_kernels(self, found: dict[Any, list[Any]], device: torch.device) -> None:
+    def step_by_kernels(self, found: dict[Kind, list[Any]], numbers: list[Any], device: torch.device) -> None:
         """A step by a few launches over all tensors; the host waits for nothing."""
         if tl is None:
             load_triton()
         if self.known != self.identities(found):
             self.build(found, device)
         for tables, members in zip(self.tables, found.values()):
-            tables.refresh(self.param_groups, members)
+            tables.refresh(numbers, members)
         # {clip
         if any(group["max_grad_norm"] is not None for group in self.param_groups):
-            for tables, members in zip(self.tables, found.values()):
-                options = {"TILE": self.norm_tile, "STEP": 2048, "enable_fp_fusion": True}
-                tables.launch("norm_tiles", "norm", {"ELEMENT": str(members[0][0].dtype)[6:], **options})
+            for tables in self.tables:
+                tables.launch("norm_tiles", "norm", {"TILE": self.norm_tile, "STEP": 2048, "enable_fp_fusion": True})
             norm_total[(1,)](self.partials, self.count, self.norm, BLOCK=8192, num_warps=32, enable_fp_fusion=False)
             self.grad_norm = self.add_up(self.norm).sqrt_()[0].clone()
         # clip}
@@ -716,15 +759,14 @@ class Ejected(torch.optim.Optimizer):
                 tables.launch(*launch)
         # not_across}
         # {across
-        for launches in zip(*(tables.kind.launches for tables in self.tables)):
-            for tables, launch in zip(self.tables, launches):
-                if launch[0] != "combine":
+        for stage, ways in enumerate([*COMBINED, {}]):
+            for tables in self.tables:
+                for launch in tables.kind.stages[stage]:
                     tables.launch(*launch)
-            if launches[0][0] == "combine":
-                combine(self.tables, launches[0][2])
+            combine(self.tables, ways)
         # across}
 
-    def identities(self, found: dict[Any, list[Any]]) -> list[Any]:
+    def identities(self, found: dict[Kind, list[Any]]) -> list[Any]:
         """What tables are made for: the kinds, groups and shapes of parameters, these tensors and their states."""
         return [
             (kind, place, param.shape, param.stride(), [(id(x), local(x).data_ptr()) for x in (param, *state.values())])
@@ -732,22 +774,17 @@ class Ejected(torch.optim.Optimizer):
             for param, _, state, place in members
         ]
 
-    def build(self, found: dict[Any, list[Any]], device: torch.device) -> None:
+    def build(self, found: dict[Kind, list[Any]], device: torch.device) -> None:
         """Make the tables of these parameters."""
         params = [param for members in found.values() for param, *_ in members]
-        if len(set(map(id, params))) < len(params):
+        if len(set(params)) < len(params):
             raise ValueError("a parameter is listed twice in its group")
-        self.tables = [Tables(KINDS[kind], members, device) for kind, members in found.items()]
         # {clip
-        self.norm_tile = 16384 if sum(local(param).numel() for param in params) < 2**28 else 32768
-        shares = iter(self.shares(params))
-        for tables, members in zip(self.tables, found.values()):
-            lengths = [local(param).numel() for param, *_ in members]
-            first, owners = tiles_of(lengths, self.norm_tile)
-            tables.programs["norm"] = len(owners)
-            tables.tables |= {"norm_numel": upload(device, lengths), "norm_first": upload(device, first)}
-            tables.tables["norm_owner"] = upload(device, owners, torch.int32)
-            tables.tables["weights"] = upload(device, [next(shares) for _ in members], torch.float64)
+        tile = self.norm_tile = 16384 if sum(local(param).numel() for param in params) < 2**28 else 32768
+        shares = self.shares(params)
+        # clip}
+        self.tables = [Tables(kind, members, device, tile, shares) for kind, members in found.items()]
+        # {clip
         tiles = [tables.programs["norm"] for tables in self.tables]
         self.partials = torch.zeros(sum(tiles), dtype=torch.float64, device=device)
         self.norm, self.count = self.partials.new_zeros(1), upload(device, [sum(tiles)])

@@ -39,7 +39,7 @@ class Float64:
 
     def __init__(self, params: list[torch.nn.Parameter], group: dict[str, Any]) -> None:
         self.group = group
-        self.kinds = [ejected.KINDS[ejected.kind_of(param)] for param in params]
+        self.kinds = [ejected.kind_of(param) for param in params]
         self.values = [self.first(param, kind) for param, kind in zip(params, self.kinds)]
 
     def first(self, param: torch.nn.Parameter, kind: Any) -> dict[str, torch.Tensor]:
@@ -51,7 +51,8 @@ class Float64:
             shape: tuple[int, ...] = tuple(part.shape)
             is_param = start == "param" or name == "param"
             values[name] = part.clone() if is_param else torch.full(shape, float(start)).double()
-        for name, start, _ in kind.scalars:
+        values["step"] = torch.zeros((), dtype=torch.float64)
+        for name, start, _ in getattr(kind, "scalars", ()):
             values[name] = torch.tensor(float(self.group.get(start, start)), dtype=torch.float64)
         return values
 
@@ -66,11 +67,8 @@ class Float64:
         results = []
         for kind, values, grad in zip(self.kinds, self.values, grads):
             values["step"] += 1
-            entries = ejected.entries_of(self.group).items()
-            given = {
-                name: torch.tensor(value, dtype=torch.float64) if type(value) is float else value
-                for name, value in entries
-            }
+            numbers = ejected.numbers_of(self.group).items()
+            given: dict[str, Any] = {name: torch.tensor(number, dtype=torch.float64) for name, number in numbers}
             given |= {**values, "grad": grad, "gradient_scale": scale, "shape": grad.shape, "machine_epsilon": 2.0**-23}
             results.append(kind.formula(**given))
         # {across
@@ -106,7 +104,7 @@ def test_steps_agree_with_torch(device: str) -> None:
         pytest.skip("torch has no masters")
     ours, theirs = parameters(device, torch.float32), parameters(device, torch.float32)
     optimizer = ejected.Ejected(ours, **LIMIT)
-    group = {name: optimizer.param_groups[0][name] for name in ejected.VALUES}
+    group = {name: value for name, value in optimizer.defaults.items() if name != "max_grad_norm"}
     referee = torch.optim.Ejected(theirs, **group)  # type: ignore[attr-defined]
     for step in range(4):
         set_gradients(ours, step)
