@@ -34,7 +34,7 @@ def check_rule(
     Args:
         rule: the rule.
         hyperparameters: values other than the defaults.
-        interpret: whether to run the Triton code in its interpreter if there is no GPU, which is slow.
+        interpret: whether to run the Triton code in its interpreter without a GPU, which is slow.
 
     Yields:
         A verdict for each item, as soon as it is tested.

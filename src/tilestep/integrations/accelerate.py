@@ -83,7 +83,7 @@ class Accelerator(accelerate.Accelerator):
     - A model whose optimizer is sharded is not wrapped in DistributedDataParallel when both are prepared together;
       `clip_grad_norm_` clips what `shard` has summed, `save_state` and `load_state` work.
     - Prepared optimizers are `PreparedOptimizer`s, with `grad_norm`, `skipped_steps` and a true `step_was_skipped`.
-    - float16 losses are scaled by `tilestep.GradScaler`, which needs no pass of its own.
+    - float16 losses are scaled by `tilestep.GradScaler`, which needs no separate pass.
 
     Args:
         args: as accelerate's.

@@ -61,12 +61,12 @@ def trainer_optimizer(
 
 
 class TilestepTrainerMixin:
-    """Before any `Trainer`, TRL's too: the optimizer clips inside its step, and its norm is the one that is logged.
+    """A mixin for any `Trainer`, including TRL's: the optimizer clips inside its step, and the Trainer logs its norm.
 
-    Without an optimizer of the user's it is `tilestep.AdamW` with `trainer_optimizer(args)`. Groups that have no
-    `max_grad_norm` get that of the arguments; 0 there clips nothing, and no norm is worked out but by the optimizer
-    (`track_grad_norm=True`). The norm is read when it is logged, and not at each step. Gradients accumulate with
-    `overlap(during="backward")` and with `shard`, whose checkpoints are the Trainer's own: see `accelerate`.
+    The default optimizer is `tilestep.AdamW` with `trainer_optimizer(args)`. Groups without a `max_grad_norm` get the
+    value of the arguments; with 0 nothing is clipped, and a norm is computed only if the optimizer tracks it
+    (`track_grad_norm=True`). The host reads the norm when it is logged, not at each step. Gradients accumulate with
+    `overlap(during="backward")` and with `shard`, whose checkpoints the Trainer saves and loads: see `accelerate`.
 
     Example:
         >>> class Trainer(TilestepTrainerMixin, transformers.Trainer): ...

@@ -187,7 +187,7 @@ def launch_of(
     tables: Mapping[str, torch.Tensor],
     **options: Any,
 ) -> TableLaunch:
-    """The launch of a kernel with the constants, which are its last parameters, and the tables named by the others."""
+    """The launch of a kernel: its last parameters are constants, its other parameters name tables."""
     pointers = len(kernel.arg_names) - len(constants)
     own = {name: constants[name] for name in kernel.arg_names[pointers:]}
     return Launcher(kernel, grid, device, own, **options), [tables[name] for name in kernel.arg_names[:pointers]]

@@ -151,22 +151,22 @@ def orthogonalize(
     precision: str = "bfloat16",
     safety: float = SAFETY,
 ) -> Any:
-    """Matrices with the singular vectors of these and singular values near one.
+    """Replace the singular values of matrices by values near one.
 
-    With X a matrix over its Frobenius norm, each step is X <- a X + (b G + c G^2) X where G = X X^T; a tall matrix is
-    worked on from its short side.
+    With X a matrix divided by its Frobenius norm, each step is X <- a X + (b G + c G^2) X with G = X X^T; for a tall
+    matrix X <- a X + X (b G + c G^2) with G = X^T X.
 
     Args:
         x: a matrix, or a stack of matrices [..., rows, columns], any floating dtype; in a rule, which sees one matrix
             at a time, a value of the parameter's shape or a product.
-        steps: iterations, less than 100; None for as many as the coefficients have, 5 for three numbers.
-        coefficients: a, b, c for all steps; a list of such, one a step; or the name of a published set: "jordan"
+        steps: the number of iterations, less than 100; None for the length of the coefficients, 5 for three numbers.
+        coefficients: a, b, c for all steps; a list of rows, one per step; or the name of a published set: "jordan"
             ("simple"), "quintic", "polar_express", "polar_express_dion", "cans" and "cubic5" with 5 steps, "aol" with
-            4, "deepseek-v4" ("deepseekv4") with 10. Further steps repeat the last of them, for "quintic" and "aol" all
-            from the first on; lists, "polar_express_dion" and "cubic5" take no other number.
+            4, "deepseek-v4" ("deepseekv4") with 10. Further steps repeat the last row, for "quintic" and "aol" all
+            rows; lists, "polar_express_dion" and "cubic5" allow no other number of steps.
         eps: the least norm to divide by.
-        precision: what products are computed in, "bfloat16", "float16" or "float32".
-        safety: "polar_express" and "cans" are for singular values up to this. Larger ones diverge: 1 leaves no room for
+        precision: the dtype of products, "bfloat16", "float16" or "float32".
+        safety: the largest singular value for "polar_express" and "cans". Larger values diverge: 1 leaves no room for
             rounding.
 
     Returns:
@@ -174,8 +174,8 @@ def orthogonalize(
 
     Raises:
         MatrixError: for a tensor of less than two dimensions, and for integers and complex numbers.
-        RuleError: for coefficients that are none of these, another number of steps than they take, a safety below 1 or
-            a negative `eps`.
+        RuleError: for invalid coefficients, a number of steps that they do not support, a safety below 1 or a negative
+            `eps`.
 
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), and torch.optim.Muon for
     "jordan"; You for "quintic"; Amsel et al., "The Polar Express" (2025); Grishina et al., "Accelerating Newton-Schulz

@@ -34,7 +34,7 @@ PYTHON_TYPES = frozenset((float, int, bool, type(None), str))
 
 
 def as_scalar(value: Any, device: torch.device | None = None) -> Any:
-    """A number as a 0-dim float64 value, a tuple entry by entry; flags, strings, None and tensors as they are."""
+    """A number as a 0-dim float64 value, a tuple entry by entry; flags, strings, None and tensors unchanged."""
     value = as_python(value)
     if isinstance(value, (tuple, list)):
         return tuple(as_scalar(entry, device) for entry in value)

@@ -97,12 +97,12 @@ REFUSED: dict[tuple[str, str], str] = {
 
 
 def refusal(added: str, present: Iterable[str]) -> str:
-    """Why something cannot be added to what is present; empty if it can."""
+    """Why `added` is refused with the features in `present`; empty if it is not."""
     return next((REFUSED[added, name] for name in present if (added, name) in REFUSED), "")
 
 
 def refuse(added: str, present: Iterable[str], label: str = "", error: type[Exception] = ValueError) -> None:
-    """Raise if something cannot be added to what is present."""
+    """Raise if `added` is refused with the features in `present`."""
     if reason := refusal(added, present):
         raise error(f"{label} {reason}".lstrip())
 

@@ -183,7 +183,7 @@ def guard(module: nn.Module, publication: Publication) -> None:
     guarded.add(module)
     is_guarded = guard_parameters(module, partial(GuardedParameters.of, publication=publication))
     lists = (value for value in vars(module).values() if isinstance(value, (list, tuple)))
-    # Recurrent modules also keep their parameters in a list, for their kernels.
+    # Recurrent modules also keep their parameters in a list, which they pass to kernels.
     if is_guarded and not any(isinstance(item, nn.Parameter) for value in lists for item in value):
         return
 

@@ -163,7 +163,7 @@ class Timeline:
         self.params: list[torch.Tensor] = []  # the parameters of all buckets
         self.taken = self._none = bytearray()  # the stage of each parameter's gradient
         self.trained = b""  # 1 for each parameter that has trained since the last step, if rounds accumulate
-        self.syncing = True  # whether the next backward is the last one before a step
+        self.syncing = True  # whether the next backward is the last before a step, outside of `no_sync`
         self.is_open = False
         self.when: Literal["ready", "step"] = "step"  # when the row processes this round's buckets
         self.is_alone = False  # whether no other optimizer takes the same gradients, as far as was checked

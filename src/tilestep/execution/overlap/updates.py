@@ -239,7 +239,8 @@ class GroupUpdates(Row):
         # `model.zero_grad()` may have dropped gradients of an earlier backward: then `step` updates.
         if group.spans_tensors and any(gradient(one) is None for one in group.params if one.requires_grad):
             return
-        # An updated group waits again for a parameter that did not train before; others must not get a second gradient.
+        # An updated group waits again for a parameter that did not train before; its updated parameters must not get a
+        # second gradient.
         for param in group.params if group in self.applied else ():
             if self.timeline.stage_of(param) == UPDATED and gradient(param) is not None:
                 raise self._late(param, group)

@@ -129,7 +129,7 @@ def plan_buckets(items: Sequence[Item], ranks: int, cap_bytes: float | None = No
 
 
 def padding_advice(items: Sequence[Item], layouts: Sequence[BucketLayout], cap_bytes: float | None = None) -> str:
-    """What to change if buckets are mostly padding; empty if they are not, or if no option would help."""
+    """Advice if buckets are mostly padding; empty if they are not, or if no option would help."""
     used = sum(item.numel * item.itemsize for item in items)
     total = _bytes(items, layouts)
     if total <= 2 * used:

@@ -312,7 +312,7 @@ class Sharding(Placement):
             )
 
     def note_stepped(self, params: Iterable[torch.Tensor], has_gradient: Iterable[bool], trains: Iterable[int]) -> None:
-        """Note state after a step: trained parameters have it from the first step, others from the first gradient."""
+        """Note state after a step: trained parameters have it from the first step, frozen ones after a gradient."""
         for member, has_one, is_trained in zip(map(self.member_of.__getitem__, params), has_gradient, trains):
             member.has_begun = bool(member.has_begun or has_one or (member.has_begun is None and is_trained))
 

@@ -134,7 +134,7 @@ class ShardedMethods:
 
         Args:
             max_norm: the largest norm.
-            params: the parameters; None for all, including those of the `norm_groups` of `shard`. Gradients of other
+            params: the parameters; None for all, with norms over the `norm_groups` of `shard` too. Gradients of other
                 parameters do not change.
             process_group: as for `grad_norm_of`.
 
