@@ -195,6 +195,9 @@ def full_states_go_to_torch_and_back() -> None:
             torch.testing.assert_close(full[number][name], value, rtol=0, atol=0)
     train_both(pair, range(5, 7), rtol=1e-5, atol=1e-6)
     assert pair.optimizer.full_state_dict(rank=0).keys() == (back.keys() if dist.get_rank() == 0 else set())
+    for nobody in (dist.get_world_size(), -1, "0"):
+        with pytest.raises(ValueError, match=rf"Invalid rank: {nobody!r}; \d ranks share the optimizer"):
+            pair.optimizer.full_state_dict(rank=nobody)
 
 
 def train_both(pair: Pair, steps: range, **tolerances: float) -> None:

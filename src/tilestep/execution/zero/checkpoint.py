@@ -79,6 +79,8 @@ def full_state_dict(
 ) -> dict[str, Any]:
     """The full state in CPU memory; `packed` is this rank's state_dict. See `ShardedOptimizer.full_state_dict`."""
     ranks = sharding.ranks
+    if rank is not None and rank not in range(ranks.size):
+        raise ValueError(f"Invalid rank: {rank!r}; {ranks.size} ranks share the optimizer, counted from 0")
     wants = rank is None or ranks.rank == rank
     numbers = [number for group in packed["param_groups"] for number in group["params"]]
     params = params_of(optimizer)
