@@ -84,7 +84,7 @@ def test_steps_agree_with_the_formula_in_float64(device: str) -> None:
         set_gradients(params, step)
         optimizer.step()
         referee.step([param.grad for param in params if param.grad is not None])
-    tolerance = TOLERANCE if params[0].dtype is torch.float32 else 0.02
+    tolerance = TOLERANCE if params[0].dtype is torch.float32 else 0.03
     assert max(error(param, values["param"]) for param, values in zip(params, referee.values)) < tolerance
 
 
