@@ -162,10 +162,10 @@ def kind_of(param: Any) -> Kind:
 
 def numbers_of(group: dict[str, Any]) -> dict[str, float]:
     """Hyperparameters as kernels and formulas read them; raises for those that this file was not made for."""
+    # {fixed
     # {made_for
     made_for: dict[str, Any] = {}
     # made_for}
-    # {fixed
     for name, made in made_for.items():
         value, is_tuple = group[name], isinstance(made, tuple)
         if len(value) != len(made) if is_tuple else value != made:
