@@ -40,7 +40,9 @@ def test_every_script_and_result_is_in_the_index_of_benchmarks() -> None:
     assert len(results) > 40 and not [name for name in results if not any(fnmatch(name, each) for each in named)]
     assert not [each for each in named if not any(fnmatch(name, each) for name in results)]
     alone = [name for name in results if "/" not in name and name != "quality.json"]
-    assert not [name for name in alone if not re.fullmatch(r"[a-z_]+_((cpu|h100|h200)_)?\d(_[0-9a-f]{7})?\.json", name)]
+    assert not [
+        name for name in alone if not re.fullmatch(r"[a-z_]+\d?_((cpu|h100|h200)_)?\d(_[0-9a-f]{7})?\.json", name)
+    ]
 
 
 # Stands in for Python and pip: logs what it is asked, and makes a "virtual environment" of itself.

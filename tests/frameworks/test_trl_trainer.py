@@ -15,6 +15,10 @@ trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.skipif(
+    torch.cuda.device_count() > 1, reason="SFTTrainer takes one GPU in a process: set CUDA_VISIBLE_DEVICES=0"
+)
+
 STEPS = 6
 
 

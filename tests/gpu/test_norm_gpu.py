@@ -12,8 +12,9 @@ import torch
 from norm_referee import DTYPES, ORDERS, drawn, referee, tolerance
 from synchronization import no_synchronization
 
+from tilestep import devices
 from tilestep.bench.measure import trace
-from tilestep.norm import clip_grad_norm_, norm_table, tiles, total_norm
+from tilestep.norm import clip_grad_norm_, norm_table, total_norm
 
 SIZES = [1, 7, 8192, 8193, 40000, 0, 33, 1024]
 
@@ -242,7 +243,7 @@ def test_many_captures_hold_no_more_than_one() -> None:
         del graph
         gc.collect()
         torch.cuda.empty_cache()
-        return torch.cuda.memory_allocated(), len(tiles._sources)
+        return torch.cuda.memory_allocated(), len(devices._sources)
 
     capture()
     assert capture() == capture() == capture()

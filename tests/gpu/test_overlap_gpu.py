@@ -113,10 +113,13 @@ def test_plans_that_backward_makes_on_another_stream(make: Make, monkeypatch: py
     """FSDP2 has hooks run on its own stream: what a plan made there has read is let go, and memory of the main one."""
     twins, side = Twins(make, "backward", later=True), torch.cuda.Stream()
 
-    def leave(_: torch.Tensor) -> None:
-        # Until the end of the gradient's hooks.
+    def leave(param: torch.Tensor) -> None:
+        # Until the end of the gradient's hooks; the gradient is memory of that stream too, as FSDP2's are.
+        assert param.grad is not None
         side.wait_stream(torch.cuda.current_stream())
+        param.grad.record_stream(side)
         torch.cuda.set_stream(side)
+        param.grad = param.grad.clone()
 
     for param in twins.overlapped.parameters():
         param.register_post_accumulate_grad_hook(leave)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ejected_modules import staged
 from twins import assert_unchanged, everything, make_params, set_gradients, train, twins
 
 import tilestep
@@ -548,3 +549,18 @@ def test_gradients_of_a_dtype_that_kernels_do_not_read_are_refused_by_name(dtype
     with pytest.raises(GradientError, match="has gradients of"):
         optimizer.step()
     assert torch.equal(later.data, torch.ones(4))
+
+
+def test_reductions_over_all_tensors_in_passes_that_shapes_decide_are_refused() -> None:
+    """The sum of vectors alone came from the first pass in which any has it."""
+    matrix, vector = (torch.nn.Parameter(torch.ones(shape)) for shape in ((3, 4), (5,)))
+    for params, refused in (([vector], False), ([matrix], False), ([matrix, vector], True)):
+        optimizer, before = tilestep.Optimizer(params, staged), [param.detach().clone() for param in params]
+        for param in params:
+            param.grad = torch.ones_like(param)
+        if not refused:
+            optimizer.step()
+            continue
+        with pytest.raises(RuleError, match=r"staged reduces over all tensors in different passes .*: let tensors"):
+            optimizer.step()
+        assert all(map(torch.equal, params, before))

@@ -341,9 +341,9 @@ def test_constructor_and_load_do_their_work_once() -> None:
     assert calls(lambda: tilestep.AdamW(params)) <= 156
     other = tilestep.AdamW(params)
     other.load_state_dict(saved)
-    assert calls(lambda: other.load_state_dict(saved)) <= 165
+    assert calls(lambda: other.load_state_dict(saved)) <= 173
     fresh = tilestep.AdamW(params)
-    assert calls(lambda: fresh.load_state_dict(saved)) <= 165
+    assert calls(lambda: fresh.load_state_dict(saved)) <= 173
 
 
 def test_an_optimizer_of_a_rule_that_is_not_registered_is_unpickled_with_a_remedy(

@@ -94,8 +94,9 @@ def check_interpreted(rule: Any, overrides: Mapping[str, Any]) -> Iterator[Verdi
         yield Verdict(_BACKEND, None, "Triton is not installed")
         return
     try:
+        if getattr(rule, "__module__", "") == "__main__":
+            raise ValueError("it is defined in __main__; put it into a module")
         payload = pickle.dumps((rule, dict(overrides)))
-        _require_importable(rule)
     except Exception as error:  # lambdas, functions inside functions, __main__
         yield Verdict(_BACKEND, None, f"another process cannot import the rule: {error}")
         return
@@ -110,14 +111,6 @@ def check_interpreted(rule: Any, overrides: Mapping[str, Any]) -> Iterator[Verdi
     if done.returncode:
         last = done.stderr.decode().strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         yield Verdict(_BACKEND, False, f"it stopped with: {last[0]}")
-
-
-def _require_importable(rule: Any) -> None:
-    module = getattr(rule, "__module__", "")
-    if module == "__main__":
-        raise ValueError("it is defined in __main__; put it into a module")
-    if "<" in getattr(getattr(rule, "function", None), "__qualname__", "") and rule.composition is None:
-        raise ValueError("it is defined inside a function; put it at the top of a module")
 
 
 def answer() -> None:

@@ -398,7 +398,7 @@ class StateTemplate:
             value: Any = values.get(name)
             arrays = self.arrays[name]
             stored: list[Any] = [values.get(array.name) for array in arrays]
-            for each in (value, *stored):
+            for each in stored if stored[0] is value else (value, *stored):
                 _check_value(label, name, each, start, share.holder)
             if value is None and stored[0] is None and start.zero_if_late is not None:
                 _check_late(label, name, start.zero_if_late, group, values)

@@ -13,7 +13,7 @@ import torch
 
 from ..compat import HOST_UPDATE, UPDATE, is_capturing, local_parts, marked
 from ..devices import combined, is_host, moved
-from ..errors import StateError
+from ..errors import RuleError, StateError
 from ..kernels.launch import Launch, build_threads, build_together
 from ..kernels.spec import KernelSpec
 from ..native.table import CHANGED, MOVED, SAME, Table, rows_of, same_list
@@ -50,6 +50,7 @@ def pass_calls(engines: Sequence[DeviceEngine], shared: Sequence[Calls], progres
     The calls append a number to `progress` before the first pass and after the last.
     """
     every = [passes for engine in engines for passes in engine.passes]
+    _check_stages([passes.segment for passes in every])
     note = [partial(progress.append, 1)]
     calls: Calls = [note]
     for index in range(max((len(passes.segment.spec.program.scalars) for passes in every), default=0)):
@@ -76,6 +77,20 @@ def without_autocast(kinds: Iterable[str]) -> AbstractContextManager[object]:
     for kind in enabled:
         blocks.enter_context(torch.autocast(kind, enabled=False))
     return blocks
+
+
+def _check_stages(segments: Sequence[Segment]) -> None:
+    """Raise for a rule whose reductions over all tensors are in different passes for different shapes."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for segment in segments:
+        program = segment.spec.program
+        title, passes = program.graph.title, enumerate(program.scalars)
+        stages = [(index, value.operation) for index, scalar in passes for _, value in scalar.global_reductions]
+        if stages and found.setdefault(title, stages) != stages:
+            raise RuleError(
+                f"{title} reduces over all tensors in different passes for tensors of different shapes: let tensors of "
+                "all shapes compute values of the same kind before each of its reductions over all tensors"
+            )
 
 
 def _meet(segments: Sequence[Segment], index: int) -> None:
