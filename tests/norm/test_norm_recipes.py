@@ -228,7 +228,8 @@ def test_what_graphs_copy_from_is_there_once(monkeypatch: pytest.MonkeyPatch) ->
     values[1] = 9
     assert devices.source_of_graphs(values).tolist() == [7, 9] and first.tolist() == [7, 8]
     assert devices.source_of_graphs(first.view(torch.float64)).dtype is torch.float64
-    assert len(devices._sources) == 3
+    assert devices.source_of_graphs(first.view(2, 1)).shape == (2, 1)
+    assert len(devices._sources) == 4
 
 
 class _OnGpu(torch.Tensor):

@@ -74,6 +74,17 @@ def test_a_load_copies_all_states_together() -> None:
     assert copies[0] == copies[1] > 0
 
 
+def test_loaded_step_counts_of_several_dtypes_keep_their_values() -> None:
+    params = make_params([(3,)] * 2)
+    optimizer = tilestep.AdamW(params)
+    train([(optimizer, params)], range(1))
+    saved = saved_and_loaded(optimizer.state_dict())
+    for number, count in enumerate([torch.tensor([100_001]), torch.tensor(3.0, dtype=torch.float16)]):
+        saved["state"][number]["step"] = count
+    optimizer.load_state_dict(saved)
+    assert [float(optimizer.state[param]["step"]) for param in params] == [100_001, 3]
+
+
 def test_a_checkpoint_of_our_own_continues_bit_for_bit() -> None:
     params = make_params()
     optimizer = tilestep.AdamW(params, amsgrad=True, max_grad_norm=1.0)

@@ -72,7 +72,8 @@ def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
 
 def source_of_graphs(host: torch.Tensor) -> torch.Tensor:
     """Pinned memory with constant contents, for captured graphs."""
-    digest = hashlib.blake2b(host.numpy().tobytes() + str(host.dtype).encode(), digest_size=32).digest()
+    kind = f"{host.dtype}{tuple(host.shape)}"
+    digest = hashlib.blake2b(host.numpy().tobytes() + kind.encode(), digest_size=32).digest()
     if digest not in _sources:
         _sources[digest] = host.pin_memory()
     return _sources[digest]

@@ -542,11 +542,12 @@ def fill_buffers(requests: Sequence[BufferRequest], home: StateMemory, arrivals:
     numbers: dict[tuple[Any, ...], list[BufferRequest]] = {}
     for one in requests:
         if one.start.shape == "scalar" and one.source is not None:
-            numbers.setdefault((one.source.device, one.array.dtype), []).append(one)
+            # Separately by the source's dtype: a stack of several dtypes is promoted, int64 with float16 to float16.
+            numbers.setdefault((one.source.device, one.source.dtype, one.array.dtype), []).append(one)
         else:
             by_name.setdefault(one.array.name, []).append(one)
     # One copy for all tensors of a dtype: a copy per tensor would be a launch each.
-    for (_, dtype), own in numbers.items():
+    for (*_, dtype), own in numbers.items():
         together = torch.stack([one.source for one in own if one.source is not None]).detach().to(dtype)
         for one, number in zip(own, together.unbind()):
             one.state[one.array.name] = number
