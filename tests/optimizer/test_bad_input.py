@@ -551,16 +551,48 @@ def test_gradients_of_a_dtype_that_kernels_do_not_read_are_refused_by_name(dtype
     assert torch.equal(later.data, torch.ones(4))
 
 
-def test_reductions_over_all_tensors_in_passes_that_shapes_decide_are_refused() -> None:
+@tilestep.rule
+def turned(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    """Two sums over all tensors, of which graphs of vectors need the second first."""
+    squares = tilestep.sum_over_tensors(grad.square().sum())
+    total = tilestep.sum_over_tensors(grad.abs().sum())
+    return param - lr * (squares / total if grad.ndim > 1 else 1 / total * squares)
+
+
+@tilestep.rule
+def mixed(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    """Two sums over all tensors, of which tensors of each shape use their own."""
+    squares = tilestep.sum_over_tensors(grad.square().sum())
+    total = tilestep.sum_over_tensors(grad.abs().sum())
+    return param - lr * (squares if grad.ndim > 1 else total)
+
+
+@pytest.mark.parametrize("rule", [staged, mixed], ids=lambda rule: rule.name)
+def test_reductions_over_all_tensors_that_shapes_decide_are_refused(rule: Any) -> None:
     """The sum of vectors alone came from the first pass in which any has it."""
-    matrix, vector = (torch.nn.Parameter(torch.ones(shape)) for shape in ((3, 4), (5,)))
-    for params, refused in (([vector], False), ([matrix], False), ([matrix, vector], True)):
-        optimizer, before = tilestep.Optimizer(params, staged), [param.detach().clone() for param in params]
+    for shapes, refused in (([(5,)], False), ([(3, 4)], False), ([(3, 4), (5,)], True)):
+        params = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
+        optimizer = tilestep.Optimizer(params, rule, skip_above=tilestep.TimesMean(3.0))
         for param in params:
-            param.grad = torch.ones_like(param)
+            param.grad = torch.full_like(param, 0.5)
         if not refused:
             optimizer.step()
             continue
-        with pytest.raises(RuleError, match=r"staged reduces over all tensors in different passes .*: let tensors"):
+        before, limits = [param.detach().clone() for param in params], optimizer.state_dict()["param_groups"]
+        with pytest.raises(
+            RuleError, match=f"{rule.name} reduces over all tensors in different passes .*: let tensors"
+        ):
             optimizer.step()
-        assert all(map(torch.equal, params, before))
+        assert all(map(torch.equal, params, before)) and not optimizer.state_dict()["state"]
+        assert str(optimizer.state_dict()["param_groups"]) == str(limits)
+
+
+def test_sums_over_all_tensors_meet_in_the_order_of_their_calls() -> None:
+    """Graphs number sums in the order in which they need them: sums of other shapes were added to others."""
+    params = [torch.nn.Parameter(torch.ones(shape)) for shape in ((3, 4), (5,))]
+    optimizer = tilestep.Optimizer(params, turned)
+    for param in params:
+        param.grad = torch.full_like(param, 0.5)
+    optimizer.step()
+    for param in params:
+        torch.testing.assert_close(param.detach(), torch.full_like(param, 1 - 0.1 * 0.5))

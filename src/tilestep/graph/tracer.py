@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import itertools
 import linecache
 import random
 import re
@@ -291,6 +292,7 @@ class Recorder(TensorDispatch):
         self.build = Builder(len(shape), dtype)
         self.buffers: list[torch.Tensor] = []  # arguments of the rule: parameter, gradient and states
         self.values: dict[int, Value] = {}  # the value of each tensor, by the tensor's identity
+        self.reductions = itertools.count()  # numbers of the rule's reductions over all tensors, in order
         self.computed: list[Value] = []  # results of all operations of the rule, in order
         self.guards: dict[int, Guard] = {}
         self.named: dict[tuple[str, str], Value] = {}
@@ -329,6 +331,8 @@ class Recorder(TensorDispatch):
     def global_reduce(self, kind: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a 0-dim fake tensor of a value combined over all tensors; `kind` is "sum" or "max"."""
         combined = self.build.apply(f"global_{kind}", self.value_of(tensor), level=Level.TENSOR)
+        if combined.attribute is None:
+            combined.attribute = next(self.reductions)
         return self.scalar(combined)
 
     def precision(self, tensor: torch.Tensor) -> torch.Tensor:

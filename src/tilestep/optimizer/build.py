@@ -43,7 +43,7 @@ from ..placement.local import (
 )
 from ..rules import Rule
 from ..rules.protocol import MATRIX_OPTIONS
-from ..runtime import READABLE, DeviceEngine, Entry, GradNorm, grad_dtype, is_dense, kernel_spec
+from ..runtime import READABLE, DeviceEngine, Entry, GradNorm, check_reductions, grad_dtype, is_dense, kernel_spec
 from ..runtime.shared_sums import shared_sums
 from ..storage import dtype_name, entries_of
 from .control import Deciders, DeviceControl
@@ -410,6 +410,7 @@ def build_plan(optimizer: Optimizer, arrivals: ExitStack, *, ahead: bool) -> Ste
             is_ahead = isinstance(before, ParameterState) and before.is_ahead
         state[share.param] = state.entry(one.shown(), is_ahead=is_ahead)
     engines, places = _engines(optimizer, planned, mesh_ranks)
+    check_reductions(engines)
     stated = [(one.share.holder, one.share.group, one.state) for one in planned]
     groups, table = list(optimizer.param_groups), engines[0].table if engines else Table()
     keys = [deciding_keys(optimizer.rule_of(group)) for group in groups]

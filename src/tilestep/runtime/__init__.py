@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .decision import Control, StepInputs
-from .engine import DeviceEngine, build_ahead, pass_calls, run_marked
+from .engine import DeviceEngine, build_ahead, check_reductions, pass_calls, run_marked
 from .gradients import READABLE, Stale, grad_dtype
 from .kernel_cache import graph_for, kernel_spec
 from .norms import GradNorm

@@ -50,15 +50,13 @@ def pass_calls(engines: Sequence[DeviceEngine], shared: Sequence[Calls], progres
     The calls append a number to `progress` before the first pass and after the last.
     """
     every = [passes for engine in engines for passes in engine.passes]
-    _check_stages([passes.segment for passes in every])
     note = [partial(progress.append, 1)]
     calls: Calls = [note]
     for index in range(max((len(passes.segment.spec.program.scalars) for passes in every), default=0)):
         running = [passes for passes in every if index < len(passes.segment.spec.program.scalars)]
         segments = [passes.segment for passes in running]
         calls += [passes.scalar_calls(index) for passes in running]
-        if any(segment.spec.program.scalars[index].global_reductions for segment in segments):
-            calls.append([partial(_meet, segments, index)])
+        calls += _meetings(segments, index)
         calls += [
             [partial(segment.streamer.run, index)] if segment.streamer else passes.tile_calls(index)
             for passes, segment in zip(running, segments)
@@ -79,36 +77,47 @@ def without_autocast(kinds: Iterable[str]) -> AbstractContextManager[object]:
     return blocks
 
 
-def _check_stages(segments: Sequence[Segment]) -> None:
+def _reductions(segment: Segment) -> list[tuple[int, int, str, int]]:
+    """The rule's call, the scalar pass, the operation and the slot of each reduction over all tensors, by call."""
+    passes = enumerate(segment.spec.program.scalars)
+    return sorted(
+        (value.attribute, index, value.operation, slot)
+        for index, scalar in passes
+        for slot, value in scalar.global_reductions
+    )
+
+
+def check_reductions(engines: Sequence[DeviceEngine]) -> None:
     """Raise for a rule whose reductions over all tensors are in different passes for different shapes."""
-    found: dict[str, list[tuple[int, str]]] = {}
-    for segment in segments:
-        program = segment.spec.program
-        title, passes = program.graph.title, enumerate(program.scalars)
-        stages = [(index, value.operation) for index, scalar in passes for _, value in scalar.global_reductions]
-        if stages and found.setdefault(title, stages) != stages:
+    found: dict[str, list[tuple[int, int, str]]] = {}
+    for segment in [passes.segment for engine in engines for passes in engine.passes]:
+        title, made = segment.spec.program.graph.title, [one[:3] for one in _reductions(segment)]
+        if made and found.setdefault(title, made) != made:
             raise RuleError(
-                f"{title} reduces over all tensors in different passes for tensors of different shapes: let tensors of "
-                "all shapes compute values of the same kind before each of its reductions over all tensors"
+                f"{title} reduces over all tensors in different passes or different values for tensors of different "
+                "shapes: let tensors of all shapes make the same reductions over all tensors, and compute values of "
+                "the same kind before each"
             )
 
 
-def _meet(segments: Sequence[Segment], index: int) -> None:
-    """Reduce the results of scalar pass `index` over all tensors of each rule, on all devices."""
-    by_rule: dict[str, list[Segment]] = {}
+def _meetings(segments: Sequence[Segment], index: int) -> Calls:
+    """The calls that reduce the results of scalar pass `index` over all tensors of each rule, on all devices."""
+    # A graph numbers its slots in the order in which its outputs need them, which may differ between shapes.
+    by_rule: dict[str, list[list[tuple[Segment, str, int]]]] = {}
     for segment in segments:
-        if segment.spec.program.scalars[index].global_reductions:
-            by_rule.setdefault(segment.spec.program.graph.title, []).append(segment)
-    for members in by_rule.values():
-        for slot, value in members[0].spec.program.scalars[index].global_reductions:
-            adds = value.operation == "global_sum"
-            parts = [segment.global_parts[:, slot] for segment in members]
-            if adds:
-                total = combined([part.sum() for part in parts])
-            else:
-                total = combined([part.amax() for part in parts], torch.maximum)
-            for segment in members:
-                segment.totals[slot].copy_(moved(total, segment.device))
+        if made := [(segment, kind, slot) for _, place, kind, slot in _reductions(segment) if place == index]:
+            by_rule.setdefault(segment.spec.program.graph.title, []).append(made)
+    return [[partial(_meet, together)] for listed in by_rule.values() for together in zip(*listed)]
+
+
+def _meet(together: Sequence[tuple[Segment, str, int]]) -> None:
+    parts = [segment.global_parts[:, slot] for segment, _, slot in together]
+    if together[0][1] == "global_sum":
+        total = combined([part.sum() for part in parts])
+    else:
+        total = combined([part.amax() for part in parts], torch.maximum)
+    for segment, _, slot in together:
+        segment.totals[slot].copy_(moved(total, segment.device))
 
 
 def build_ahead(engines: Sequence[DeviceEngine], unscales: bool, deciding: Callable[[], list[Launch]]) -> None:
