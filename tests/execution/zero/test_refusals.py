@@ -222,6 +222,18 @@ def what_a_sharded_optimizer_does_not_do() -> None:
             capture()
 
 
+def sums_over_all_tensors_of_which_a_rank_has_some() -> None:
+    """A parameter whose blocks cannot be cut is on one rank: the norm of the other ranks was without it."""
+    for shape, is_cut in (((3, 5001), False), ((64, 64), True)):
+        model = nn.ParameterList([nn.Parameter(torch.ones(shape))])
+        optimizer = sgd(model.parameters(), momentum=0.9, max_grad_norm=tilestep.AdaGC(), state_dtype="int8")
+        if is_cut:
+            tilestep.shard(optimizer, model)
+            continue
+        with pytest.raises(tilestep.RuleError, match=r"has states in blocks that cannot be cut.* another state_dtype"):
+            tilestep.shard(optimizer, model)
+
+
 CHECKS = [
     models_that_are_wrapped,
     one_rank_alone_has_a_reason,
@@ -233,6 +245,7 @@ CHECKS = [
     meshes,
     a_rank_outside_of_the_mesh,
     what_a_sharded_optimizer_does_not_do,
+    sums_over_all_tensors_of_which_a_rank_has_some,
 ]
 
 

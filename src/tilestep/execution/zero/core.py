@@ -35,14 +35,19 @@ def items_of(optimizer: Optimizer, options: Options) -> dict[torch.Tensor, Item]
         spec = spec_of(optimizer.rule_of(group), group, param, label=label)
         program, graph, kind = spec.program, spec.program.graph, (param.dtype, *options.sync_dtypes(group))
         item = Item(param.numel(), (kind[1] or param.dtype).itemsize, kind, trains=param.requires_grad)
-        if not (graph.slice_states or program.slices.views or program.matrices.scratch):
-            items[param] = _in_blocks(param, item) if spec.has_blocks else item
-            continue
-        if program.global_reductions:
+        needs_whole = graph.slice_states or program.slices.views or program.matrices.scratch
+        if spec.has_blocks and not needs_whole:
+            item = _in_blocks(param, item)
+        if program.global_reductions and (needs_whole or item.whole):
+            why = "needs whole tensors" if needs_whole else "has states in blocks that cannot be cut"
             raise RuleError(
-                f"{label}: rule {graph.title} needs whole tensors, which would be spread over the ranks, and reduces "
+                f"{label}: rule {graph.title} {why}, which would be spread over the ranks, and reduces "
                 "over all of them; that is not supported by shard()"
+                + ("" if needs_whole else ": keep the states of this parameter in another state_dtype")
             )
+        if not needs_whole:
+            items[param] = item
+            continue
         cost = float(param.numel())
         if program.matrices.scratch and param.dim() > 1:
             seen = seen_by(optimizer.rule_of(group), group, param.shape, label=label)
