@@ -113,6 +113,29 @@ def test_messages_and_commands_are_a_users(tmp_path: Path) -> None:
         module.ADOPT([torch.nn.Parameter(torch.ones(2))], clip_exponent=None)
     header = ejected(Request(tilestep.registry["AdamW"], {"betas": (0.9, 0.95)})).splitlines()[1]
     assert header == "#     tilestep eject AdamW --set 'betas=(0.9,0.95)'"
+    with pytest.raises(ValueError, match=r"^betas=0.9: this file was made for betas=\(0.9, 0.999\)$"):
+        made("AdamW", tmp_path).AdamW([torch.nn.Parameter(torch.ones(2))], betas=0.9)
+
+
+def test_a_rule_of_ones_own_with_tuples_lists_and_sizes(tmp_path: Path) -> None:
+    @tilestep.rule
+    def own(param: Any, grad: Any, *, lr: Any = 0.1, eps: Any = (None, 1e-3), scales: Any = [2.0, 3.0]) -> Any:  # noqa: B006
+        """Divide by the number of elements."""
+        largest, smallest = eps
+        grad = grad if largest is None else grad.clamp(max=largest)
+        return param - lr * scales[0] * (1.0 / param.numel()) * grad - smallest
+
+    module = imported(ejected(Request(own)), tmp_path / "ejected_own.py")
+    params = [torch.nn.Parameter(torch.ones(shape)) for shape in ((4,), (0,), (2, 0))]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer = module.own(params, scales=(4.0, 3.0))  # a list's numbers may be others, as a tuple's
+    optimizer.step()
+    assert torch.allclose(params[0], torch.full((4,), 1 - 0.1 * 4 / 4 - 1e-3))
+    assert [float(optimizer.state[param]["step"]) for param in params] == [1.0, 1.0, 1.0]
+    # The file has no formula with the first of these.
+    with pytest.raises(ValueError, match=r"made for eps\[0\] is None; make another: tilestep eject own --set"):
+        module.own([torch.nn.Parameter(torch.ones(2))], eps=(1.0, 1e-3))
 
 
 FORMATS: list[dict[str, Any]] = [

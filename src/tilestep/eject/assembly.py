@@ -125,8 +125,14 @@ def ejected(request: Request) -> str:
     (by_dims, by_size), has_sums = request.matters, bool(parameters & {"sums", "partials"})
     imported = {name: module for name, module in _OF_TRITON.items() if name in kernels}
     formulas = _formulas(request)
+    is_shaped = any(re.search(r"\b(shape|machine_epsilon)\b", lines[0]) for lines in formulas)
     numbers = list(_numbers(request))
-    made_for = {name: value for name, value in request.values.items() if name not in [key for _, _, key, _ in numbers]}
+    keys = [key for _, _, key, _ in numbers]
+    made_for = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in request.values.items()
+        if name not in keys
+    }
     returned = {key: Code(f"float({text})") for _, _, key, text in numbers}
     returned["max_grad_norm"] = Code(_LIMIT if request.clip else "math.inf")
     texts = {
@@ -154,7 +160,7 @@ def ejected(request: Request) -> str:
         "blocks": has_blocks,
         "fixed": bool(made_for),
         "scalars": any(kind.graph.scalar_states for kind in kinds),
-        "shaped": any(re.search(r"\b(shape|machine_epsilon)\b", lines[0]) for lines in formulas),
+        "shaped": is_shaped,
         "across": any(kind.spec.global_count for kind in kinds),
         "whole": any(kind.spec.reduction_count for kind in kinds),
         "clip": request.clip,
@@ -163,7 +169,7 @@ def ejected(request: Request) -> str:
         "versions": isinstance(request.masters, str),
         "formats": not request.is_plain,
         "sizes": "sizes" in parameters,
-        "plain": request.is_plain and not has_sums,
+        "plain": request.is_plain and not has_sums and not is_shaped,  # sums and sizes of empty tensors may raise
         "sums": has_sums,
         "averages": rule.evaluation is not None,
         "dims": by_dims,
@@ -233,12 +239,16 @@ def _literal(value: Any) -> str:
     return re.sub(r"(?<!math\.)\binf\b", "math.inf", repr(value).replace("'", '"'))
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _numbers(request: Request) -> Iterator[tuple[str, int, str, str]]:
     """The hyperparameters that are numbers: a name, a place in it, the name that kernels have, and the code for it."""
     for name, value in request.values.items():
         several = isinstance(value, (tuple, list))
         for place, entry in enumerate(value if several else [value]):
-            if isinstance(entry, (int, float)) and not isinstance(entry, bool):
+            if _is_number(entry):
                 yield name, place, f"{name}_{place}" if several else name, f'group["{name}"]' + f"[{place}]" * several
 
 
@@ -380,6 +390,13 @@ def _guards(request: Request) -> list[str]:
         f"{text} is not None"
         for name, place, _, text in _numbers(request)
         if request.rule.range_of(name, place).or_none
+    ]
+    guards += [
+        f'group["{name}"][{place}] {"is" if entry is None else "=="} {_literal(entry)}'
+        for name, value in request.values.items()
+        if isinstance(value, (tuple, list))
+        for place, entry in enumerate(value)
+        if not _is_number(entry)
     ]
     guards += [condition(guard) for kind in request.kinds for guard in kind.graph.guards]
     lines = []

@@ -168,7 +168,7 @@ def numbers_of(group: dict[str, Any]) -> dict[str, float]:
     # made_for}
     for name, made in made_for.items():
         value, is_tuple = group[name], isinstance(made, tuple)
-        if len(value) != len(made) if is_tuple else value != made:
+        if (not isinstance(value, (tuple, list)) or len(value) != len(made)) if is_tuple else value != made:
             another = "" if is_tuple else f"; make another: tilestep eject Ejected --set {name}={value}"
             raise ValueError(f"{name}={value!r}: this file was made for {name}={made!r}{another}")
     # fixed}

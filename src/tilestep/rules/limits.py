@@ -92,7 +92,7 @@ class Limit:
 
     Example:
         >>> import math, torch, tilestep
-        >>> from dataclasses import dataclass, is_dataclass
+        >>> from dataclasses import dataclass
         >>> @dataclass(frozen=True)
         ... class Spikes(tilestep.Limit):
         ...     factor: float = 3.0

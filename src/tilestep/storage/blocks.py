@@ -49,7 +49,7 @@ def entries_before(shape: Sequence[int], element: int, elements: int) -> int:
 
 
 def cut(tensor: torch.Tensor, columns: int, elements: int = 1) -> torch.Tensor:
-    """from flat indices into the part to indices into the whole"""
+    """Return a tensor's entries, a row per block; short blocks are padded with zeros."""
     blocks = -(-columns // BLOCK)
     rows = tensor.reshape(-1, -(-columns // elements))
     missing = blocks * (BLOCK // elements) - rows.shape[1]

@@ -127,7 +127,7 @@ def _between_squares(number: Term, scale: Term, unit: Term, levels: int) -> Term
 
 
 def squared(code: Term, scale: Term, levels: int) -> Term:
-    """code * (code + levels), exactly: all terms are multiples of 1/4 below 2^18."""
+    """The inverse of `counted`: the square of the root that a code represents."""
     # code (code + levels), exactly: all terms are multiples of 1/4 below 2^18.
     centred = code + levels / 2
     root = (centred * centred - levels * levels / 4) * _unit(scale, levels)

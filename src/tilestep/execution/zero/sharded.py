@@ -196,6 +196,9 @@ class ShardedMethods:
             A `state_dict` that optimizers of the same rule load, torch's too; an empty one on ranks that do not receive
                 it.
 
+        Raises:
+            ValueError: for a rank out of range.
+
         Example:
             >>> import torch, tilestep
             >>> store = torch.distributed.HashStore()
@@ -219,6 +222,9 @@ class ShardedMethods:
 
         Args:
             to: the rank, counted among those that share the optimizer.
+
+        Raises:
+            ValueError: for a rank out of range.
 
         Example:
             >>> import torch, tilestep
