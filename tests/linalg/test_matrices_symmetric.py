@@ -135,3 +135,20 @@ def test_nothing_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(unmoved, torch.full_like(unmoved, 12**-0.5))
     nothing = gram_newton_schulz(torch.zeros(1, 32, 64, dtype=torch.bfloat16), JORDAN, 1e-7, None, multiplied)
     assert torch.equal(nothing, torch.zeros_like(nothing))
+
+
+@pytest.mark.parametrize("columns", [32, 64])
+@pytest.mark.parametrize("name", ["jordan", "polar_express"])
+def test_matrices_smaller_than_eps_stay_small(name: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their inverse norm was infinite in float16, and its square in float32: NaN for a matrix of zeros."""
+    noise = torch.randn(1, 32, columns, generator=torch.Generator().manual_seed(0))
+    batch = torch.cat([torch.zeros_like(noise), 3e-9 * noise / noise.norm(), 2e-11 * noise / noise.norm()])
+
+    def found(precision: torch.dtype, eps: float, *, on_grams: bool) -> torch.Tensor:
+        monkeypatch.setattr(orthogonal, "pays", lambda _: on_grams)
+        return newton_schulz([batch], [eps, *flat(rows_of(name))], None, multiplied, precision).double()
+
+    for precision in (torch.float16, torch.bfloat16):
+        plain, ours = (found(precision, 1e-7, on_grams=on_grams) for on_grams in (False, True))
+        assert (ours - plain).norm() < 0.05 * plain.norm(), precision
+    assert torch.equal(found(torch.bfloat16, 1e-30, on_grams=True)[0], torch.zeros(32, columns, dtype=torch.float64))

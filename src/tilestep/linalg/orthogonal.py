@@ -33,6 +33,9 @@ vector has few large elements, the rest of the value in the Gram matrix is mostl
 with this Gram matrix would amplify until the matrix diverges.
 """
 
+_LEAST_NORM = 2.0**-60
+"""The least norm whose inverse has a finite square in float32; squares of elements underflow earlier."""
+
 _ELONGATED = 1.4
 """With a smaller ratio of the sides, steps that share a Gram matrix take more products than they save."""
 
@@ -92,7 +95,7 @@ def gram_newton_schulz(
     """
     is_tall = batch.size(-2) > batch.size(-1)
     norm = torch.linalg.vector_norm(batch, dim=(-2, -1), dtype=torch.float32)
-    inverse = norm.clamp_(min=eps).reciprocal_()
+    inverse = norm.clamp_(min=max(eps, _LEAST_NORM)).reciprocal_()
     matrix, scale, done = batch, inverse, 0
     for steps in restarts(rows, batch.shape[-2:]):
         squared = scale * scale if done == 0 else None
@@ -223,7 +226,8 @@ def newton_schulz(
     if batch.dtype is not precision:
         batch = torch.div(batch, norm).to(precision)
         if rows and pays(batch):
-            return gram_newton_schulz(batch, rows, eps, out, multiply)
+            # Only a norm below `eps` is still below 1. Its inverse would overflow in float16.
+            return gram_newton_schulz(batch, rows, 1.0, out, multiply)
     else:
         batch = torch.div(batch, norm, out=None if rows else out)
     for step, (a, b, c) in enumerate(rows):
