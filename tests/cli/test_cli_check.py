@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -280,6 +282,17 @@ def test_the_interpreter_runs_the_triton_code() -> None:
     result = list(check_interpreted(load_rule("authored:signed"), {"weight_decay": 0.1}))
     assert [verdict.item for verdict in result] == [f"Triton in its interpreter, {item}" for item in INTERPRETED]
     assert all(verdict.passed for verdict in result), result
+
+
+@pytest.mark.parametrize("name", ["authored:undecorated", "authored:signed", "Lion"])
+def test_another_process_imports_rules_and_functions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    run = Mock(return_value=Mock(stdout=b"", returncode=0))
+    monkeypatch.setattr("subprocess.run", run)
+    rule = load_rule(name)
+    assert list(check_interpreted(rule, {"lr": 0.5})) == []
+    wanted = rule.function if name == "authored:undecorated" else rule
+    assert pickle.loads(run.call_args.kwargs["input"]) == (wanted, {"lr": 0.5})
 
 
 def test_rules_that_another_process_cannot_import_are_left_out() -> None:

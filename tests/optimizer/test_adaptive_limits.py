@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from own_limits import Everything, SpikesBeyond, plainly
@@ -364,6 +365,7 @@ def test_limits_in_places_that_are_not_theirs_are_refused() -> None:
     for wrong in (tilestep.TimesMean, [1.0], torch.ones(2), 1j):
         with pytest.raises(ValueError, match=r"Invalid skip_above: .*; it must be a positive norm"):
             step(skip_above=wrong)
+    step(skip_above=np.array(2.5))
     with pytest.raises(TypeError, match=r"Invalid max_grad_norm: <class '.*ZClip'>; it is a class: call it"):
         step(max_grad_norm=tilestep.ZClip)
 
@@ -386,6 +388,7 @@ def test_limits_that_are_not_whole_are_refused() -> None:
     for memory in (["mean"], {"mean": "a"}, {"mean": None}):
         with pytest.raises(tilestep.RuleError, match=r"Own\(\): memory=.*; it takes names with numbers or Windows"):
             tilestep.SGD(parameters(), max_grad_norm=kind(decide=decide, memory=memory)())
+    assert tilestep.Window(np.int64(3)).size == 3  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Invalid size: 2.5; a window"):
         tilestep.Window(2.5)  # type: ignore[arg-type]
 

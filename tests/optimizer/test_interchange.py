@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from state_files import saved_and_loaded
@@ -83,6 +84,16 @@ def test_loaded_step_counts_of_several_dtypes_keep_their_values() -> None:
         saved["state"][number]["step"] = count
     optimizer.load_state_dict(saved)
     assert [float(optimizer.state[param]["step"]) for param in params] == [100_001, 3]
+
+
+@pytest.mark.parametrize("count", [3, 3.0, np.float32(3), np.array(3), torch.tensor([3]), torch.tensor(3.0).double()])
+def test_step_counts_of_any_kind_of_number_load(count: Any) -> None:
+    params = make_params([(3,)])
+    saved = torch.optim.AdamW(params).state_dict()
+    saved["state"] = {0: {"step": count, "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}}
+    ours = tilestep.AdamW(params)
+    ours.load_state_dict(saved)
+    assert float(ours.state[params[0]]["step"]) == 3.0
 
 
 def test_a_checkpoint_of_our_own_continues_bit_for_bit() -> None:

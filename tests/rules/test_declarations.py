@@ -44,6 +44,7 @@ def test_names_that_kernels_give_to_something_else(function: Callable[..., Any],
 
 
 def with_state(param: Any, grad: Any, average: Any, *, lr: Any = 0.1, start: Any = 1.0) -> Any: ...
+def with_none(param: Any, grad: Any, *, betas: Any = None) -> Any: ...
 def with_dict(param: Any, grad: Any, *, options: Any = {"a": 1}) -> Any: ...  # noqa: B006
 
 
@@ -63,6 +64,9 @@ def test_beginnings_ranges_and_defaults_that_there_are_not() -> None:
     for wrong in (5, (0, 1), several):
         with pytest.raises(RuleError, match=r"ranges= of 'lr' is .*; take tilestep.at_least, between or Interval"):
             tilestep.rule(with_state, ranges={"lr": wrong})
+    pairs = tilestep.rule(with_none, ranges={"betas": several})
+    with pytest.raises(ValueError, match=r"Invalid betas\[1\]: -1.0; it must be at least 0"):
+        pairs.check({"betas": (1.0, -1.0)})
     with pytest.raises(RuleError, match="hyperparameter 'options' is a dict; it must be a number"):
         tilestep.rule(with_dict)
 

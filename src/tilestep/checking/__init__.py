@@ -10,7 +10,8 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ _BACKEND = "Triton in its interpreter"
 _TIMEOUT = 900
 
 
-def check_interpreted(rule: Any, overrides: Mapping[str, Any]) -> Iterator[Verdict]:
+def check_interpreted(rule: Rule, overrides: Mapping[str, Any]) -> Iterator[Verdict]:
     """Verdicts on the Triton code of a rule, run on the CPU."""
     if importlib.util.find_spec("triton") is None:
         yield Verdict(_BACKEND, None, "Triton is not installed")
@@ -96,7 +97,7 @@ def check_interpreted(rule: Any, overrides: Mapping[str, Any]) -> Iterator[Verdi
     try:
         if getattr(rule, "__module__", "") == "__main__":
             raise ValueError("it is defined in __main__; put it into a module")
-        payload = pickle.dumps((rule, dict(overrides)))
+        payload = _payload(rule, overrides)
     except Exception as error:  # lambdas, functions inside functions, __main__
         yield Verdict(_BACKEND, None, f"another process cannot import the rule: {error}")
         return
@@ -111,6 +112,15 @@ def check_interpreted(rule: Any, overrides: Mapping[str, Any]) -> Iterator[Verdi
     if done.returncode:
         last = done.stderr.decode().strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         yield Verdict(_BACKEND, False, f"it stopped with: {last[0]}")
+
+
+def _payload(rule: Rule, overrides: Mapping[str, Any]) -> bytes:
+    bare = Rule(rule.function)
+    if all(getattr(rule, field.name) == getattr(bare, field.name) for field in fields(Rule)):
+        # The name of a function without a decorator leads to the function.
+        with suppress(pickle.PicklingError, AttributeError):
+            return pickle.dumps((rule.function, dict(overrides)))
+    return pickle.dumps((rule, dict(overrides)))
 
 
 def answer() -> None:

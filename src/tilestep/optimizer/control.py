@@ -23,6 +23,7 @@ from ..backends.registry import control_kernels
 from ..devices import combined, moved
 from ..errors import GradientError, StateError
 from ..kernels.spec import LARGEST_SUM, NORM, SKIPPED, UNSCALE
+from ..linalg.scalar_values import as_python
 from ..placement import ReductionGroup, is_distributed, next_number
 from ..placement.combinations import DDP, FSDP1, follow_wrappers, kind_of, refuse, wrappers_around
 from ..placement.local import local_part
@@ -40,6 +41,7 @@ def skip_policy(nonfinite: bool, above: float | Limit | None, tracks_norm: bool)
     """Return the inputs that stay constant over an optimizer's steps, from its arguments."""
     inputs = StepInputs(skip_nonfinite=nonfinite or above is not None)
     inputs.needs_norm = inputs.skip_nonfinite or tracks_norm
+    above = as_python(above)
     if isinstance(above, Limit):
         outcome = outcome_of(above)
         if outcome.clips or not outcome.skips:

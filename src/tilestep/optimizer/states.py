@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from ..compat import copy_all, is_zero_tensor, zero_all
@@ -613,6 +614,7 @@ def _start(start: State, group: Mapping[str, Any]) -> float:
 def _check_value(label: str, name: str, value: Any, start: State, param: torch.Tensor) -> None:
     """Raise for a value that no state buffer can hold."""
     is_number = start.shape == "scalar"
+    value = value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value
     if value is None or (is_number and isinstance(value, numbers.Real)):
         return
     if not isinstance(value, torch.Tensor):

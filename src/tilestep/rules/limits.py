@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
+from numbers import Integral
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -45,9 +46,9 @@ class Window:
     """
 
     def __init__(self, size: int, numbers: Sequence[float] = ()) -> None:
-        if not isinstance(size, int) or size < 2:
+        if not isinstance(size, (int, Integral)) or size < 2:
             raise ValueError(f"Invalid size: {size}; a window holds at least 2 numbers")
-        self.size, self.count = size, numbers[0] if numbers else 0.0
+        self.size, self.count = int(size), numbers[0] if numbers else 0.0
         self.held = list(numbers[1 : 1 + min(int(self.count), size)])
 
     def append(self, number: float) -> None:

@@ -321,8 +321,9 @@ class Rule:
             raise self._refuse(f"ranges= names {unknown}, which are not hyperparameters ({possible})")
         for name, allowed in self.ranges.items():
             default = self.hyperparameters[name]
-            entries = allowed if isinstance(allowed, tuple) and isinstance(default, (tuple, list)) else (allowed,)
-            is_whole = len(entries) == (len(default) if entries is allowed else 1)
+            is_several = isinstance(allowed, tuple) and (default is None or isinstance(default, (tuple, list)))
+            entries: Any = allowed if is_several else (allowed,)
+            is_whole = not is_several or default is None or len(entries) == len(default)
             if not callable(allowed) and not (is_whole and all(isinstance(entry, Interval) for entry in entries)):
                 raise self._refuse(f"ranges= of {name!r} is {allowed!r}; take tilestep.at_least, between or Interval")
 
@@ -511,8 +512,8 @@ class Rule:
             found = None
         if found is not self:
             raise pickle.PicklingError(
-                f"{self!r} is not {'.'.join(reference)}, by which it would be loaded: decorate a function of a module "
-                "with @tilestep.rule, and keep its name"
+                f"{self!r} is not {self.__module__}.{reference[1]}, by which it would be loaded: decorate a function "
+                "of a module with @tilestep.rule, and keep its name"
             )
         return _by_reference, reference
 
