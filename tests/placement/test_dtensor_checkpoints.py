@@ -73,6 +73,7 @@ def state_can_be_replaced() -> None:
         state, wanted = optimizer.state[param], expected.state[other]
         optimizer.state[param] = {**state, "exp_avg": state["exp_avg"].redistribute(placements=[_replicate()])}
         optimizer.state[param]["exp_avg_sq"] = full(state["exp_avg_sq"])
+        optimizer.state[param]["step"] = DTensor.from_local(state["step"], param.device_mesh, [_replicate()])
         expected.state[other] = copy.deepcopy(wanted)
     _step(net, optimizer, 9, "fsdp")
     _step(reference, expected, 9, None)

@@ -305,7 +305,8 @@ class Builder:
 
         def kernel_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
             entries = entries_of(values, template.names)
-            own = local_state(label, values, param, template.buffers, graph.slice_states, graph.matrix_states, entries)
+            wholes = ("step", *graph.scalar_states, *graph.matrix_states)
+            own = local_state(label, values, param, template.buffers, graph.slice_states, wholes, entries)
             if not unreal:
                 own = {name: value for name, value in own.items() if not is_unreal(value)}
             if param.is_complex():

@@ -167,10 +167,10 @@ def local_state(
     param: torch.Tensor,
     buffers: Iterable[str],
     overs: Mapping[str, Over] | None = None,
-    squares: Iterable[str] = (),
+    wholes: Iterable[str] = (),
     entries: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """A parameter's state with the local parts of its buffers."""
+    """A parameter's state with the local parts of its buffers, and `wholes`, which each rank has whole."""
     if not is_distributed(param):
         for name, value in state.items():
             if type(value) is not torch.Tensor and is_distributed(value):
@@ -181,7 +181,7 @@ def local_state(
         value = parts.get(name)
         if isinstance(value, torch.Tensor):
             parts[name] = _part_like(value, param, (overs or {}).get(name), (entries or {}).get(name, 1))
-    parts.update({name: parts[name].full_tensor() for name in squares if is_distributed(parts.get(name))})
+    parts.update({name: parts[name].full_tensor() for name in wholes if is_distributed(parts.get(name))})
     return parts
 
 
