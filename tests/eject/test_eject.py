@@ -72,8 +72,16 @@ def test_stages_of_kinds_with_other_passes(tmp_path: Path) -> None:
         """Only matrices are summed over all tensors."""
         return param - lr * (tilestep.sum_over_tensors(grad.sum()) if grad.ndim > 1 else 1.0) * grad
 
-    with pytest.raises(RuleError, match=r"^unlike combines sums over all tensors in stages that shapes decide"):
-        ejected(Request(unlike))
+    @tilestep.rule
+    def turned(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+        """Vectors need the second sum first."""
+        squares = tilestep.sum_over_tensors(grad.square().sum())
+        total = tilestep.sum_over_tensors(grad.abs().sum())
+        return param - lr * (squares / total if grad.ndim > 1 else 1 / total * squares)
+
+    for rule in (unlike, turned):
+        with pytest.raises(RuleError, match=r"combines sums over all tensors in stages that shapes decide"):
+            ejected(Request(rule))
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

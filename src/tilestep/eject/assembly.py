@@ -222,7 +222,11 @@ def _globals(request: Request, imported: Iterable[str], constants: Mapping[str, 
         lines += constant_lines(name, value)
     lines += formatted([f"CONSTANTS = {_literal(tuple(constants))}"]) if constants else []
     combined = [_stages(kind)[1] for kind in request.kinds]
-    if any(ways != combined[0] for ways in combined):
+    calls = [  # of the rule, in the order in which a kind needs their results
+        [value.attribute for scalar in kind.spec.program.scalars for _, value in scalar.global_reductions]
+        for kind in request.kinds
+    ]
+    if any(ways != combined[0] for ways in combined) or any(order != calls[0] for order in calls):
         raise refused(request.rule, "combines sums over all tensors in stages that shapes decide")
     if combined[0]:
         lines.append(f"COMBINED = {_literal(tuple(combined[0]))}  # what tensors combine after each stage")
