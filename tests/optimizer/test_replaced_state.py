@@ -104,6 +104,27 @@ def test_numbers_of_any_dtype_in_the_place_of_codes_are_numbers(choice: str, dty
     torch.testing.assert_close(average, torch.full_like(average, 0.45), rtol=4e-3, atol=0)
 
 
+def test_parts_of_a_state_in_blocks_that_do_not_fit_are_refused() -> None:
+    """The state began anew without an error."""
+    param = torch.nn.Parameter(torch.ones(64, 130))
+    optimizer = tilestep.AdamW([param], state_dtype="int8")
+    train([(optimizer, [param])], range(2))
+    state = optimizer.state[param]
+    for name in ("exp_avg_codes", "exp_avg_scales"):
+        for change in (lambda: state.__setitem__(name, torch.zeros(3)), lambda: state.__delitem__(name)):  # noqa: B023
+            kept, before = state[name], param.detach().clone()
+            change()
+            with pytest.raises(
+                tilestep.StateError, match="'exp_avg_codes' and 'exp_avg_scales' of parameter 0 of group 0"
+            ):
+                optimizer.step()
+            state[name] = kept
+            assert torch.equal(param, before)
+    train([(optimizer, [param])], range(2, 3))
+    del state["exp_avg_codes"], state["exp_avg_scales"]
+    optimizer.step()
+
+
 def test_blocks_for_sophias_estimate_are_refused_by_name() -> None:
     with pytest.raises(tilestep.StateError, match="parameter 0 of group 0: SophiaG only reads the state 'hessian'"):
         tilestep.SophiaG([torch.nn.Parameter(torch.ones(64, 128))], state_dtype={"hessian": "int8"})

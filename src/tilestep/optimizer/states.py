@@ -434,6 +434,11 @@ class StateTemplate:
                     f"the checkpoint has no state {name!r} for {label}: it is of another optimizer, or of other "
                     "hyperparameters"
                 )
+            if not fits and value is None and len(arrays) > 1 and any(one is not None for one in stored):
+                raise StateError(
+                    f"{' and '.join(repr(array.name) for array in arrays)} of {label} do not fit each other or the "
+                    "parameter: replace them together, or remove them all for a state that begins anew"
+                )
             blocks = None if fits or len(arrays) == 1 else (self.formats[name], name)
             for buffer, array in zip(stored if fits else [value] * len(arrays), arrays):
                 state[array.name] = None
