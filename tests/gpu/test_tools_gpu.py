@@ -13,6 +13,7 @@ from case_processes import side_by_side
 import tilestep
 from tilestep.backends import tuning
 from tilestep.backends.tuning import CANDIDATES, STAGED, TileShape, device_key, forced_shape
+from tilestep.bench.measure import timed
 from tilestep.bench.tune import jobs, tune
 from tilestep.checking import check_rule
 from tilestep.kernels import cache
@@ -86,3 +87,14 @@ def test_tuning_keeps_the_fastest_shape(own_tables: None) -> None:
     optimizer = tilestep.SGD([torch.nn.Parameter(torch.ones(5, device=device))])
     (passes,) = optimizer._current_plan().engines[0].passes
     assert TileShape(passes.shape.tile, passes.shape.warps, passes.shape.tiles) == outcome.after
+
+
+def test_times_include_work_of_side_streams() -> None:
+    side = torch.cuda.Stream()
+
+    def work() -> None:
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(50_000_000)
+
+    timed(work, torch.device("cuda"))
+    assert side.query()

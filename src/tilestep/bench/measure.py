@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from ..backends.cpp.compile import load_library
-from ..devices import has_streams, is_host, synchronize
+from ..devices import has_streams, is_host
 from ..errors import BuildError
 from ..tracing.lanes import exported
 
@@ -194,6 +194,12 @@ def measure(
             for name, values in run.times.items():
                 setattr(run.row, name, spread(values) if values else None)
     return [run.row.note_bandwidth() for run in runs]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all streams of a device; returns at once for a CPU."""
+    if has_streams(device):
+        torch.cuda.synchronize(device)
 
 
 def timed(call: Callable[[], object], device: torch.device, repeat: int = 1) -> tuple[float, float]:

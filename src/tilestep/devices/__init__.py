@@ -50,7 +50,7 @@ def copy_to(target: torch.Tensor, host: np.ndarray) -> None:
     target.copy_(source, non_blocking=True)
 
 
-def synchronize(device: torch.device) -> None:
+def synchronize_stream(device: torch.device) -> None:
     """Wait for a device's current stream; returns at once for a CPU."""
     if has_streams(device):
         torch.cuda.current_stream(device).synchronize()

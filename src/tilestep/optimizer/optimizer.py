@@ -20,7 +20,7 @@ from ..compat import (
     step_is_ordinary,
     step_is_watched,
 )
-from ..devices import synchronize
+from ..devices import synchronize_stream
 from ..errors import BuildInterrupted, did_you_mean
 from ..kernels.spec import NORM, SKIPPED
 from ..linalg import keeping_to, operations
@@ -399,7 +399,7 @@ class Optimizer(torch.optim.Optimizer):
             self.control.carry_to(plan.engines)
             # Replaced tensors may belong to another stream, which reuses their memory once they are dropped.
             for engine in plan.engines:
-                synchronize(engine.device)
+                synchronize_stream(engine.device)
             return plan
 
     def drop_plan(self) -> None:
@@ -989,7 +989,7 @@ class Optimizer(torch.optim.Optimizer):
             if self.reports is not None:
                 self.reports.detach()
             for device in {part.device for part in copied}:
-                synchronize(device)
+                synchronize_stream(device)
 
     @opaque
     def unpark(self) -> None:
