@@ -70,6 +70,21 @@ def test_names_alone_will_do() -> None:
     assert names(others) == ["embed_tokens.weight", "lm_head.weight"] and others["rule"] == "Lion"
 
 
+def test_tables_heads_and_decay_rates_are_known_by_name() -> None:
+    left = (
+        "backbone.layers.0.mixer.A_log",  # Mamba
+        "layers.0.attn.relative_position_bias_table",  # Swin
+        "value_embeds.0.weight",
+        "output_layer.weight",  # Megatron
+        "module.output_layer.weight",
+        "_orig_mod.output.weight",
+        "proj_out.weight",  # Whisper
+    )
+    inside = ("layers.0.output.weight", "layers.0.output_layer.weight", "layers.0.proj_out.weight", "dt_proj.weight")
+    groups = tilestep.muon_groups([(name, nn.Parameter(torch.ones(6, 4))) for name in (*left, *inside)])
+    assert (tuple(names(groups[0])), tuple(names(groups[1]))) == (inside, left)
+
+
 def test_a_rule_made_from_muon_says_too_who_takes_the_rest() -> None:
     model = Model("lm_head")
     careful = tilestep.cautious(tilestep.registry["Muon"])

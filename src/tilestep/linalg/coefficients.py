@@ -149,9 +149,9 @@ def rows_of(coefficients: Any, steps: Any = None, safety: float = SAFETY) -> lis
         table = _Table(tuple(map(tuple, coefficients)), len(coefficients))
         what = f"a list of {len(coefficients)} coefficients"
     if safety != SAFETY and not table.scales:
-        raise RuleError(f"orthogonalize: safety={safety:g} is for coefficients='polar_express' and 'cans'")
-    if not 1 <= safety < math.inf:
-        raise RuleError(f"orthogonalize: safety={safety:g}; it must be finite and at least 1, or values diverge")
+        raise RuleError(f"orthogonalize: safety={safety!r} is for coefficients='polar_express' and 'cans'")
+    if isinstance(safety, (str, type(None))) or not 1 <= safety < math.inf:
+        raise RuleError(f"orthogonalize: safety={safety!r}; it must be finite and at least 1, or values diverge")
     count = table.steps if steps is None else _whole(steps, table.steps)
     if count != table.steps and not table.further:
         raise RuleError(f"orthogonalize takes {table.steps} steps with {what}, not {count}")

@@ -201,8 +201,8 @@ def orthogonalize(
         raise MatrixError(f"orthogonalize takes real floating-point numbers, not {x.dtype}")
     if precision not in PRECISIONS:
         raise RuleError(f"orthogonalize: precision={precision!r}; it must be one of {', '.join(PRECISIONS)}")
-    if isinstance(eps, (int, float)) and not eps >= 0:
-        raise RuleError(f"orthogonalize: eps={eps:g}; it must be at least 0")
+    if isinstance(eps, (bool, str, type(None))) or (isinstance(eps, (int, float)) and not eps >= 0):
+        raise RuleError(f"orthogonalize: eps={eps!r}; it must be at least 0")
     numbers = [eps, *flat(rows_of(coefficients, steps, safety))]
     return _operations[precision](x, [as_scalar(number) for number in numbers])
 

@@ -14,10 +14,11 @@ from .groups import find_rule
 from .parameters import check_expression, require_shapes, shortened
 
 OUTSIDE = (
-    r"(^|\.)((un)?embed\w*|\w*_embed(dings?)?|\w*_emb|wte|wpe|(lm_)?head|classifier)(\.|$)|^output\."
-    r"|(^|\.)(\w*router\w*|\w*expert_gate|gating\w*)(\.|$)|(^|[._])bias$"
+    r"(^|\.)((un)?embed\w*|\w*_embed(s|dings?)?|\w*_emb|wte|wpe|\w*bias_table|(lm_)?head|classifier)(\.|$)"
+    r"|^(module\.|_orig_mod\.)*(output(_layer)?|proj_out)\."
+    r"|(^|\.)(\w*router\w*|\w*expert_gate|gating\w*|A_log)(\.|$)|(^|[._])bias$"
 )
-"""Names of embeddings and heads at the ends of a model, of routers, and of experts' biases."""
+"""Names of embeddings and heads at the ends of a model, of routers, experts' biases and Mamba's decay rates."""
 
 _GATE = re.compile(r"(?:^|(.*)\.)gate(?:\.|$)")
 """The name of a router if its module also has experts, or of a hidden matrix in a gated feed-forward layer."""
