@@ -172,7 +172,8 @@ def _report(bench: Bench, runs: Sequence[Run], failures: dict[str, str], rounds:
     found: dict[str, Any] = {"rounds": rounds}
     if failures:
         found["failures"] = dict(failures)
-    found["contenders"] = {run.name: CONTENDERS[run.name].__doc__ for run in runs}
+    makers = {run.name: CONTENDERS[run.name] for run in runs}
+    found["contenders"] = {name: getattr(make, "func", make).__doc__ for name, make in makers.items()}
     found["allocated_bytes"] = {run.name: run.allocated for run in runs}
     for batch in bench.batches:
         found[str(batch)] = {run.name: run.figures(batch) for run in runs}

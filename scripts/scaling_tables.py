@@ -187,7 +187,6 @@ def _on_an_h100(constants: Constants) -> Constants:
 
 def muon_table(constants: Constants) -> Rows:
     """What `plan` says of steps and iterations of Muon, beside their figures."""
-    alone = json.loads((RESULTS.parent / "muon_h100_1.json").read_text())["milliseconds"]["language model"]["tilestep"]
     layers = [(48, 2048, 2048), (48, 512, 2048), (48, 5632, 2048), (24, 2048, 5632)]
 
     def job(rule: str, ranks: int, matrices: Any = (), whole: float = ELEMENTS, **given: Any) -> Job:
@@ -203,9 +202,10 @@ def muon_table(constants: Constants) -> Rows:
     step = ("update", "matrix products", "exchange matrices")
     h100 = _on_an_h100(constants)
     single = job("Muon", 1, layers, elements(layers))
-    rows: list[tuple[str, str, float, Constants, Job, Sequence[str]]] = [
-        ("a step, plain", "1 H100", alone["device"] / 1e3, h100, single, step)
-    ]
+    rows: list[tuple[str, str, float, Constants, Job, Sequence[str]]] = []
+    for gpu, machine in (("h200", constants), ("h100", h100)):
+        times = json.loads((RESULTS.parent / f"muon_{gpu}_1.json").read_text())["milliseconds"]["language model"]
+        rows.append(("a step, plain", f"1 {gpu.upper()}", times["tilestep"]["device"] / 1e3, machine, single, step))
     for file, gpus, machine in (("muon_ranks_h100_2", "2 H100", h100), ("muon_ranks_h200_4", "4 H200", constants)):
         stored, ranks = json.loads((RESULTS.parent / f"{file}.json").read_text()), int(gpus[0])
         # Files that do not say which matrices there were are of a model without its gates, beside floors with them.
@@ -235,13 +235,14 @@ def eight_table(constants: Constants) -> Rows:
     folder = RESULTS.parent
     planned = json.loads((folder / "plan_meshes_8.json").read_text())
     rows: Rows = [("iteration", "eager, ms", "plan", "error", "blocks compiled, ms", "plan", "error")]
-    files = {"meshes": ["meshes_h200_8"], "meshes_compiled": ["meshes_compiled_all_h200_8", "meshes_compiled_h200_8"]}
-    measured: dict[str, Any] = {part: {} for part in files}
-    for part, names in files.items():
-        for name in names:  # figures of a later file count
-            measured[part] |= json.loads((folder / f"{name}.json").read_text())[part]["4"]
+    stored = json.loads((folder / "meshes_h200_8.json").read_text())
+    earlier = json.loads((folder / "meshes_compiled_h200_8.json").read_text())
+    measured: dict[str, Any] = {
+        "meshes": stored["meshes"]["4"] | {name: stored["rivals"]["4"][name] for name in OTHERS},
+        "meshes_compiled": earlier["meshes_compiled"]["4"] | stored["meshes_compiled"]["4"],
+    }
     for name in measured["meshes"]:
-        row = [f"`shard`, {name.removeprefix('sharded_').replace('x', ' x ')}" if "x" in name else OTHERS[name]]
+        row = [OTHERS.get(name) or f"`shard`, {name.removeprefix('sharded_').replace('x', ' x ')}"]
         for part, figures in measured.items():
             found = figures[name]["iteration_ms"]["median"] if name in figures else None
             said = planned[part]["4"].get(name, {}).get("iteration_ms")
@@ -256,7 +257,7 @@ OTHERS = {
     "data_parallel_master": "DDP, fused AdamW of float32 masters",
     "fully_sharded": "FSDP2, torch's fused AdamW",
     "fully_sharded_ours": "FSDP2, tilestep",
-    "fully_sharded_forward": 'FSDP2, tilestep, `overlap("forward")`',
+    "apex": "apex's DistributedFusedAdam",
     "megatron": "Megatron-Core's distributed optimizer",
 }
 """Contenders of benchmarks/shard_figures.py of which no plan is made."""

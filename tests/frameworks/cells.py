@@ -549,7 +549,8 @@ All rows and cells ran on CPUs, as they do for every change (`make test-framewor
 ran too, at 2a209f3e (torch 2.11, transformers 5.17, accelerate 1.15, Lightning 2.6, torchtitan 0.3, torchao 0.18),
 with the same outcomes but for one: Lightning moves a model to the CPU after `fit`, and `trainer.save_checkpoint` of a
 sharded optimizer is refused then; `ModelCheckpoint` saves during `fit`. Models with experts trained over NCCL on two
-H100s, at f5ccad6 with transformers 5.23. TRL's SFT trainer takes one GPU in a process; its cells ran on CPUs only.
+H100s, at f5ccad6 with transformers 5.23. TRL's SFT trainer, which takes one GPU in a process, ran on an H100, at
+37c761e1 with TRL 1.16 and peft 0.21.
 
 Nothing is silent: what is not right raises an error that says what to do, before anything changes. Here is what is
 refused; what works is folded. [Pairs that do not go together](#what-does-not-go-together) are at the end."""
