@@ -39,14 +39,13 @@ def nested(lines: Iterable[str]) -> str:
 
 
 class Names:
-    """Makes unique identifiers; a subclass adds the reserved names of its language."""
+    """Makes unique identifiers, none of them `taken` or `reserved` by the language.
 
-    reserved: frozenset[str] = frozenset()
-    slots = re.compile("(?!)")
-    """Names that the surrounding code may use: of macros, constants, reductions and arrays."""
+    `slots` matches names that the surrounding code may use: of macros, constants, reductions and arrays.
+    """
 
-    def __init__(self, taken: Iterable[str] = ()) -> None:
-        self._used = {*taken, *_RESERVED, *self.reserved}
+    def __init__(self, taken: Iterable[str] = (), *, reserved: Iterable[str] = (), slots: str = "(?!)") -> None:
+        self._used, self._slots = {*taken, *_RESERVED, *reserved}, slots
 
     def fresh(self, wanted: str) -> str:
         """The wanted name, followed by a number if it is taken."""
@@ -60,11 +59,11 @@ class Names:
 
     def is_kept(self, name: str) -> bool:
         """Whether the surrounding code may use this name."""
-        return self.slots.fullmatch(name) is not None
+        return re.fullmatch(self._slots, name) is not None
 
     def within(self) -> Names:
         """Names for a scope inside this one."""
-        return type(self)(self._used)
+        return Names(self._used, slots=self._slots)
 
     def spelled(self, wanted: str) -> str:
         """The wanted name as an ASCII identifier that is no keyword and is not kept; Greek letters by their names."""

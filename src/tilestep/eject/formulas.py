@@ -89,21 +89,14 @@ def exact_sum(left: torch.Tensor, right: torch.Tensor | float, plus: torch.Tenso
 _NAMES = "torch math inspect Any NamedTuple shape jit tl libdevice local keep"
 
 
-class TorchNames(Names):
-    """Hands out identifiers of a torch function."""
-
-    reserved = frozenset((*_NAMES.split(), *HELPERS))
-
-
 class TorchWriter(Writer):
     """Writes statements on tensors."""
 
-    def __init__(self, names: Names, indent: str = "    ") -> None:
-        super().__init__("float32", names, SPELLING)
-        self.indent = indent
+    def __init__(self, taken: Iterable[str]) -> None:
+        super().__init__("float32", Names(taken, reserved=(*_NAMES.split(), *HELPERS)), SPELLING)
 
     def declare(self, name: str, expression: str, value: Value) -> str:
-        return f"{self.indent}{name} = {expression}"
+        return f"    {name} = {expression}"
 
     def constant(self, number: float | bool) -> str:
         if isinstance(number, (bool, int)):
@@ -157,7 +150,7 @@ def formula(
     loaded = {value.attribute for value in values if value.operation == "load"}
     buffers = [name for name in dict.fromkeys(("param", "grad", *states)) if name in loaded]
     arguments = [*buffers, *used, *sized]
-    writer = TorchWriter(TorchNames([title, *arguments]))
+    writer = TorchWriter([title, *arguments])
     for value in values:
         if value.operation == "load":
             writer.bind(value, value.attribute)
@@ -195,7 +188,7 @@ def codec_functions(title: str, codec: Codec) -> list[list[str]]:
 
 
 def _function(title: str, parameters: Sequence[str], roots: Sequence[Value], kind: str) -> list[str]:
-    writer = TorchWriter(TorchNames([title, *parameters]))
+    writer = TorchWriter([title, *parameters])
     for value in ancestors(roots):
         if value.operation == "load":
             writer.bind(value, value.attribute)

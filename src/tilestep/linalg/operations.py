@@ -127,14 +127,14 @@ def register(operation: MatrixOperation) -> MatrixOperation:
     return operation
 
 
-matmul = register(
+register(
     MatrixOperation(
         "matmul", 2, lambda left, right: (left[0], right[1]), lambda operands, _, out: torch.bmm(*operands, out=out)
     )
 )
 """`left @ right`."""
 
-transpose = register(
+register(
     MatrixOperation(
         "transpose",
         1,

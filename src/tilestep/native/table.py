@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,14 +42,6 @@ _LARGE, _MOST_LOOKING, _MOST_WOKEN = 500, 8, 4
 """The least number of tensors for a look by several threads, and the most threads; fewer if they must be woken."""
 
 _LOW = 1 << 32  # most memory has higher addresses; a lower address may be an offset from a null pointer
-
-
-class Written(Protocol):
-    """The memory that kernels write."""
-
-    arguments: tuple[int, int, int]  # for `create` in `scan.cpp`
-
-    def overlapped(self, addresses: np.ndarray, sizes: np.ndarray) -> np.ndarray: ...
 
 
 class _Described:
@@ -108,7 +100,7 @@ class Table:
         addresses: torch.Tensor | None = None,
         params: Sequence[torch.Tensor] = (),
         states: Sequence[torch.Tensor] = (),
-        written: Written | None = None,
+        written: Any = None,
     ) -> None:
         self.host, self._target = np.zeros(0 if addresses is None else len(addresses), dtype=np.int64), addresses
         if addresses is not None and is_host(addresses.device):
@@ -270,7 +262,7 @@ class Table:
         """Whether C++ looks at the tensors."""
         return bool(self._native) or self.look.func is not Table._look  # type: ignore[attr-defined]
 
-    def follow_params(self, written: Written) -> None:
+    def follow_params(self, written: Any) -> None:
         """Remember the parameters' current addresses, and the memory that kernels write."""
         self.params.follow()
         self._written = written

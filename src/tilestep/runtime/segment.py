@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -193,16 +193,6 @@ class TileRange:
     tiles: range  # indices of its tiles in the segment
     tensors: range  # indices of the tensors of these tiles
     addresses: Mapping[str, np.ndarray] = field(default_factory=dict)  # of arrays that are elsewhere, per tensor
-
-
-class TileStreamer(Protocol):
-    """Runs the tile passes of a segment whose arrays are elsewhere."""
-
-    def run(self, index: int) -> None:
-        """Run tile pass `index`."""
-
-    def settle(self) -> None:
-        """Wait until gradients and arrays in host memory are complete."""
 
 
 @dataclass
@@ -400,8 +390,11 @@ class Segment:
         tile_size: elements in a tile.
     """
 
-    streamer: TileStreamer | None = None
-    """Moves arrays to where tile passes work on them, and back."""
+    streamer: Any = None
+    """Moves arrays to where tile passes work on them, and back: the `ChunkedPasses` of `offload`, or None.
+
+    `run(index)` runs a tile pass, `settle()` waits until gradients and arrays in host memory are complete.
+    """
 
     def __init__(
         self,

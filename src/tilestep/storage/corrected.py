@@ -21,7 +21,6 @@ class Corrected(Widened):
     Source: FlashOptim (arXiv 2602.23349) keeps corrections of eight bits, in 127ths of half a place.
     """
 
-    words = "bfloat16 with int8 correction"
     title = "corrected"
     prefix = "correction"
     second = torch.int8

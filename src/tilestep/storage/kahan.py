@@ -20,7 +20,6 @@ class Kahan(Widened):
     Source: Kahan summation, as in optimi and torchao.
     """
 
-    words = "bfloat16 with bfloat16 compensation"
     title = "kahan"
     prefix = "compensation"
     is_coarse = True

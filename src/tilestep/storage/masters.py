@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from .format import Array, Storage, stored_in, values_of
+from .format import Array, Storage, dtype_name, stored_in, values_of
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,19 @@ class MasterFormat:
 
 @dataclass(frozen=True)
 class Widened(Storage):
-    """Base of formats that combine a bfloat16 and a second array into a float32."""
+    """Base of formats that combine a 16-bit number and a second array into a float32."""
 
     dtype: torch.dtype = torch.bfloat16
 
-    words = title = prefix = ""  # for messages, for generated code, and for the second array's name
+    title = prefix = ""  # for generated code, and for the second array's name
     second = torch.bfloat16
     precision = torch.float32
 
     def __str__(self) -> str:
-        return self.words
+        return f"{dtype_name(self.dtype)} with {dtype_name(self.second)} {self.prefix}"
 
     def arrays(self, name: str) -> tuple[Array, ...]:
-        return (Array(name, torch.bfloat16), Array(f"{self.prefix}_{name}", self.second))
+        return (Array(name, self.dtype), Array(f"{self.prefix}_{name}", self.second))
 
 
 MASTER_FORMATS: dict[bool | str, MasterFormat] = {}

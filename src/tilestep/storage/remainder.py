@@ -25,7 +25,6 @@ class Remainder(Widened):
     Source: `store_param_remainders` of apex's DistributedFusedAdam.
     """
 
-    words = "bfloat16 with int16 remainder"
     title = "remainder"
     prefix = "remainder"
     second = torch.int16

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,20 +37,16 @@ view x block count pair pairs columns per_row j low high walk run_of copied put_
 ask_ahead random stream origin steps_taken stream_key_0 stream_key_1 key_0 key_1
 """
 
-_RESERVED = frozenset((*_KEYWORDS.split(), *_AROUND.split()))
-
-_MACRO_OR_SLOT = re.compile(
-    r"[A-Z][A-Z0-9_].*|_[A-Z_].*|(join|keep|measure|split)_.*|(chunk|column|part|parts|random|row|slot|span|total)_[0-9]+|(report|seen)_.*"
+CppNames = partial(
+    Names,
+    reserved=(*_KEYWORDS.split(), *_AROUND.split()),
+    slots=r"[A-Z][A-Z0-9_].*|_[A-Z_].*|(join|keep|measure|split)_.*|(chunk|column|part|parts|random|row|slot|span|total)_[0-9]+|(report|seen)_.*",
 )
-"""What begins with capitals may be a macro (INFINITY, M_PIf64) or a control number; join, split, keep and
-measure are functions of storage formats; numbered ones are reductions'."""
+"""Makes unique identifiers for a C++ function.
 
-
-class CppNames(Names):
-    """Makes unique identifiers for a C++ function."""
-
-    reserved, slots = _RESERVED, _MACRO_OR_SLOT
-
+What begins with capitals may be a macro (INFINITY, M_PIf64) or a control number; join, split, keep and measure are
+functions of storage formats; numbered names are those of reductions.
+"""
 
 _OF_NAMES = {
     "float32": "float",

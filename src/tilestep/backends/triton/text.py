@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -349,19 +350,16 @@ _SUPPORT = Path(__file__).with_name("support.py").read_text(encoding="utf-8")
 HELPERS = sorted(["libdevice", *re.findall(r"^def ([a-z]\w*)", _SUPPORT, re.MULTILINE)])
 """What generated modules import of backends/triton/support.py, where they use it."""
 
-_RESERVED = frozenset((*_AROUND.split(), *HELPERS, *pointers_of(*POINTERS)))
-
-_CONSTANT_OR_SLOT = re.compile(
-    r"[A-Z][A-Z0-9_]*|(join|split)_.*|(all_share|all_term|at|inner|kept|part|parts|random|share|slot|span|start|term|total)_[0-9]+|(report|seen)_.*"
+TritonNames = partial(
+    Names,
+    reserved=(*_AROUND.split(), *HELPERS, *pointers_of(*POINTERS)),
+    slots=r"[A-Z][A-Z0-9_]*|(join|split)_.*|(all_share|all_term|at|inner|kept|part|parts|random|share|slot|span|start|term|total)_[0-9]+|(report|seen)_.*",
 )
-"""What is in capitals may be a constant of a kernel; join and split are functions of storage formats; numbered ones are
-its slots, reductions and arrays."""
+"""Makes unique identifiers for a Triton function and the kernels that call it.
 
-
-class TritonNames(Names):
-    """Makes unique identifiers for a Triton function and the kernels that call it."""
-
-    reserved, slots = _RESERVED, _CONSTANT_OR_SLOT
+What is in capitals may be a constant of a kernel; join and split are functions of storage formats; numbered names are
+those of its slots, reductions and arrays.
+"""
 
 
 def format_functions(storages: Iterable[Storage], quick: bool) -> list[list[str]]:

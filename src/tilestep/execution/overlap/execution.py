@@ -300,8 +300,6 @@ class OverlapExecution(Execution):
         """Raise: overlapped steps cannot be captured."""
         refuse("capture", ["overlap"], error=CaptureError)
 
-    push = prepare_capture
-
 
 def _publication(grouping: Grouping, lane: SideStream) -> Publication:
     """Make each look-up of a parameter, and each all-gather of FSDP2, wait for the update of the parameter's group."""
