@@ -83,7 +83,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled and torch.compiler.is_dynamo_compiling():
             return _opaque_call("scale", self, outputs)
         if self._enabled and self._scale is None:
-            require(not is_capturing(), "it holds the scaler's first use; every replay would set the first scale")
+            require(not is_capturing(), "it contains the scaler's first use; every replay would set the first scale")
         scaled = super().scale(outputs)
         if self._enabled:
             for optimizer in self._seen:

@@ -38,10 +38,10 @@ class Piecewise:
     def __post_init__(self) -> None:
         steps = [step for step, _, _ in self.points]
         if len(steps) < 2 or sorted(set(steps)) != steps:
-            raise ValueError(f"Invalid points: their steps {steps} must be two or more, and rise")
+            raise ValueError(f"Invalid points: steps {steps} must be two or more, in increasing order")
         for _, _, shape in self.points:
             if shape not in _SHAPES:
-                raise ValueError(f"Invalid shape: {shape!r}; it is one of {', '.join(_SHAPES)}")
+                raise ValueError(f"Invalid shape: {shape!r}; it must be one of {', '.join(_SHAPES)}")
 
     def __call__(self, step: Any) -> Any:
         """The value at a step, a 0-dim float64 tensor."""

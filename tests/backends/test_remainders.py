@@ -83,5 +83,7 @@ def test_a_description_says_the_remainder() -> None:
     assert described.states["remainder_param"] == "int16, like the parameter"
     assert described.states["exp_avg"] == "float32, like the parameter"
     assert (described.bytes_read, described.bytes_written) == (14, 12)
-    with pytest.raises(ValueError, match="a parameter is float16, and master_weights='remainder' keeps bfloat16"):
+    with pytest.raises(
+        ValueError, match="a parameter is float16, and master_weights='remainder' supports only bfloat16"
+    ):
         describe(tilestep.registry["AdamW"], dtype=torch.float16, master_weights="remainder")

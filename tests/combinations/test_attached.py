@@ -86,7 +86,7 @@ def test_what_is_attached_is_not_copied(kind: str) -> None:
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"cannot be copied or pickled: save its state_dict\(\)"):
             copied(made)
-    with pytest.raises(TypeError, match=rf"{name} is what an optimizer is called.*tilestep.{kind}"):
+    with pytest.raises(TypeError, match=rf"{name} is only for isinstance checks.*tilestep.{kind}"):
         getattr(tilestep, name)(model.parameters())
 
 

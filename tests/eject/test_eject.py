@@ -487,7 +487,7 @@ def test_the_tests_fail_for_a_wrong_file(tmp_path: Path) -> None:
         (["Muon"], "Muon works on whole matrices"),
         (["AdamW", "--masters", "float7"], "masters"),
         (["AdamW", "--state-dtype", "float7"], "state"),
-        (["AdamW", "-o", "no-module.py"], "no name of a Python module"),
+        (["AdamW", "-o", "no-module.py"], "not the name of a Python module"),
     ],
     ids=str,
 )

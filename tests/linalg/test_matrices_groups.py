@@ -90,7 +90,7 @@ def test_a_rule_made_from_muon_says_too_who_takes_the_rest() -> None:
     careful = tilestep.cautious(tilestep.registry["Muon"])
     first, others = tilestep.muon_groups(model, muon={"rule": careful})
     assert first["rule"] is careful and others["rule"] == careful.fallback == tilestep.registry["Muon"].fallback
-    with pytest.raises(ValueError, match="SGD names no rule for the parameters that it does not take; give `rule`"):
+    with pytest.raises(ValueError, match="SGD has no fallback rule for the remaining parameters; pass `rule`"):
         tilestep.muon_groups(model, muon={"rule": "SGD"})
     assert tilestep.muon_groups(model, muon={"rule": "SGD"}, rule="Lion")[1]["rule"] == "Lion"
 
@@ -212,7 +212,7 @@ def test_patterns_of_one_s_own_for_stacks_and_heads() -> None:
     muon, _ = tilestep.muon_groups(model, stacks="positions", muon={"heads": {"q_proj": 2}})
     assert "positions" in names(muon) and "layers.0.moe.experts.down_proj" not in names(muon)
     assert muon["heads"] == {"q_proj": 2}
-    with pytest.raises(ValueError, match="heads=True finds no projection to heads in a module that says their size"):
+    with pytest.raises(ValueError, match="heads=True finds no projection to heads in a module with their size"):
         tilestep.muon_groups(nn.Sequential(nn.Linear(4, 4)), heads=True)
     named = [
         ("conv.weight", nn.Parameter(torch.ones(6, 5, 3, 3))),
@@ -223,10 +223,10 @@ def test_patterns_of_one_s_own_for_stacks_and_heads() -> None:
 
 
 def test_a_model_without_hidden_matrices_is_refused() -> None:
-    with pytest.raises(ValueError, match="no parameter that trains has two dimensions"):
+    with pytest.raises(ValueError, match="no trainable parameter has two dimensions"):
         tilestep.muon_groups(nn.LayerNorm(4))
     with pytest.raises(
-        ValueError, match=r"0\.weight are taken for embeddings, heads and routers; give another `outside`"
+        ValueError, match=r"0\.weight are treated as embeddings, heads or routers; pass another `outside`"
     ):
         tilestep.muon_groups(nn.Sequential(nn.Embedding(3, 4)))
 
@@ -234,8 +234,8 @@ def test_a_model_without_hidden_matrices_is_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"outside": "("}, r"Invalid outside: '\(' is no regular expression: missing \)"),
-        ({"stacks": 3}, "Invalid stacks: 3 is no regular expression"),
+        ({"outside": "("}, r"Invalid outside: '\(' is not a regular expression: missing \)"),
+        ({"stacks": 3}, "Invalid stacks: 3 is not a regular expression"),
         ({"heads": {"weight": 2}}, "Invalid heads: .* must be True or False, .* the optimizer's heads"),
         ({"heads": 2}, "Invalid heads: 2"),
     ],
@@ -246,5 +246,5 @@ def test_what_cannot_sort_is_refused_by_name(given: dict[str, Any], message: str
 
 
 def test_parameters_without_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="sorts by names: give the model, or its named_parameters"):
+    with pytest.raises(ValueError, match="sorts by names: pass the model, or its named_parameters"):
         tilestep.muon_groups(torch.nn.Linear(4, 4).parameters())  # type: ignore[arg-type]

@@ -207,11 +207,11 @@ def test_parameters_that_interleave_are_no_overlap() -> None:
         ({"lr": torch.tensor(-1.0)}, ValueError, "Invalid lr: -1.0"),
         ({"lr": torch.ones(2)}, ValueError, r"Invalid lr: a tensor of shape \(2,\); it must have one element"),
         ({"betas": (0.9, 1.0)}, ValueError, r"Invalid betas\[1\]: 1.0; it must be in \[0, 1\)"),
-        ({"betas": (0.9,)}, ValueError, r"Invalid betas: \(0.9,\); it takes 2 values"),
+        ({"betas": (0.9,)}, ValueError, r"Invalid betas: \(0.9,\); it must have 2 values"),
         ({"lr": "fast"}, TypeError, "Invalid lr: 'fast'; it must be a number"),
         ({"lr": None}, TypeError, "Invalid lr: None"),
         ({"betas": (0.9, None)}, TypeError, r"Invalid betas\[1\]: None"),
-        ({"betas": 0.9}, TypeError, "Invalid betas: 0.9; it takes 2 values"),
+        ({"betas": 0.9}, TypeError, "Invalid betas: 0.9; it must have 2 values"),
         ({"maximize": "false"}, TypeError, "Invalid maximize: 'false'; it must be True or False"),
         ({"weight_decay": -0.1}, ValueError, "Invalid weight_decay"),
         ({"max_grad_norm": -1.0}, ValueError, "Invalid max_grad_norm"),
@@ -302,8 +302,8 @@ def test_numbers_out_of_range_that_are_assigned_later_are_taken_as_torch_takes_t
         ("lr", torch.tensor([0.1, 0.2]), r"lr: a tensor of shape \(2,\); it must have one element"),
         ("lr", torch.tensor(1j), r"lr: a tensor of shape \(\), complex; it must have one element, a real number"),
         ("betas", (0.9, None), r"betas\[1\]: None; it must be a number"),
-        ("betas", (0.9,), r"betas: \(0.9,\); it takes 2 values"),
-        ("betas", 0.9, "betas: 0.9; it takes 2 values"),
+        ("betas", (0.9,), r"betas: \(0.9,\); it must have 2 values"),
+        ("betas", 0.9, "betas: 0.9; it must have 2 values"),
         ("max_grad_norm", "1.0", "max_grad_norm: '1.0'; it must be a number or tilestep.ZClip"),
         ("max_grad_norm", [1.0], r"max_grad_norm: \(1.0,\); it must be a number"),
         ("max_grad_norm", tilestep.AdaGC(), r"max_grad_norm: AdaGC\(.*\); .* in a new group AdaGC"),
@@ -344,7 +344,7 @@ def test_what_is_no_rule() -> None:
     params = make_params()
     with pytest.raises(ValueError, match=r"no rule is called 'Adamw'; did you mean .*AdamW"):
         tilestep.Optimizer(params, "Adamw")
-    with pytest.raises(RuleError, match=r"is not a rule: give a function made by @tilestep\.rule"):
+    with pytest.raises(RuleError, match=r"is not a rule: pass a function decorated with @tilestep\.rule"):
         tilestep.Optimizer(params, lambda param, grad: param)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="AdamW has no hyperparameter 'momentum'; it has lr, betas"):
         tilestep.Optimizer(params, "AdamW", momentum=0.9)
@@ -440,7 +440,7 @@ CHECKPOINTS: dict[str, tuple[Callable[..., dict[str, Any]], type[Exception], str
     "a list": (
         with_state("exp_avg", [1.0] * 30),
         StateError,
-        "state 'exp_avg' of parameter 3 .* is a list; give it as",
+        "state 'exp_avg' of parameter 3 .* is a list; it must be a tensor",
     ),
     "an array": (
         with_state("exp_avg", np.ones((2, 3, 5))),

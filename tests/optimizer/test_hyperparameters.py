@@ -220,11 +220,11 @@ def test_a_number_that_a_rule_can_do_without_may_be_none(name: str, key: str) ->
 
 REFUSED = {
     "differentiable": ("Adam", True, "differentiable=True is not supported"),
-    "decoupled_weight_decay": ("AdamW", False, "decoupled_weight_decay=False is not what AdamW does"),
+    "decoupled_weight_decay": ("AdamW", False, "decoupled_weight_decay=False is not supported by AdamW"),
     "max_grad_norm": ("Lion", -1.0, "Invalid max_grad_norm.* -1.0"),
     "master_weights": ("SGD", "sixteen", "Invalid master_weights"),
     "state_dtype": ("Adagrad", "sixteen", "Invalid state_dtype"),
-    "rule": ("Adafactor", "Lion", "no group of the optimizer was made with that rule"),
+    "rule": ("Adafactor", "Lion", "no group of the optimizer was created with"),
 }
 
 

@@ -67,7 +67,7 @@ def test_a_group_with_another_rule_takes_that_rule_s_defaults_and_says_so(recwar
     (said,) = [str(one.message) for one in recwarn]
     assert said == (
         "a param group of rule AdamW takes that rule's defaults, lr=0.001, weight_decay=0.01, and not the optimizer's "
-        "lr=0.02, weight_decay=0.5, which are for Muon: give the group its own numbers"
+        "lr=0.02, weight_decay=0.5 for Muon; set them in the group"
     )
     recwarn.clear()
     told = tilestep.muon_groups(model, others={"lr": 3e-4, "weight_decay": 0.5})

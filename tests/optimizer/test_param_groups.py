@@ -60,12 +60,12 @@ def test_the_rest_comes_first_and_frozen_parameters_are_left_out() -> None:
 
 
 def test_a_pattern_that_gets_nothing() -> None:
-    with pytest.raises(ValueError, match=r"pattern 'attention' fits no parameter that trains; their names are embedd"):
+    with pytest.raises(ValueError, match=r"pattern 'attention' matches no trainable parameter; their names are embedd"):
         param_groups(model(), {"attention": {}})
-    with pytest.raises(ValueError, match=r"Invalid pattern: '\(' is no regular expression: missing \)"):
+    with pytest.raises(ValueError, match=r"Invalid pattern: '\(' is not a regular expression: missing \)"):
         param_groups(model(), {"(": {}})
     with pytest.raises(
-        ValueError, match=r"pattern 'norm\.bias' gets no parameter: norm\.bias and all others it fits go"
+        ValueError, match=r"pattern 'norm\.bias' gets no parameter: norm\.bias and all its other matches go"
     ):
         param_groups(model(), {"bias": {}, r"norm.bias": {}})
     with pytest.raises(ValueError, match="names are none"):

@@ -157,7 +157,7 @@ def test_a_state_that_other_code_began_beside_its_codes_is_refused() -> None:
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"][0]["exp_avg"] = torch.zeros(64, 300)
     for load in (optimizer.load_state_dict, tilestep.full_precision):
-        with pytest.raises(StateError, match=r"'exp_avg' of .* other code has begun the state anew"):
+        with pytest.raises(StateError, match=r"'exp_avg' of .* other code reinitialized the state"):
             load(saved)
 
 

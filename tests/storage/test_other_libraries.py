@@ -319,15 +319,15 @@ def test_what_cannot_be_read_is_refused_by_name_and_changes_nothing() -> None:
 
     refused({"step": 1, **arrays, "absmax1": arrays["absmax1"][:-1]}, "state1.*layer.*5120 codes.*shape.*19.*needs 20")
     old = {name: value for name, value in arrays.items() if name != "absmax1"}
-    refused({"step": 1, **old, "max1": torch.ones(1)}, "without block-wise scales")
+    refused({"step": 1, **old, "max1": torch.ones(1)}, "has no block-wise scales")
     codes = torch.ones(80, 64, dtype=torch.uint8)
     refused({"step": 1, "exp_avg": codes, "exp_avg_sq": codes}, "'exp_avg' of parameter 0 .*layer.* is uint8.*scales")
     flash, _ = flashoptim_layout(weight, torch.randn(80, 64), torch.rand(80, 64))
     del flash["exp_avg::scales"]
     refused(flash, "'exp_avg' of .*layer.*no scales")
-    refused({"step": 1, "state1": torch.ones(80, 64)}, "1 of bitsandbytes' states.*RMSprop or SGD.*not of AdamW")
+    refused({"step": 1, "state1": torch.ones(80, 64)}, "1 unnamed states of bitsandbytes.*RMSprop or SGD.*not of AdamW")
     assert all(torch.equal(value, optimizer.state[weight][name]) for name, value in before.items())
-    with pytest.raises(StateError, match="give one as `rule`"):
+    with pytest.raises(StateError, match="pass one as `rule`"):
         tilestep.full_precision({"state": {0: {"state1": codes.float()}}, "param_groups": [{"params": [0]}]})
     with pytest.raises(ValueError, match=r"no rule is called 'Adamw'; did you mean.*AdamW"):
         tilestep.full_precision({"state": {}, "param_groups": [{"params": [0]}]}, "Adamw")
@@ -394,7 +394,7 @@ def test_what_bitsandbytes_keeps_beside_its_states() -> None:
         nested["state1"], nested["absmax1"] = (torch.stack([nested[name]] * 2) for name in ("state1", "absmax1"))
     checkpoint["param_groups"][0].update(betas=(0.8, 0.9, 0.99), alpha=2.0, t_alpha=100, t_beta3=None)
     mixed: Any = tilestep.AdEMAMix(params)
-    with pytest.warns(UserWarning, match="t_alpha=100 is not taken over: set alpha_warmup=") as caught:
+    with pytest.warns(UserWarning, match="t_alpha=100 is not loaded: set alpha_warmup=") as caught:
         mixed.load_state_dict(checkpoint)
     assert not any("t_beta3" in str(warning.message) for warning in caught)
 
@@ -473,6 +473,6 @@ def test_a_sum_becomes_an_average() -> None:
     torch.testing.assert_close(converted["state"][0]["momentum_buffer"], average)
     assert converted["state"][1]["exp_avg"] is summed and theirs["state"][0]["momentum_buffer"] is summed
     del theirs["param_groups"][0]["momentum"]
-    with pytest.raises(StateError, match="group 0 of the checkpoint has no 'momentum': give `momentum`"):
+    with pytest.raises(StateError, match="group 0 of the checkpoint has no 'momentum': pass `momentum`"):
         tilestep.averaged_momentum(theirs)
     torch.testing.assert_close(tilestep.averaged_momentum(theirs, 0.95)["state"][0]["momentum_buffer"], average)

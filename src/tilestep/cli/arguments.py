@@ -55,7 +55,7 @@ def chosen_device(name: str) -> torch.device:
     available = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     name = name or available[0]
     if name.split(":")[0] not in available:
-        raise typer.BadParameter(f"{name} is not here; choose {' or '.join(available)}", param_hint="--device")
+        raise typer.BadParameter(f"{name} is not available; choose {' or '.join(available)}", param_hint="--device")
     return torch.device(name)
 
 
@@ -70,9 +70,9 @@ def require_output(out: Path) -> None:
     require_plotting()
     existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     if not existing.is_dir():
-        raise typer.BadParameter(f"{existing} is a file, not a folder; name another one", param_hint="--out")
+        raise typer.BadParameter(f"{existing} is a file, not a folder; choose another", param_hint="--out")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise typer.BadParameter(f"the folder {existing} cannot be written to; name another one", param_hint="--out")
+        raise typer.BadParameter(f"the folder {existing} cannot be written to; choose another", param_hint="--out")
 
 
 def load_rule(name: str, option: str = "RULE") -> Rule:
@@ -83,7 +83,7 @@ def load_rule(name: str, option: str = "RULE") -> Rule:
         names = {key.lower(): key for key in registry}
         if name.lower() in names:
             return registry[names[name.lower()]]
-        hint = did_you_mean(name, registry) or "name it module:function?"
+        hint = did_you_mean(name, registry) or "pass your own rule as module:function"
         raise typer.BadParameter(f"no rule is called {name!r}; {hint}", param_hint=option)
     module_name, _, attributes = name.partition(":")
     imported = _imported(module_name, attributes, option)
@@ -104,9 +104,7 @@ def _imported(module_name: str, attributes: str, option: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module exists, and an import inside it failed
-        raise refused(
-            f"no module is called {module_name!r}, in this folder or among those that are installed"
-        ) from None
+        raise refused(f"no module is called {module_name!r}, in this folder or installed") from None
     except SystemExit as error:
         raise refused(f"the code of {module_name} ends the process when it is imported") from error
     for attribute in attributes.split("."):
@@ -115,7 +113,7 @@ def _imported(module_name: str, attributes: str, option: str) -> Any:
             raise refused(f"{module_name} has no {attributes!r}{hint and f'; {hint}'}")
         value = getattr(value, attribute)
     if not callable(value):
-        raise refused(f"{module_name}:{attributes} is no function")
+        raise refused(f"{module_name}:{attributes} is not a function")
     return value
 
 
@@ -126,7 +124,7 @@ def parse_settings(settings: Sequence[str] | None, rule: Rule) -> dict[str, Any]
         key, equals, text = word.partition("=")
         if not equals or key not in rule.hyperparameters:
             names = ", ".join(rule.hyperparameters)
-            raise typer.BadParameter(f"{word!r}: give name=value, with a name of {names}", param_hint="--set")
+            raise typer.BadParameter(f"{word!r}: pass name=value; the names are {names}", param_hint="--set")
         values[key] = _value(text)
     return values
 
@@ -179,7 +177,7 @@ def _read(pattern: str, text: str, refusal: str, option: str) -> re.Match[str]:
 
 def elements_of(text: str) -> float:
     """Parse a number of elements."""
-    refusal = " is no number of elements, such as 1.2B, 350M or 7e9"
+    refusal = " is not a number of elements, such as 1.2B, 350M or 7e9"
     match = _read(r"((?:\d[\d,_]*\.?[\d,_]*|\.\d[\d,_]*)(?:E[+-]?\d+)?)\s*([KMBGT]?)", text, refusal, "SIZE")
     return float(re.sub("[,_]", "", match[1])) * _UNITS[match[2]]
 
@@ -193,6 +191,6 @@ def matrices_of(text: str) -> list[tuple[int, int, int]]:
 
 def mesh_of(text: str) -> tuple[int, int]:
     """Parse the ranks that shard the state, and its replicas: `8`, `8x4`."""
-    refusal = " is no mesh: ranks that split the state, x copies, such as 8 or 8x4"
+    refusal = " is not a mesh: pass ranks that shard the state x replicas, such as 8 or 8x4"
     match = _read(r"(0*[1-9]\d*)(?:X(0*[1-9]\d*))?", text, refusal, "--mesh")
     return int(match[1]), int(match[2] or 1)

@@ -91,7 +91,7 @@ def bench(
     require_output(out)
     say, chosen = partial(_say, style="dim"), chosen_device(device)
     if not quick and wait():
-        say("the C++ look at tensors is built: steps are measured as a training sees them after its first minute")
+        say("the native extension is built: steps are measured as in a training after its first minute")
     settings = Settings(chosen, quick=quick, compiled=compiled, rounds=rounds, say=say)
     runs = {"norm": run_norm, "step": run_step, "cpu": run_cpu}
     for name in runs if section == "all" else [section]:
@@ -142,9 +142,7 @@ def demo(
     master_weights: Annotated[
         str, typer.Option(help="Train in bfloat16 with these masters: true, remainder, kahan or int8.")
     ] = "",
-    rounding: Annotated[
-        str, typer.Option(help="nearest; or stochastic, for a bfloat16 model of tilestep's.")
-    ] = "nearest",
+    rounding: Annotated[str, typer.Option(help="nearest; or stochastic, for tilestep's bfloat16 model.")] = "nearest",
 ) -> None:
     """Train a byte-level GPT on Python's documentation twice from one seed, and compare losses and step times."""
     import torch
@@ -161,7 +159,7 @@ def demo(
     count = f"{sum(p.numel() for p in parameters) / 1e6:.1f} M parameters in {len(parameters)} tensors"
     _say(f"a GPT over bytes, {count}, on {device_name(recipe.device)}")
     if not _console().is_terminal:
-        _say(f"{len(competing)} trainings of {steps} steps by turns: minutes on a CPU")
+        _say(f"{len(competing)} alternating trainings of {steps} steps: minutes on a CPU")
     columns = [TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
     with Progress(*columns, TextColumn("{task.fields[loss]}"), console=_console()) as progress:
         tasks = [progress.add_task(entry.name, total=steps, loss="") for entry in competing]
@@ -204,7 +202,9 @@ def eject(
         print(ejected_test(request, loaded.name.lower()) if test else ejected(request), end="")
         return
     if not (output.suffix == ".py" and output.stem.isidentifier()):
-        raise typer.BadParameter(f"{output} is no name of a Python module: name it {loaded.name.lower()}.py, say")
+        raise typer.BadParameter(
+            f"{output} is not the name of a Python module; use one such as {loaded.name.lower()}.py"
+        )
     files = {output: ejected(request)}
     if test:
         files[output.with_name(f"test_{output.name}")] = ejected_test(request, output.stem)
@@ -272,7 +272,7 @@ def plan(
     given: dict[str, Any] = {"network_bandwidth": network * 1e9, "gpus_per_node": gpus_per_node}
     measured = {name: value for name, value in given.items() if value}
     figures = replace(
-        figures, **measured, sources={**figures.sources, **dict.fromkeys(measured, "as the command line says")}
+        figures, **measured, sources={**figures.sources, **dict.fromkeys(measured, "from the command line")}
     )
     job = Job(
         elements_of(size), needs, split, copies, tokens, grad_buffer == "contiguous", clip,
@@ -292,7 +292,7 @@ def plan(
     claimed = f"not claimed to 5%: {claim}" if claim else "claimed to 5%, see docs/scaling.md"
     _say(f"an iteration of {chosen.iteration * 1e3:,.2f} ms: {claimed}")
     for note in needs.notes:
-        _say(f"not in it: {note}", "dim")
+        _say(f"not included: {note}", "dim")
     if figures.assumed:
         listed = ", ".join(f"{name} {getattr(figures, name):g}" for name in figures.assumed)
         _say(f"assumed, not measured: {listed}", "dim")
@@ -405,8 +405,8 @@ def _described(description: RuleDescription) -> Iterator[tuple[str, Iterable[str
     if description.outputs:
         yield "Left besides the update", [f"  {words}" for words in description.outputs]
     launches = [f"  {number:>2}  {name}" for number, name in enumerate(description.launches, start=1)]
-    norm = "  before them, only where a clip, a scaler or a skip asks for it: one norm pass over the gradients"
-    yield "Called in a step, however many tensors there are", [*launches, norm]
+    norm = "  before them, only for a clip, a scaler or a skip: one norm pass over the gradients"
+    yield "Launches of a step, for any number of tensors", [*launches, norm]
 
 
 # Arguments after the script's name belong to the script.
@@ -442,7 +442,9 @@ def trace(
         recipe = Recipe(chosen_device(device), steps=iterations, batch=batch, max_grad_norm=clip, size=size)
         rule = None if optimizer.lower() == "torch" else load_rule(optimizer, "--optimizer")
         if rule is None and during != "neither":
-            raise typer.BadParameter("torch's optimizer updates in step(): leave it out", param_hint="--during")
+            raise typer.BadParameter(
+                "torch's optimizer updates in step(): leave this option out", param_hint="--during"
+            )
         reports = [train_traced(recipe, out, rule, bf16, during)]
     else:
         reports = _script(script, arguments or [], out)
@@ -459,7 +461,7 @@ def _script(script: Path, arguments: list[str], out: Path) -> list[Report]:
     from ..tracing import collecting
 
     if not script.is_file():
-        raise typer.BadParameter(f"there is no script {script}", param_hint="SCRIPT")
+        raise typer.BadParameter(f"script {script} does not exist", param_hint="SCRIPT")
     before = sys.argv, list(sys.path)
     sys.argv, sys.path[0:0] = [str(script), *arguments], [str(script.resolve().parent)]
     try:
@@ -528,7 +530,7 @@ def tune(
     if count < len(listed):
         _say(
             f"{stopped or f'{seconds:g} seconds are over'}: {count} of {len(listed)} signatures are "
-            f"{'kept' if save else 'measured'}; --seconds, or names of rules, for the others"
+            f"{'kept' if save else 'measured'}; pass --seconds, or names of rules, for the rest"
         )
     if stopped:
         raise typer.Exit(130)

@@ -45,7 +45,9 @@ def facts() -> dict[str, str]:
     elif compiler() is None:
         extension = "not built (no compiler)"
     else:
-        extension = "built" if module(0) is not None else "not built yet (steps of 16 tensors and more begin it)"
+        extension = (
+            "built" if module(0) is not None else "not built yet (the first step of 16 or more tensors builds it)"
+        )
     return {"cache": folder, "extension": extension}
 
 
@@ -58,7 +60,7 @@ def complaints() -> list[str]:
 def _system() -> str | None:
     if sys.platform == "linux":
         return None
-    return f"tilestep is made and tested on Linux; this is {sys.platform}. Use Linux, a container or WSL."
+    return f"tilestep is tested on Linux only; this is {sys.platform}. Use Linux, a container or WSL."
 
 
 def _torch() -> str | None:
@@ -78,7 +80,7 @@ def _cache() -> str | None:
     reason = str(caught[0].message).rpartition("each process: ")[2]
     return (
         f"the cache folder cannot be used, so kernels are built again in each process: {reason}. "
-        "Let TILESTEP_CACHE_DIR name a folder of yours that only you can write to."
+        "Set TILESTEP_CACHE_DIR to a folder that only you can write to."
     )
 
 
@@ -87,8 +89,8 @@ def _compiler() -> str | None:
     command = compiler()
     if command is None:
         if chosen := os.environ.get("CXX"):
-            return f"CXX={chosen} is not there, so {_WITHOUT_COMPILER}. Unset CXX, or let it name a compiler."
-        return f"there is no C++ compiler, so {_WITHOUT_COMPILER}. Install one (apt install g++), or let CXX name it."
+            return f"CXX={chosen} is not there, so {_WITHOUT_COMPILER}. Unset CXX, or set it to a compiler."
+        return f"no C++ compiler was found, so {_WITHOUT_COMPILER}. Install one (apt install g++), or set CXX to it."
     name = " ".join(command)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -99,20 +101,20 @@ def _compiler() -> str | None:
         try:
             done = subprocess.run(build, input=PROBE, capture_output=True, encoding="utf-8", timeout=120)
         except (OSError, subprocess.SubprocessError) as error:
-            return f"the C++ compiler {name} cannot be run ({error}). Install another, or let CXX name it."
+            return f"the C++ compiler {name} cannot be run ({error}). Install another, or set CXX to it."
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if "error" in line.lower()] or done.stderr.splitlines()
             reason = lines[0].strip() if lines else f"exit code {done.returncode}"
-            return f"the C++ compiler {name} fails ({reason}). Install g++ with its OpenMP, or let CXX name another."
+            return f"the C++ compiler {name} fails ({reason}). Install g++ with OpenMP, or set CXX to another."
         try:
             loaded = ctypes.CDLL(str(library))
         except OSError as error:
             return (
-                f"what the C++ compiler builds cannot be loaded ({error}). Let TILESTEP_CACHE_DIR name a folder from "
-                "which code may be run."
+                f"code from the C++ compiler cannot be loaded ({error}). Set TILESTEP_CACHE_DIR to a folder from which "
+                "code may be run."
             )
         if loaded.probe(ctypes.c_int64(10)) != 45:
-            return f"the C++ compiler {name} builds code that computes wrong sums. Install another, or let CXX name it."
+            return f"the C++ compiler {name} builds code that computes wrong sums. Install another, or set CXX to it."
     return None
 
 
@@ -121,7 +123,7 @@ def _headers() -> str | None:
     include = Path(sysconfig.get_paths()["include"])
     if (include / "Python.h").exists():
         return None
-    launchers = ", and what launches kernels on a GPU," if torch.cuda.is_available() else ""
+    launchers = " and Triton's launchers" if torch.cuda.is_available() else ""
     return (
         f"Python's headers are missing ({include}/Python.h), so the native extension{launchers} cannot be built. "
         "Install them (apt install python3-dev)."
@@ -143,7 +145,7 @@ def _has_driver() -> bool:
 
 def _gpu() -> str | None:
     if torch.version.hip is not None:
-        return "this torch is built for AMD's GPUs, for which there are no kernels. Use NVIDIA GPUs, or the CPU."
+        return "this torch is built for AMD GPUs, which are not supported. Use NVIDIA GPUs, or the CPU."
     if torch.cuda.is_available() or not _has_driver():
         return None
     if torch.version.cuda is None:
@@ -167,6 +169,4 @@ def _gpu() -> str | None:
 def _triton() -> str | None:
     if not torch.cuda.is_available() or importlib.util.find_spec("triton") is not None:
         return None
-    return (
-        "there is a GPU but no Triton, so nothing runs on the GPU as a kernel. Install it: pip install 'tilestep[gpu]'."
-    )
+    return "Triton is not installed, so steps on the GPU run no kernels. Install it: pip install 'tilestep[gpu]'."

@@ -219,7 +219,7 @@ class CapturedStep:
     def _moved(self, plan: StepPlan) -> str:
         """Why the graph is stale: moved tensors, other gradients or parameters; empty if it is not."""
         if self._lost:
-            return f"the memory of {self._lost[0]} was given back; {KEEP}"
+            return f"the memory of {self._lost[0]} was freed; {KEEP}"
         engine, basis, turn = plan.engines[0], plan.basis, self._turn
         self._turn += 1
         if engine.table.look_in_turn(turn) != SAME:

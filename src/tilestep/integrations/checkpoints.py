@@ -31,7 +31,7 @@ def read_bitsandbytes(saved: Saved) -> Mapping[str, Any]:
     for key, ours in _WARMUPS.items():
         if saved.group.get(key) is not None and saved.param is not None:
             warnings.warn(
-                f"the checkpoint's {key}={saved.group[key]} is not taken over: set {ours}= of the param group",
+                f"the checkpoint's {key}={saved.group[key]} is not loaded: set {ours}= in the param group",
                 stacklevel=2,
             )
     return _named(saved.label, _of_maps(saved.label, values), saved.rule)
@@ -104,7 +104,7 @@ def averaged_momentum(state_dict: Mapping[str, Any], momentum: float | None = No
         for values in [state[key] for key in group["params"] if "momentum_buffer" in state.get(key, {})]:
             own = group.get("momentum") if momentum is None else momentum
             if own is None:
-                raise StateError(f"group {index} of the checkpoint has no 'momentum': give `momentum`")
+                raise StateError(f"group {index} of the checkpoint has no 'momentum': pass `momentum`")
             values["momentum_buffer"] = values["momentum_buffer"] * (1 - float(own))
     return {**state_dict, "state": state}
 
@@ -116,8 +116,8 @@ def _of_subclass(label: str, name: str, value: Any) -> Any:
         numbers = local.dequantize().to(torch.float32)
     except Exception as error:
         raise StateError(
-            f"state {name!r} of {label} is of the class {type(local).__name__}, which does not give its numbers by "
-            f"dequantize(); give them as a plain tensor ({error})"
+            f"state {name!r} of {label} is a {type(local).__name__}, whose dequantize() failed; pass a plain tensor "
+            f"({error})"
         ) from error
     return placed_like(numbers.reshape(local.shape), value, value.shape)
 
@@ -151,8 +151,8 @@ def _of_maps(label: str, values: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if scale is None and f"max{number}" in values:
             raise StateError(
-                f"state{number} of {label} is of bitsandbytes' optimizers without block-wise scales, which are not "
-                "read: let a version of bitsandbytes that has them save float32 states (optim_bits=32)"
+                f"state{number} of {label} has no block-wise scales: this format of bitsandbytes is not supported; "
+                "save float32 states (optim_bits=32) with a version of bitsandbytes that supports it"
             )
         # AdEMAMix stacks two states.
         is_double = scale is not None and scale.dim() == 2
@@ -176,9 +176,9 @@ def _named(label: str, values: dict[str, Any], rule: Rule | None) -> dict[str, A
     spellings = {known.state_names[: len(states)] for known in (fitting if rule is None else [rule])}
     if len(spellings) != 1 or (rule is not None and rule.numbered != len(states)):
         raise StateError(
-            f"{label} has {len(states)} of bitsandbytes' states, which have no names: they can be those of "
+            f"{label} has {len(states)} unnamed states of bitsandbytes, which fit "
             + " or ".join(one.name for one in fitting)
-            + (f", not of {rule.name}" if rule is not None else ": give one as `rule`")
+            + (f", not of {rule.name}" if rule is not None else ": pass one as `rule`")
         )
     return {**values, **dict(zip(spellings.pop(), states))}
 
@@ -191,8 +191,8 @@ def _rows(
     if scale is None or scale.dim() != 1 or len(scale) != count:
         shape = "no scales" if scale is None else f"scales of shape {tuple(scale.shape)}"
         raise StateError(
-            f"state {name!r} of {label} has {codes.numel()} codes and {shape}: it needs {count}, one for {block} "
-            "codes; gather the whole state where it was sharded"
+            f"state {name!r} of {label} has {codes.numel()} codes and {shape}: it needs {count}, one per {block} "
+            "codes; gather the whole state if it was sharded"
         )
     flat = codes.reshape(-1).float()
     rows = torch.nn.functional.pad(flat, (0, count * block - flat.numel())).reshape(count, block)
@@ -205,8 +205,8 @@ def _corrected(label: str, param: torch.Tensor, correction: Any, group: Mapping[
     if bits.is_floating_point():
         if "master_bytewidth" not in group:
             raise StateError(
-                f"{_CORRECTION!r} of {label} has 8 or 16 bits, and the checkpoint's param group does not say which: it "
-                "needs FlashOptim's 'master_bytewidth', 3 or 4"
+                f"{_CORRECTION!r} of {label} needs FlashOptim's 'master_bytewidth', 3 or 4, in the checkpoint's param "
+                "group"
             )
         bits = bits.to(torch.int8) if int(group["master_bytewidth"]) == 3 else bits.view(torch.int16)
     if bits.shape != local.shape:

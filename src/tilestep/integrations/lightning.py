@@ -119,6 +119,6 @@ class ShardStrategy(DDPStrategy):
         for place, optimizer in enumerate(self.optimizers):
             if not is_sharded(optimizer):
                 raise ValueError(
-                    f"ShardStrategy: optimizer {place} is not sharded, and nothing would sum its gradients over the "
-                    "ranks: return tilestep.shard(optimizer, self) from configure_optimizers"
+                    f"ShardStrategy: optimizer {place} is not sharded, so its gradients would not be reduced over "
+                    "the ranks: return tilestep.shard(optimizer, self) from configure_optimizers"
                 )

@@ -20,12 +20,10 @@ from ..runtime.segment import Segment, TileRange
 def check_device(label: str, param: torch.Tensor, device: torch.device) -> None:
     """Raise for a complex parameter, or for a parameter on another device."""
     if param.is_complex():
-        raise OffloadError(f"{label} is complex, and offload() moves real arrays: {REAL_INSTEAD}")
+        raise OffloadError(f"{label} is complex, and offload() supports only real parameters: {REAL_INSTEAD}")
     actual = local_part(param).device
     if actual != device:
-        raise OffloadError(
-            f"{label} is on {actual}, others of the optimizer are on {device}: offload() takes one device"
-        )
+        raise OffloadError(f"{label} is on {actual}, other parameters are on {device}: offload() requires one device")
 
 
 @dataclass

@@ -60,7 +60,7 @@ class HostState(StateOnHost):
     def on_passes(self, passes: Passes) -> None:
         """Make passes wait for gradients, and copy parameters to the device."""
         if not passes.has_kernels:
-            raise OffloadError("updates on the host need a C++ compiler: install one, or take where='gpu'")
+            raise OffloadError("updates on the host need a C++ compiler: install one, or use where='gpu'")
         passes.segment.streamer = HostUpdate(self, passes)
 
     def gradients(self, params: Sequence[Sequence[torch.Tensor]], gradients: Gradients) -> Gradients:

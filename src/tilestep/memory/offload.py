@@ -77,9 +77,9 @@ def offload(
         [[0.5, 0.0]]
     """
     if where not in (None, "gpu", "cpu"):
-        raise ValueError(f"Invalid where: {where!r}; it is 'gpu' or 'cpu', or left out for the default of this machine")
+        raise ValueError(f"Invalid where: {where!r}; it must be 'gpu', 'cpu' or None")
     if not state:
-        raise ValueError("Invalid state: False; there would be nothing to offload")
+        raise ValueError("Invalid state: False; nothing would be offloaded")
     if not chunk_mb > 0 or buffers < 1:
         raise ValueError(f"Invalid chunk_mb or buffers: {chunk_mb}, {buffers}; both must be positive")
     made = resolve_optimizer("offload", optimizer)
@@ -109,14 +109,12 @@ def _refuse_wrappers(optimizer: Optimizer) -> None:
 def _device_of(optimizer: Optimizer) -> torch.device:
     params = [(label, param) for label, _, _, param in iter_params(optimizer) if not param.is_meta]
     if not params:
-        raise OffloadError("no parameter of the optimizer has memory yet: offload it after they are initialized")
+        raise OffloadError("no parameter of the optimizer has memory yet: call offload() after initializing them")
     device = local_part(params[0][1]).device
     for label, param in params:
         check_device(label, param, device)
     if device.type not in ("cpu", "cuda"):
-        raise OffloadError(
-            f"{params[0][0]} is on {device}: offload() is for parameters on a GPU, or on the CPU already"
-        )
+        raise OffloadError(f"{params[0][0]} is on {device}: offload() supports parameters on a GPU or the CPU")
     return device
 
 
@@ -135,11 +133,11 @@ def choose(optimizer: Optimizer, device: torch.device, where: str | None) -> tup
     if where is not None:
         if not able[where]:
             needed = {"gpu": "Triton", "cpu": "a C++ compiler"}[where]
-            raise OffloadError(f"where={where!r} needs {needed}, which is not there")
-        return where, "as asked for"
+            raise OffloadError(f"where={where!r} needs {needed}, which is not available")
+        return where, "as requested"
     if not any(able.values()):
-        raise OffloadError("updates on the GPU need Triton, those on the CPU a C++ compiler; neither is there")
-    return ("gpu", "the default") if able["gpu"] else ("cpu", "there is no Triton")
+        raise OffloadError("offload() needs Triton or a C++ compiler; install one of them")
+    return ("gpu", "the default") if able["gpu"] else ("cpu", "Triton is not installed")
 
 
 @torch.no_grad()

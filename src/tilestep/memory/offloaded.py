@@ -446,7 +446,7 @@ class StateOnHost(OffloadedState):
     def require_fitting(self) -> None:
         """Raise `Stale` if parameters no longer fit their mirrors."""
         if self.mirrors.leaving(self.mirrors):
-            raise Stale("parameters have changed their shape or dtype")
+            raise Stale("parameters have changed shape or dtype")
 
     def make(self, params: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
         """Buffers in one allocation of host memory."""

@@ -106,8 +106,8 @@ class StreamedState(StateOnHost):
             return
         if not passes.has_kernels:
             raise OffloadError(
-                "state that is streamed needs kernels, which are launched for a chunk at a time, and eager PyTorch has "
-                "none: install Triton for a GPU, a C++ compiler for a CPU, or do without offload()"
+                "offload() streams state through kernels, and eager PyTorch has none: install Triton for a GPU, or a "
+                "C++ compiler for a CPU"
             )
         update = StreamedUpdate(self, passes, names, self._chunks)
         self._chunks += len(update.chunks)

@@ -239,11 +239,10 @@ class Builder:
             if not isinstance(error, MatrixError):
                 raise MatrixError(f"{label} of shape {tuple(shape)}: {error}") from None
             dims = "> 2" if len(shape) > 2 else "!= 2"
-            others = f'tilestep.param_groups(model, {{lambda name, param: param.dim() {dims}: {{"rule": "AdamW"}}}})'
+            grouped = f'tilestep.param_groups(model, {{lambda name, param: param.dim() {dims}: {{"rule": "AdamW"}}}})'
             raise MatrixError(
-                f"{label} of shape {tuple(shape)} is not a matrix, and {rule.name} works on matrices only; give it "
-                "to another rule, in a param group of its own: "
-                f"{others if rule.fallback is None else sorted_for(rule)} makes such groups"
+                f"{label} of shape {tuple(shape)} is not a matrix, and {rule.name} works on matrices only; put it "
+                f"in a param group with another rule, as {grouped if rule.fallback is None else sorted_for(rule)} does"
             ) from error
         graph, matrices = seen[0]
         if param.is_complex():
@@ -262,8 +261,8 @@ class Builder:
             check_complex_states(label, formats)
             if optimizer.reports is not None:
                 raise GradientError(
-                    f"{label} is complex: stats and track_changes are of real parameters; give it to an optimizer "
-                    "of its own without them"
+                    f"{label} is complex: stats and track_changes support only real parameters; use a "
+                    "separate optimizer without them"
                 )
         outputs = () if optimizer.reports is None else optimizer.reports.outputs(graph)
         specs = [kernel_spec(one.graph, formats, compute_dtype(part), part.device.type, outputs) for one in seen]
@@ -474,9 +473,7 @@ def _checked(optimizer: Optimizer, label: str, param: torch.Tensor) -> torch.Ten
                 kind = type(local).__name__
                 freed = "has no memory: its storage was freed"
                 what = freed if kind in ("Tensor", "Parameter") else f"is of the type {kind}"
-                raise GradientError(
-                    f"{label} {what}; only parameters whose values lie in memory of their own can be updated"
-                )
+                raise GradientError(f"{label} {what}; only parameters with their own storage can be updated")
     check_parameter(local, label)
     return local
 
@@ -613,8 +610,8 @@ def require_no_real(optimizer: Optimizer) -> None:
     for label, _, _, param in iter_params(optimizer):
         if not is_unreal(local_part(param)):
             raise GradientError(
-                f"{label} is a real tensor, and a FakeTensorMode is active: make the parameter under that mode too, or "
-                "step outside of it; nothing was updated"
+                f"{label} is a real tensor, and a FakeTensorMode is active: create the parameter under that mode too, "
+                "or call step() outside of it; nothing was updated"
             )
 
 

@@ -269,8 +269,8 @@ def loaded_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> l
         wanted = rule.options.get("decoupled_weight_decay")
         if wanted is not None and bool(theirs.get("decoupled_weight_decay", wanted)) is not wanted:
             raise StateError(
-                f"group {index} of the checkpoint has decoupled_weight_decay={not wanted}, this optimizer's is of "
-                f"{rule.name}, which has {wanted}: load it into tilestep.Adam"
+                f"group {index} of the checkpoint has decoupled_weight_decay={not wanted}, and {rule.name} "
+                f"requires {wanted}: load it into tilestep.Adam"
             )
     groups = copy.deepcopy([{key: value for key, value in group.items() if key != "params"} for group in saved])
     for index, (group, old, rule) in enumerate(zip(groups, before, rules)):
@@ -394,7 +394,7 @@ def _saved_states(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[t
                 if isinstance(values[name], torch.Tensor):
                     raise StateError(
                         f"the checkpoint has state {name!r} for {label}, which rule {reader.rule.name} does not have "
-                        f"({', '.join(reader.rule.state_names) or 'it has none'}): it is of another optimizer"
+                        f"({', '.join(reader.rule.state_names) or 'no states'}): it was saved by another optimizer"
                     )
         checked[param] = optimizer.placement.own_state(share, reader.rule, reader.read(label, param, values))
     return checked
@@ -407,8 +407,8 @@ def _refuse_lost_codes(label: str, name: str, values: Mapping[str, Any], own: Co
     if found.keys() - {name}:
         raise StateError(
             f"state {name!r} of {label} is {' and '.join(f'{key!r} in {kept}' for key, kept in found.items())}: codes "
-            "and scales were cast, as torch's optimizers do when they load, or other code has begun the state anew; "
-            "convert checkpoints by tilestep.full_precision before other optimizers load them"
+            "and scales were cast, as torch's optimizers do on load, or other code reinitialized the state; convert "
+            "checkpoints with tilestep.full_precision before other optimizers load them"
         )
 
 
@@ -448,8 +448,8 @@ class _StateReader:
             is_number = (value.is_floating_point() and value.dtype.itemsize > 1) or value.is_complex()
             if name not in MASTER_KEYS and not is_number:
                 raise StateError(
-                    f"state {name!r} of {label} is {dtype_name(value.dtype)} in the checkpoint, without scales that "
-                    "say what its codes stand for: give it in floating point"
+                    f"state {name!r} of {label} is {dtype_name(value.dtype)} in the checkpoint, without scales for "
+                    "its codes: convert it to floating point"
                 )
             if start.shape == "param" and value.shape == param.shape:
                 continue

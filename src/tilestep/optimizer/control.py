@@ -46,7 +46,7 @@ def skip_policy(nonfinite: bool, above: float | Limit | None, tracks_norm: bool)
         outcome = outcome_of(above)
         if outcome.clips or not outcome.skips:
             what = "clips" if outcome.clips else "never skips"
-            raise ValueError(f"Invalid skip_above: {above} {what}: give it as max_grad_norm, where it may skip too")
+            raise ValueError(f"Invalid skip_above: {above} {what}: pass it as max_grad_norm, which may also skip")
         inputs.limits = (above,)
     elif above is not None:
         is_norm = (isinstance(above, torch.Tensor) and above.numel() == 1) or isinstance(above, numbers.Real)
@@ -289,12 +289,12 @@ class StepControl:
         if len(clips) > 1:
             raise ValueError(
                 f"Invalid max_grad_norm: {clips[0]} in one param group and {clips[1]} in another; all groups are "
-                "clipped by one global norm, so give them the same limit, or None"
+                "clipped by one global norm, so pass the same limit, or None"
             )
         if above and clips and type(above[0]).__name__ == type(clips[0]).__name__:
             raise ValueError(
-                f"Invalid max_grad_norm: {clips[0]} has the name of skip_above's; leave skip_above out: a limit for "
-                "max_grad_norm may skip too"
+                f"Invalid max_grad_norm: {clips[0]} has the same name as skip_above; leave skip_above out: "
+                "max_grad_norm may also skip"
             )
         return above + clips
 
@@ -529,8 +529,8 @@ class JointGradNorm:
         others = [member for member in members if member is not stepping]
         if any(other.control.gradients_scaled not in (None, carries) for other in others):
             raise GradientError(
-                "joint_norm: gradients of some of its optimizers carry a loss scale and others' do not: unscale those "
-                "of all of them, or of none, before the first steps; nothing was updated"
+                "joint_norm: gradients of only some of the optimizers carry a loss scale: unscale all of them or none "
+                "before the first step; nothing was updated"
             )
         sums = [member.power_sum(prepared=member is stepping) for member in members]
         total = combined([own for own in sums if own is not None])
@@ -582,15 +582,15 @@ def joint_norm(optimizers: Sequence[Optimizer], group: Any = None) -> None:
     """
     members = list(optimizers)
     if len(members) < (2 if group is None else 1) or len({id(optimizer) for optimizer in members}) < len(members):
-        raise ValueError(f"joint_norm: {len(members)} optimizers; it takes two or more, each once")
+        raise ValueError(f"joint_norm: got {len(members)} optimizers; pass two or more, each once")
     for place, optimizer in enumerate(members):
         if not (isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "power_sum")):
-            raise TypeError(f"joint_norm: optimizer {place} is a {type(optimizer).__name__}, not one of tilestep's")
+            raise TypeError(f"joint_norm: optimizer {place} is a {type(optimizer).__name__}, not a tilestep optimizer")
         refuse("joint norm", optimizer.attached, f"joint_norm: optimizer {place}:")
         for name in optimizer.execution.applied_groups[:1]:
             raise RuntimeError(
-                f"joint_norm: backward has updated {name} of optimizer {place} already: call it before backward, or "
-                "after step()"
+                f"joint_norm: backward has updated {name} of optimizer {place} already: call joint_norm before "
+                "backward or after step()"
             )
     joint = JointGradNorm(members, group)
     for optimizer in members:

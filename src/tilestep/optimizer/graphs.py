@@ -22,11 +22,11 @@ from .parameters import LISTED_TWICE, Optimizer, params_of
 from .plan import StepPlan
 
 CHANGED = (
-    "parameters have moved, or load_state_dict, add_param_group, park, a changed flag or replaced state made its "
-    "optimizer build new tables"
+    "parameters have moved, or load_state_dict, add_param_group, park, a changed flag or replaced state required new "
+    "tables"
 )
 
-KEEP = "between replays parameters stay where they are, and gradients with zero_grad(set_to_none=False)"
+KEEP = "between replays do not move parameters, and keep gradients with zero_grad(set_to_none=False)"
 
 ON_CPU = "its parameters are on the CPU, which has no graphs; move the model to a GPU first"
 
@@ -74,7 +74,7 @@ def require_current(graphs: Graphs) -> None:
     """Raise `CaptureError` if captured graphs must not be replayed."""
     stale = graphs.stale
     if not stale and graphs.kept is not None and graphs.kept.lost:
-        stale = f"the memory of {graphs.kept.lost[0]} was given back; {KEEP}"
+        stale = f"the memory of {graphs.kept.lost[0]} was freed; {KEEP}"
     if stale:
         raise CaptureError(f"the captured step is stale: {stale}. Capture it again, after optimizer.prepare_capture()")
 
@@ -83,8 +83,8 @@ def require_checked(graphs: Graphs, caller: str) -> None:
     """Raise `CaptureError` if a captured step may replay without a check."""
     if graphs.captured != graphs.checked:
         raise CaptureError(
-            f"{caller} frees memory that a CUDA graph of your own would write to: it has captured a step of the "
-            "optimizer, and its replays do not ask. Capture steps with tilestep.capture(optimizer), whose graphs do"
+            f"{caller} frees memory that a CUDA graph of your own writes to, and its replays do not check this; "
+            "capture steps with tilestep.capture(optimizer), whose replays do"
         )
 
 
@@ -95,25 +95,25 @@ def require_no_waits(optimizer: Optimizer) -> None:
         for graph in graphs_of(optimizer, index):
             operations = (MATRIX_OPERATIONS.get(value.operation) for value in graph.values())
             waits = any(operation is not None and operation.waits for operation in operations)
-            require(not waits, f"rule {rule.name} decomposes matrices in some steps, and ranks step together")
+            require(not waits, f"rule {rule.name} decomposes matrices in some steps, which ranks must take together")
 
 
 def _require_capturable(plan: StepPlan) -> None:
     """Raise for parameters whose updates a graph cannot contain."""
     by_ranks = "several ranks decide its steps together; for DTensors run the steps outside graphs"
     require(plan.mesh_ranks is None, by_ranks)
-    require(not plan.repeat_updates, f"{LISTED_TWICE}, and a graph holds one update of it")
+    require(not plan.repeat_updates, f"{LISTED_TWICE}, and a graph supports one update of it")
     of_views = "it has complex parameters, or splits of several sizes, whose views a graph does not follow"
     require(not any(engine.local is not None and engine.local.views for engine in plan.engines), of_views)
 
 
 def prepare_capture(optimizer: Optimizer, *, alone: bool = False) -> StepPlan:
     """Prepare a capture, without stepping; see `Optimizer.prepare_capture`."""
-    require(not is_capturing(), "prepare_capture() comes before the capture, not inside it")
+    require(not is_capturing(), "call prepare_capture() before the capture, not inside it")
     plan = optimizer.fitting_plan(ahead=True)
     devices = [str(engine.device) for engine in plan.engines]
     require(bool(devices), "no parameter of the optimizer trains")
-    require(len(devices) == 1, f"its parameters are on {', '.join(devices)}; a graph holds the steps of one device")
+    require(len(devices) == 1, f"its parameters are on {', '.join(devices)}; a graph supports one device")
     plan.engines[0].require_kernels(alone=alone)
     _require_capturable(plan)
     try:
@@ -145,17 +145,13 @@ def step_in_capture(optimizer: Optimizer, reports: Reports | None) -> None:
         devices = {param.device for param in params_of(optimizer)}
         require(any(passes_class(device).can_be_captured for device in devices), ON_CPU)
         raise CaptureError(f"the step cannot be captured: the optimizer's tables are not built yet; {PREPARE}")
-    require(
-        len(plan.engines) == 1, f"its parameters are on {len(plan.engines)} devices; a graph holds the steps of one"
-    )
+    require(len(plan.engines) == 1, f"its parameters are on {len(plan.engines)} devices; a graph supports one")
     _require_capturable(plan)
     engine, gradients = plan.engines[0], plan.gradients()
     seen = engine.check_capture(gradients[0])
-    changed = f"hyperparameters have changed since they were brought to the device; {PREPARE}"
+    changed = f"hyperparameters have changed since they were copied to the device; {PREPARE}"
     require(not plan.hypers[0].changes(), changed)
-    require(
-        plan.masters.writes.are_none(), f"parameters that have a master were written to since the last step; {PREPARE}"
-    )
+    require(plan.masters.writes.are_none(), f"parameters with masters were written to since the last step; {PREPARE}")
     with engine.into_graph(seen):
         optimizer.control.update_control(optimizer, plan.deciders)
         if reports is not None:
@@ -172,7 +168,7 @@ def step_in_capture(optimizer: Optimizer, reports: Reports | None) -> None:
 
 def push(optimizer: Optimizer) -> None:
     """Copy changes from the host to the device; see `Optimizer.push`."""
-    require(not is_capturing(), "push() is for the time between replays; in a graph it would repeat the old values")
+    require(not is_capturing(), "call push() between replays; in a graph it would repeat the old values")
     require_current(optimizer.graphs)
     plan = optimizer.plan
     try:

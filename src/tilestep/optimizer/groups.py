@@ -58,18 +58,16 @@ def find_rule(rule: Any, adopted: Mapping[str, Rule]) -> Rule:
     """Return the rule of this name, or the rule itself."""
     if isinstance(rule, str):
         if rule not in adopted and rule not in registry:
-            hint = did_you_mean(rule, registry) or f"there are {', '.join(sorted(registry, key=str.lower))}"
+            hint = did_you_mean(rule, registry) or f"registered rules: {', '.join(sorted(registry, key=str.lower))}"
             raise ValueError(f"no rule is called {rule!r}; {hint}")
         return adopted.get(rule) or registry[rule]
     if not isinstance(rule, Rule):
-        raise RuleError(f"{rule!r} is not a rule: give a function made by @tilestep.rule, or the name of a rule")
+        raise RuleError(f"{rule!r} is not a rule: pass a function decorated with @tilestep.rule, or a rule's name")
     if taken := MASTER_KEYS.intersection(rule.states):
-        raise RuleError(
-            f"rule {rule.name}: the state {min(taken)!r} needs another name: masters are kept under that one"
-        )
+        raise RuleError(f"rule {rule.name}: the state {min(taken)!r} needs another name; masters use it")
     if adopted.get(rule.name, rule) is not rule:
         raise ValueError(
-            f"two different rules of one optimizer are called {rule.name}; call one otherwise: @tilestep.rule(name=...)"
+            f"two different rules of one optimizer are called {rule.name}; rename one: @tilestep.rule(name=...)"
         )
     return rule
 
@@ -102,8 +100,8 @@ def fill_group(
         taken = ", ".join(f"{key}={value}" for key, value, _ in left_out)
         told = ", ".join(f"{key}={value}" for key, _, value in left_out)
         warnings.warn(
-            f"a param group of rule {rule.name} takes that rule's defaults, {taken}, and not the optimizer's {told}, "
-            f"which {'is' if len(left_out) == 1 else 'are'} for {first.name}: give the group its own numbers",
+            f"a param group of rule {rule.name} takes that rule's defaults, {taken}, and not the optimizer's {told} "
+            f"for {first.name}; set them in the group",
             stacklevel=2,
         )
     return own
@@ -118,7 +116,7 @@ def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
 def check_flags(rule: Rule, group: Mapping[str, Any]) -> None:
     """Raise for flags that no rule supports; a param group may have changed since it was added."""
     if not isinstance(group.get("in_norm", True), bool):
-        raise ValueError(f"Invalid in_norm: {group['in_norm']!r}; True, or False for a group left out of the norm")
+        raise ValueError(f"Invalid in_norm: {group['in_norm']!r}; it must be True or False")
     check_matrix_options(group)
     check_choice(group.get("master_weights", False))
     check_state_dtype(rule, group.get("state_dtype"))
@@ -129,7 +127,7 @@ def check_flags(rule: Rule, group: Mapping[str, Any]) -> None:
     limit = _on_host(group.get("max_grad_norm"), "max_grad_norm")
     if isinstance(limit, Limit):
         if not outcome_of(limit).clips:
-            raise ValueError(f"Invalid max_grad_norm: {limit} never clips: give it as skip_above")
+            raise ValueError(f"Invalid max_grad_norm: {limit} never clips: pass it as skip_above")
     elif limit is not None:
         _check_kind("max_grad_norm", limit, 1.0)
     if isinstance(limit, (int, float)) and not limit >= 0:
@@ -139,11 +137,11 @@ def check_flags(rule: Rule, group: Mapping[str, Any]) -> None:
     for key in _FIXED.intersection(rule.options):
         wanted = rule.options[key]
         if bool(group.get(key, wanted)) is not wanted:
-            raise ValueError(f"{key}={group[key]} is not what {rule.name} does: take tilestep.Adam for that group")
+            raise ValueError(f"{key}={group[key]} is not supported by {rule.name}; use tilestep.Adam for that group")
     if group.get("differentiable"):
         raise ValueError(
-            "differentiable=True is not supported: the step writes behind autograd's back; "
-            "use torch.optim, or call the rule itself on tensors"
+            "differentiable=True is not supported: autograd does not record the step; "
+            "use torch.optim, or call the rule on tensors"
         )
 
 
@@ -168,7 +166,7 @@ def _check_kind(key: str, value: Any, default: Any) -> None:
         is_several = isinstance(value, (tuple, list))
         if not is_several or len(value) != len(default):
             error = ValueError if is_several else TypeError
-            raise error(f"Invalid {key}: {value!r}; it takes {len(default)} values")
+            raise error(f"Invalid {key}: {value!r}; it must have {len(default)} values")
         for index, (entry, own_default) in enumerate(zip(value, default)):
             _check_kind(f"{key}[{index}]", entry, own_default)
         return
@@ -194,7 +192,7 @@ def _on_host(value: Any, key: str, depth: int = 0) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if depth > 1:
-        raise TypeError(f"Invalid {key}: a tensor in a list inside of a list; it must be a number there")
+        raise TypeError(f"Invalid {key}: a tensor in a nested list; it must be a number")
     if value.numel() != 1 or value.is_complex():
         kind = f"a tensor of shape {tuple(value.shape)}" + ", complex" * value.is_complex()
         raise ValueError(f"Invalid {key}: {kind}; it must have one element, a real number")
@@ -223,7 +221,7 @@ def current_value(group: Mapping[str, Any], step: Any, name: str) -> torch.Tenso
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.detach().to(device, torch.float64, copy=True, non_blocking=not is_host(device)).reshape(())
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} is {value!r}, which is no number")
+        raise TypeError(f"{name} is {value!r}, not a number")
     return torch.full((), float(value), dtype=torch.float64, device=device)
 
 
@@ -295,10 +293,12 @@ def param_groups(
         if not taken[pattern]:
             label = repr(pattern.pattern if isinstance(pattern, re.Pattern) else pattern)
             if pattern in fitting:
-                others = f"{fitting[pattern]} and all others it fits go to earlier patterns"
-                raise ValueError(f"pattern {label} gets no parameter: {others}")
+                raise ValueError(
+                    f"pattern {label} gets no parameter: {fitting[pattern]} and all its other matches go to earlier "
+                    "patterns"
+                )
             shown = shortened([name for params in taken.values() for name, _ in params]) or "none"
-            raise ValueError(f"pattern {label} fits no parameter that trains; their names are {shown}")
+            raise ValueError(f"pattern {label} matches no trainable parameter; their names are {shown}")
     return [
         {**({} if pattern is None else overrides[pattern]), "params": params}
         for pattern, params in taken.items()

@@ -41,8 +41,8 @@ def check_master(label: str, dtype: torch.dtype, group: Mapping[str, Any]) -> No
     kept = " and ".join(map(dtype_name, kind.dtypes))
     better = next((name for name, other in _CHOICES.items() if other is not None and dtype in other.dtypes), False)
     raise GradientError(
-        f"{label} is {dtype_name(dtype)}, and master_weights={choice!r} keeps {kept} parameters alone: put it in a "
-        f"param group with master_weights={better!r}"
+        f"{label} is {dtype_name(dtype)}, and master_weights={choice!r} supports only {kept} parameters: put it "
+        f"in a param group with master_weights={better!r}"
     )
 
 

@@ -44,9 +44,11 @@ def check_matrix_options(group: Mapping[str, Any]) -> None:
         by_pattern = value if isinstance(value, Mapping) else {"": value}
         for pattern, one in by_pattern.items():
             if one is not None and not fits(one):
-                raise ValueError(f"Invalid {key}: {one!r}; it must be {what}, or a mapping from patterns to that")
+                raise ValueError(
+                    f"Invalid {key}: {one!r}; it must be {what}, or a mapping from patterns to such values"
+                )
             if not isinstance(pattern, str):  # checkpoints store the patterns
-                raise ValueError(f"Invalid {key}: {pattern!r} is no text of a regular expression to search names for")
+                raise ValueError(f"Invalid {key}: pattern {pattern!r} must be a string")
             check_expression(key, pattern)
 
 
@@ -72,11 +74,11 @@ def check_patterns(groups: Sequence[Mapping[str, Any]]) -> None:
                 names.setdefault(repr(value), (value, []))[1].extend(group.get("param_names", ()))
         for value, listed in names.values():
             if not listed:
-                raise ValueError(f"{key}: patterns need names of parameters: give model.named_parameters()")
+                raise ValueError(f"{key}: patterns need names of parameters: pass model.named_parameters()")
             for pattern in value:
                 if not any(re.search(pattern, name) for name in listed):
                     raise ValueError(
-                        f"{key}: pattern {pattern!r} fits no parameter; their names are {shortened(listed)}"
+                        f"{key}: pattern {pattern!r} matches no parameter; their names are {shortened(listed)}"
                     )
 
 
@@ -121,7 +123,7 @@ def _graph_of_matrices(
     """Return a rule's graph for matrices inside a parameter of this shape."""
     graph = graph_for(rule, hyperparameters, 2, (matrices.rows, matrices.columns), dtype)
     if not any(map(is_matrix_work, graph.values())):
-        raise GradientError(f"{rule.name} works on no matrices: leave {' and '.join(options)} out of its group")
+        raise GradientError(f"{rule.name} does not work on matrices: leave {' and '.join(options)} out of its group")
     if not combines(graph):
         return graph
     # Per-row states stay contiguous, also for a block of rows, unless the block is split into several groups.
@@ -131,11 +133,13 @@ def _graph_of_matrices(
     by_shape = {*graph.slice_states, *graph.matrix_states} - rows
     if by_shape and options:
         raise GradientError(
-            f"{rule.name} keeps {min(by_shape)!r} by rows or columns of the parameter: leave {' and '.join(options)} "
+            f"{rule.name} keeps {min(by_shape)!r} per row or column of the parameter: leave {' and '.join(options)} "
             "out of its group"
         )
     if cut is not None and graph.scalar_states:
-        raise GradientError(f"{rule.name} keeps {graph.scalar_states[0]!r}, one number for all splits: leave them out")
+        raise GradientError(
+            f"{rule.name} keeps one {graph.scalar_states[0]!r} for all splits: leave splits out of its group"
+        )
     return graph if matrices.rows * matrices.columns == shape.numel() else stacked(graph)
 
 
@@ -161,15 +165,15 @@ def check_matrices(share: Share, rule: Rule, seen: Sequence[Seen]) -> None:
     cut = None if seen[0].matrices is None else seen[0].matrices.cut
     if combines(graph) and not (is_here and cut is None):
         raise GradientError(
-            f"it is a DTensor with placements {tuple(param.placements)}, of which ranks have parts, and {rule.name} "
-            "reduces over matrices inside of it: shard a stack along its first dimension, make each split a "
-            "parameter, or give it to another rule in a param group of its own"
+            f"it is a DTensor with placements {tuple(param.placements)}, and {rule.name} reduces over matrices split "
+            "over ranks: shard a stack along its first dimension, make each split a parameter, or put it in a param "
+            "group with another rule"
         )
     parts = 1 if cut is None else sharded_dims(param).get(cut.dim, 1)
     if cut is not None and cut.groups > 1 and cut.groups % parts:
         raise GradientError(
-            f"it is a DTensor with placements {tuple(param.placements)}, and {parts} ranks cannot have whole groups of "
-            f"the {cut.groups} of its splits: make each split a parameter, or shard it otherwise"
+            f"it is a DTensor with placements {tuple(param.placements)}, and its {cut.groups} groups of splits are not "
+            f"divisible by {parts} ranks: make each split a parameter, or shard another dimension"
         )
 
 
@@ -178,16 +182,14 @@ def check_cut(
 ) -> None:
     """Raise for splits of several sizes, which have an entry per size, where a parameter must have a single entry."""
     reasons = {
-        "stats and track_changes are of whole parameters": optimizer.reports is not None,
-        "offload has room for whole parameters": not optimizer.memory.on_device,
-        "its states in blocks are those of whole parameters": any(codec_of(one).has_blocks for one in formats.values()),
-        f"{rule.name} keeps other states for some of them": any(
-            one.graph.states != seen[0].graph.states for one in seen
-        ),
+        "stats and track_changes do not support": optimizer.reports is not None,
+        "offload does not support": not optimizer.memory.on_device,
+        "blockwise states do not support": any(codec_of(one).has_blocks for one in formats.values()),
+        f"{rule.name} gives different states": any(one.graph.states != seen[0].graph.states for one in seen),
     }
     for reason, holds in reasons.items():
         if holds:
             raise GradientError(
-                f"{share.label} has splits of several sizes, and {reason}; make each of them a parameter, or leave "
+                f"{share.label} has splits of several sizes, which {reason}; make each split a parameter, or leave "
                 "splits out of its group"
             )

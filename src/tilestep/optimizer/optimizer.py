@@ -351,8 +351,8 @@ class Optimizer(torch.optim.Optimizer):
         name = group["rule"]
         if name not in self._rules:
             raise ValueError(
-                f"a param group's rule was set to {name!r}: no group of the optimizer was made with that rule; give it "
-                "in add_param_group, or to the constructor"
+                f"a param group's rule was set to {name!r}, which no group of the optimizer was created with; pass it "
+                "to add_param_group or the constructor"
             )
         return self._rules[name]
 
@@ -377,7 +377,7 @@ class Optimizer(torch.optim.Optimizer):
             ()
         """
         if "overlap" not in self.attached:
-            raise AttributeError("applied_groups: an optimizer that is overlapped has them, see tilestep.overlap")
+            raise AttributeError("applied_groups exists only on overlapped optimizers; see tilestep.overlap")
         return self.execution.applied_groups
 
     def _make_plan(self, *, ahead: bool) -> StepPlan:
@@ -470,8 +470,8 @@ class Optimizer(torch.optim.Optimizer):
         """
         if not self.control.history.has_norm and (self.plan is None or self.plan.engines):
             raise RuntimeError(
-                "grad_norm: the norm has not been computed; make the optimizer with "
-                "track_grad_norm=True, or with max_grad_norm, and call step() first"
+                "grad_norm: the norm has not been computed; create the optimizer with "
+                "track_grad_norm=True or max_grad_norm, and call step() first"
             )
         control = self.control.numbers
         wide = any(param.dtype in _WIDE for param in params_of(self))
@@ -558,7 +558,7 @@ class Optimizer(torch.optim.Optimizer):
             5.0
         """
         if self.reports is None:
-            raise RuntimeError("stats: make the optimizer with stats=tilestep.Stats(every=...)")
+            raise RuntimeError("stats: create the optimizer with stats=tilestep.Stats(every=...)")
         return self.reports.stats
 
     def first_nonfinite(self) -> str | None:
@@ -579,7 +579,7 @@ class Optimizer(torch.optim.Optimizer):
             'weight'
         """
         if self.reports is None:
-            raise RuntimeError("first_nonfinite: make the optimizer with stats=tilestep.Stats(every=...)")
+            raise RuntimeError("first_nonfinite: create the optimizer with stats=tilestep.Stats(every=...)")
         sharers = self.placement.sharers(params_of(self)) if self.plan is None else self.plan.sharers
         return self.reports.first_nonfinite(self.param_groups, self._present_gradients, sharers)
 
@@ -622,7 +622,7 @@ class Optimizer(torch.optim.Optimizer):
             []
         """
         if self.reports is None or self.reports.changes is None:
-            raise RuntimeError("changes: make the optimizer with track_changes=True")
+            raise RuntimeError("changes: create the optimizer with track_changes=True")
         if not self.memory.on_device:
             self._current_plan()  # `sync_masters` writes to parameters with host copies; loading has dropped the plan
         self.execution.sync_masters(self)
@@ -678,8 +678,8 @@ class Optimizer(torch.optim.Optimizer):
         history.loss = None
         if unused and self.param_groups and self._current_plan().engines:
             raise RuntimeError(
-                "step(loss=...): the step was decided before it was called, in backward or without gradients, so its "
-                "loss is not part of the decision; leave the loss out, or let the step decide"
+                "step(loss=...): the step was decided before the call, in backward or without gradients, so the "
+                "decision does not use this loss; leave it out"
             )
         return evaluated
 
@@ -874,8 +874,8 @@ class Optimizer(torch.optim.Optimizer):
         if self.plan is not None:
             if self.plan.broken_by:
                 warnings.warn(
-                    f"state_dict(): {self.plan.broken_by} has interrupted a step between two of its passes, and the "
-                    "checkpoint has what is there: some numbers of after the step, others of before",
+                    f"state_dict(): {self.plan.broken_by} has interrupted a step between two of its passes, so some "
+                    "values in the checkpoint are updated and some are not",
                     stacklevel=3,
                 )
             # Masters of parameters that other code has written are saved as the next step would read them.
@@ -1146,7 +1146,7 @@ class AttachedType(type):
         return isinstance(instance, Optimizer) and any(name in instance.attached for name in cls.attached_as)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(f"{cls.__name__} is what an optimizer is called to which something is attached: {cls.__doc__}")
+        raise TypeError(f"{cls.__name__} is only for isinstance checks of optimizers: {cls.__doc__}")
 
 
 if TYPE_CHECKING:
@@ -1161,5 +1161,5 @@ def resolve_optimizer(caller: str, optimizer: Optimizer | Callable[[], Optimizer
     if not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
         optimizer = optimizer()
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"{caller}() takes an optimizer of tilestep's, not {type(optimizer).__name__}")
+        raise TypeError(f"{caller}() requires a tilestep optimizer, not {type(optimizer).__name__}")
     return optimizer

@@ -34,7 +34,7 @@ def check_not_shared(tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
             if intersect(filled[other][1], filled[index][1]):
                 later, earlier = filled[max(index, other)][0], filled[min(index, other)][0]
                 is_state = later.startswith("state ")
-                remedy = "give it memory of its own" if is_state else "a parameter can be in the optimizer once"
+                remedy = "clone it" if is_state else "a parameter can be in the optimizer once"
                 raise GradientError(f"{later} shares memory with {earlier}; {remedy}")
         open_spans.append(index)
 
@@ -46,7 +46,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.co
 def check_parameter(param: torch.Tensor, label: str) -> None:
     """Raise for a parameter that cannot be updated in place."""
     if param.is_conj() or param.is_neg():
-        raise GradientError(f"{label} is conjugated or negated lazily; make it a tensor of its own with .clone()")
+        raise GradientError(f"{label} is a lazily conjugated or negated view; copy it with .clone()")
     if param.layout is not torch.strided:
         raise GradientError(f"{label} is {param.layout}; only dense parameters are supported")
     if param.dtype not in _DTYPES:
@@ -64,7 +64,7 @@ def check_pairs(label: str, rule: Rule, graph: Graph | None, *, is_sharded: bool
             return
     raise GradientError(
         f"{label} is complex: {rule.name} does not support complex parameters, which are updated as pairs of reals; "
-        "give it to a rule that looks at no rows, columns or shapes, in a param group of its own"
+        "put it in a param group with a rule that depends on no rows, columns or shapes"
     )
 
 
@@ -151,14 +151,16 @@ def check_expression(key: str, pattern: str | re.Pattern[str]) -> None:
     try:
         re.compile(pattern)
     except (re.error, TypeError) as error:
-        raise ValueError(f"Invalid {key}: {pattern!r} is no regular expression: {error}") from None
+        raise ValueError(f"Invalid {key}: {pattern!r} is not a regular expression: {error}") from None
 
 
 def require_shapes(caller: str, params: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raise for a lazy module's parameter that has no shape yet."""
     for label, param in params:
         if is_lazy(param):
-            raise ValueError(f"{label} has no shape yet, and {caller} needs it: run the model's first forward before")
+            raise ValueError(
+                f"{label} has no shape yet, and {caller} needs it: run the model's first forward pass before it"
+            )
 
 
 def evaluating(method: str) -> RuntimeError:

@@ -103,7 +103,7 @@ class Hypers:
         Hyperparameters that are tensors on a GPU are read on the device.
         """
         if any(seen == CHANGED for _, seen in changes):
-            raise Stale("a flag, or what kind of value a hyperparameter has, has changed")
+            raise Stale("a flag or the type of a hyperparameter has changed")
         if self._graph_tables.in_use and not all(numbers.same_tensors() for numbers, _ in changes):
             raise Stale("a hyperparameter that is a tensor on a device was replaced; write into the tensor instead")
         indices = {numbers.index for numbers, _ in changes}
@@ -114,7 +114,7 @@ class Hypers:
             if not all(rows.keeps_graph(numbers.index, numbers.chosen) for numbers in own):
                 raise Stale
         if any(passes.matrices is not None and passes.matrices.outdated() for passes in touched):
-            raise Stale("a number that matrix operations take has changed")
+            raise Stale("a number used by matrix operations has changed")
         for passes in touched:
             passes.set_hypers(passes.segment.group_rows.rows())
             if passes.segment.group_rows.follow_seeds():
@@ -323,9 +323,9 @@ class StepPlan:
         """Raise if an update was interrupted between two of its passes; such a plan no longer fits."""
         if self.broken_by:
             raise StateError(
-                f"{self.broken_by} has interrupted a step between two of its passes: some numbers are those of after "
-                "it, others of before. Load a checkpoint of model and optimizer; "
-                "optimizer.load_state_dict(optimizer.state_dict()) goes on with what is there"
+                f"{self.broken_by} has interrupted a step between two of its passes, so some values are updated and "
+                "some are not. Load a checkpoint of model and optimizer, or continue with the present values by "
+                "optimizer.load_state_dict(optimizer.state_dict())"
             )
 
     def release(self) -> None:

@@ -139,9 +139,9 @@ def muon_groups(
     """
     named = list(model.named_parameters() if isinstance(model, torch.nn.Module) else model)
     if any(isinstance(one, torch.Tensor) for one in named):
-        raise ValueError("muon_groups() sorts by names: give the model, or its named_parameters()")
+        raise ValueError("muon_groups() sorts by names: pass the model, or its named_parameters()")
     if not isinstance(heads, bool):
-        raise ValueError(f"Invalid heads: {heads!r}; it must be True or False, and others go to the optimizer's heads")
+        raise ValueError(f"Invalid heads: {heads!r}; it must be True or False; pass numbers as the optimizer's heads")
     check_expression("outside", outside)
     check_expression("stacks", stacks)
     require_shapes("muon_groups()", named)
@@ -166,8 +166,8 @@ def muon_groups(
             left[name] = tuple(param.shape)
     if not inside:
         matrices = shortened([name for name, param in rest if param.dim() == 2])
-        why = f"{matrices} are taken for embeddings, heads and routers; give another `outside`"
-        why = why if matrices else "no parameter that trains has two dimensions"
+        why = f"{matrices} are treated as embeddings, heads or routers; pass another `outside`"
+        why = why if matrices else "no trainable parameter has two dimensions"
         raise ValueError(f"no matrix is left for Muon: {why}")
     found: dict[str, Any] = {"flatten": {_exactly(flat): True}} if flat else {}
     if heads:
@@ -180,7 +180,7 @@ def muon_groups(
     taken = find_rule(first["rule"], {})
     second = {"rule": rule or taken.fallback, **(others or {}), "params": rest}
     if second["rule"] is None:
-        raise ValueError(f"{taken.name} names no rule for the parameters that it does not take; give `rule`")
+        raise ValueError(f"{taken.name} has no fallback rule for the remaining parameters; pass `rule`")
     groups.append(second)
     return groups
 
@@ -232,7 +232,7 @@ def _heads(modules: Mapping[str, torch.nn.Module], inside: Iterable[tuple[str, t
             by_count[param.size(0) // size].append(name)
     if not by_count:
         raise ValueError(
-            "heads=True finds no projection to heads in a module that says their size (head_dim, num_heads); give "
+            "heads=True finds no projection to heads in a module with their size (head_dim or num_heads); pass "
             'heads={"q_proj": ...} to the optimizer'
         )
     return {_exactly(names): count for count, names in by_count.items()}

@@ -68,7 +68,7 @@ def check_state_dtype(rule: Rule, choice: Any) -> None:
             if name not in possible:
                 names = ", ".join(map(repr, possible)) or "none"
                 raise ValueError(
-                    f"Invalid state_dtype: {rule.name} has no state {name!r} like its parameters; it has {names}"
+                    f"Invalid state_dtype: {rule.name} has no state {name!r} shaped like its parameters; it has {names}"
                 )
             state_format(kept)
     elif choice is not None and not callable(choice):
@@ -88,8 +88,8 @@ def state_formats(
     if callable(choice):
         if not name:
             warnings.warn(
-                "state_dtype is a function of a parameter's name, and is given '', as parameters have none: make the "
-                "optimizer of model.named_parameters()",
+                "state_dtype is a function of a parameter's name, but the parameters have no names, so it gets '': "
+                "pass model.named_parameters() to the optimizer",
                 stacklevel=2,
             )
         choice = choice(name)
@@ -113,8 +113,8 @@ def state_formats(
         if codec_of(chosen).has_blocks and state not in graph.outputs and start.init != "param":
             if is_named:
                 raise StateError(
-                    f"{label}: {graph.title} only reads the state {state!r}, and what writes it would write numbers in "
-                    f"the place of codes: keep it as {_NUMBERS} in place of {kept!r}"
+                    f"{label}: {graph.title} only reads the state {state!r}, and other code would write numbers over "
+                    f"its codes: use {_NUMBERS} instead of {kept!r}"
                 )
             chosen = Plain(torch.float32)
         elif codec_of(chosen).has_blocks:
@@ -123,7 +123,7 @@ def state_formats(
             if is_across and exactly:
                 raise StateError(
                     f"{label} of shape {tuple(shape)}: {graph.title} reduces over rows that blocks of {BLOCK} along "
-                    f"{columns} elements cross: keep its states as {_NUMBERS} in place of {kept!r}"
+                    f"{columns} elements cross: use {_NUMBERS} instead of {kept!r}"
                 )
             if is_across or (columns < SHORTEST and not exactly):
                 chosen = Plain(torch.float32)
@@ -135,7 +135,7 @@ def state_formats(
         if beside[name] != name:
             raise StateError(
                 f"{label}: {rule.name} has a state {name!r}, and codes or scales of its state {beside[name]!r} are "
-                f"kept under that name; rename one, or keep it as {_NUMBERS}"
+                f"stored under that name; rename one, or use {_NUMBERS}"
             )
     return formats
 
@@ -181,7 +181,7 @@ def check_complex_states(label: str, formats: Mapping[str, Storage]) -> None:
         if codec_of(storage).has_blocks or storage.precision is torch.bfloat16:
             raise StateError(
                 f"{label} is complex: its state {name!r} can be kept as 'float32' or 'float16', not as {storage}; "
-                "choose for a param group of its own, or by a function of the name"
+                "set state_dtype in a separate param group, or by a function of the name"
             )
 
 
@@ -190,7 +190,7 @@ def check_cut_blocks(label: str, param: torch.Tensor, formats: Mapping[str, Stor
     blocks = next((str(storage) for storage in formats.values() if codec_of(storage).has_blocks), "")
     lead, columns = rows_of(param.shape)
     for dim, parts in sharded_dims(param).items() if blocks else ():
-        remedy = f"shard it along dimension 0: its rows of blocks are all of its dimensions from {len(lead)} on"
+        remedy = f"shard it along dimension 0, since its rows of blocks span all dimensions from {len(lead)} on"
         if dim < len(lead):
             continue
         if dim == param.dim() - 1 == len(lead):
@@ -239,8 +239,8 @@ def keeping_squares(optimizer: Optimizer) -> Iterator[None]:
             happens = "loses" if names[0] in before[param] else "gets"
             raise StateError(
                 f"with these hyperparameters of {rule.name}, {label} {happens} the states {', '.join(names)} in the "
-                "middle of a training; put back what has changed, or delete the parameter from the optimizer's "
-                "`state` to begin anew"
+                "middle of training; restore the hyperparameters, or delete the parameter from `optimizer.state` to "
+                "restart it"
             )
 
 
@@ -431,13 +431,13 @@ class StateTemplate:
                 continue
             if live is not None and not fits and value is None and name not in MASTER_KEYS and _has_begun(values):
                 raise StateError(
-                    f"the checkpoint has no state {name!r} for {label}: it is of another optimizer, or of other "
-                    "hyperparameters"
+                    f"the checkpoint has no state {name!r} for {label}: it was saved by another optimizer, or with "
+                    "other hyperparameters"
                 )
             if not fits and value is None and len(arrays) > 1 and any(one is not None for one in stored):
                 raise StateError(
                     f"{' and '.join(repr(array.name) for array in arrays)} of {label} do not fit each other or the "
-                    "parameter: replace them together, or remove them all for a state that begins anew"
+                    "parameter: replace them together, or remove them all to reinitialize the state"
                 )
             blocks = None if fits or len(arrays) == 1 else (self.formats[name], name)
             for buffer, array in zip(stored if fits else [value] * len(arrays), arrays):
@@ -623,12 +623,12 @@ def _check_value(label: str, name: str, value: Any, start: State, param: torch.T
     if value is None or (is_number and isinstance(value, numbers.Real)):
         return
     if not isinstance(value, torch.Tensor):
-        raise StateError(f"state {name!r} of {label} is a {type(value).__name__}; give it as a tensor")
+        raise StateError(f"state {name!r} of {label} is a {type(value).__name__}; it must be a tensor")
     if value.layout is not torch.strided or (value.is_complex() and not param.is_complex()):
         kind = value.layout if value.layout is not torch.strided else value.dtype
-        raise StateError(f"state {name!r} of {label} is {kind}; the parameter's is dense and of {param.dtype}")
+        raise StateError(f"state {name!r} of {label} is {kind}; the parameter is dense and {param.dtype}")
     if is_number and value.numel() != 1:
-        raise StateError(f"state {name!r} of {label} has shape {tuple(value.shape)}; it is one number")
+        raise StateError(f"state {name!r} of {label} has shape {tuple(value.shape)}; it must have one element")
 
 
 def _check_late(label: str, name: str, hyper: str, group: Mapping[str, Any], state: Mapping[str, Any]) -> None:
@@ -637,7 +637,7 @@ def _check_late(label: str, name: str, hyper: str, group: Mapping[str, Any], sta
     if steps > 0 and float(at_step(group[hyper], steps + 1, hyper)) != 0:
         raise StateError(
             f"the state {name!r} of {label} begins after {steps:.0f} steps, with {hyper}={group[hyper]}: set {hyper} "
-            "to 0 for one step, or delete the parameter from the optimizer's `state` to begin anew"
+            "to 0 for one step, or delete the parameter from `optimizer.state` to restart it"
         )
 
 
@@ -671,10 +671,7 @@ def check_shape(label: str, name: str, value: torch.Tensor, wanted: tuple[int, .
         raise StateError(f"state {name!r} of {label} has shape {tuple(value.shape)}{at}, it needs {wanted}{why}")
 
 
-_RESHAPED = (
-    ": the parameter or this state was changed; change the other too, or delete the parameter from `state` to begin "
-    "anew"
-)
+_RESHAPED = ": the parameter or this state was changed; change both, or delete the parameter from `optimizer.state`"
 
 
 def _is_usable(

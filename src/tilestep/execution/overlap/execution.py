@@ -412,7 +412,7 @@ def overlap(
         >>> optimizer.step()
     """
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"overlap() takes an optimizer of tilestep's, not {type(optimizer).__name__}")
+        raise TypeError(f"overlap() requires a tilestep optimizer, not {type(optimizer).__name__}")
     refuse("overlap", optimizer.attached)
     if during not in ("backward", "forward", None):
         raise ValueError(f'Invalid during: {during!r}; it is "backward" or "forward", or left out')
