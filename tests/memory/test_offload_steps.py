@@ -13,7 +13,7 @@ from scripts import all_equal_in_the_interpreter
 
 import tilestep
 from tilestep.memory.copies import cut_chunks
-from tilestep.memory.offloaded import moved_arrays
+from tilestep.memory.offloaded import host_arrays
 from tilestep.memory.streaming import StreamedState
 
 RULES: dict[str, dict[str, Any]] = {
@@ -123,7 +123,7 @@ def test_parameters_that_kernels_walk_by_coordinates_stay_whole() -> None:
     optimizer = streamed()(tilestep.AdamW([wide]))
     [passes] = optimizer.plan.engines[0].passes
     assert passes.segment.tiles.count > 1
-    assert len(cut_chunks(passes, moved_arrays(passes.segment.spec), TILE)) == 1
+    assert len(cut_chunks(passes, host_arrays(passes.segment.spec), TILE)) == 1
 
 
 def test_state_of_one_buffer_size_is_on_the_device_at_a_time() -> None:

@@ -540,11 +540,11 @@ def tune(
 def version() -> None:
     """Print versions, compilers and the device, and report problems of this machine."""
     from ..bench.results import environment
-    from .machine import complaints, facts
+    from .machine import facts, problems
 
     for name, value in {**environment(), **facts()}.items():
         _say(f"{name:<12} {value}")
-    wrong = complaints()
+    wrong = problems()
     _say("what is wrong with this machine:" if wrong else "nothing is wrong with this machine")
     for sentence in wrong:
         _say(f"- {sentence}")

@@ -51,7 +51,7 @@ def facts() -> dict[str, str]:
     return {"cache": folder, "extension": extension}
 
 
-def complaints() -> list[str]:
+def problems() -> list[str]:
     """Problems of this machine, in one or two sentences each; empty if everything works."""
     checks = (_system, _torch, _cache, _compiler, _headers, _native, _gpu, _triton)
     return [sentence for check in checks if (sentence := check()) is not None]

@@ -100,7 +100,7 @@ def cut_tiles(passes: Passes, names: Sequence[str], room: int) -> list[tuple[ran
     return sizes_of_chunks(counts, [place in strided for place in range(len(counts))], most)
 
 
-def walked_part(segment: Segment, tiles: range, place: int) -> tuple[int, int]:
+def memory_range(segment: Segment, tiles: range, place: int) -> tuple[int, int]:
     """The range of a tensor's elements in memory that belong to some tiles: first, and last plus 1; (0, 0) if none."""
     start, size = int(segment.tiles.first_tile[place]), segment.tiles.size
     first, stop = max(tiles.start - start, 0) * size, min((tiles.stop - start) * size, int(segment.tiles.numel[place]))
@@ -122,7 +122,7 @@ def lay_out(chunk: Chunk, segment: Segment, names: Sequence[str]) -> None:
         runs = chunk.runs[name] = []
         for position, place in enumerate(chunk.tensors):
             array = segment.entries[place].arrays[name]
-            first, stop = walked_part(segment, chunk.tiles, place)
+            first, stop = memory_range(segment, chunk.tiles, place)
             if not stop:
                 continue
             # Arrays that pack elements have rows of even lengths, and tiles begin at even indices.

@@ -17,14 +17,14 @@ from ..placement.local import local_part
 from ..runtime import DeviceEngine, Entry, GradNorm, is_dense
 from ..runtime.passes import Passes
 from ..runtime.segment import TileRange
-from .copies import cut_tiles, walked_part
+from .copies import cut_tiles, memory_range
 from .offloaded import ChunkedPasses, Mirror, Mirrors, StateOnHost, checksums
 
 
 class HostState(StateOnHost):
     """State on the host, updated there; before each chunk's update the host waits for its gradients."""
 
-    looks_at_gradients = True
+    replaces_gradients = True
 
     def __init__(self, device: torch.device, chunk_bytes: int, keeps_gradients: bool = False) -> None:
         # The state is not copied: it is in ordinary memory.
@@ -74,8 +74,8 @@ class HostState(StateOnHost):
 
     def _sent(self, mirror: Mirror, gradient: torch.Tensor | None) -> torch.Tensor | None:
         if self.kept is not None:
-            return self.kept.taken(mirror, gradient)
-        if gradient is not None and not mirror.takes(gradient):
+            return self.kept.step_gradient(mirror, gradient)
+        if gradient is not None and not mirror.accepts(gradient):
             return gradient
         mirror.sent, mirror.present = gradient, False
         if gradient is None:
@@ -155,7 +155,7 @@ class HostUpdate(ChunkedPasses):
             return
         tile_range, segment, pairs = self.chunks[position], self._passes.segment, []
         for place in tile_range.tensors:
-            first, stop = walked_part(segment, tile_range.tiles, place)
+            first, stop = memory_range(segment, tile_range.tiles, place)
             mirror = self._mirrors[place]
             if stop > first and mirror.present:
                 target, source = mirror.part.detach(), mirror.host

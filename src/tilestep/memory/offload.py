@@ -144,7 +144,7 @@ def choose(optimizer: Optimizer, device: torch.device, where: str | None) -> tup
 def move_state(optimizer: Optimizer, memory: OffloadedState, where: str, reason: str) -> OffloadedOptimizer:
     """Move an optimizer's state to another memory."""
     with unchanged_on_error(optimizer):
-        optimizer.take_memory(memory)
+        optimizer.set_memory(memory)
         memory.attach_to(optimizer, where, reason)
     names: tuple[str, ...] = ("offload in place",)
     if where != "here":

@@ -91,7 +91,7 @@ class OffloadReport:
         return "\n".join(lines)
 
 
-def moved_arrays(spec: KernelSpec) -> tuple[str, ...]:
+def host_arrays(spec: KernelSpec) -> tuple[str, ...]:
     """The arrays of a kernel on the host: element states and masters, without scales of blocks."""
     graph = spec.program.graph
     buffers = [name for name in graph.states if name in spec.storages and name not in graph.slice_states]
@@ -103,7 +103,7 @@ def moved_arrays(spec: KernelSpec) -> tuple[str, ...]:
 def traffic_of(spec: KernelSpec, index: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The arrays on the host that are copied in before a tile pass, and the arrays copied out after it."""
     # Written arrays are copied in too: tensors without a gradient keep their values, all tensors in a skipped step.
-    moved = moved_arrays(spec)
+    moved = host_arrays(spec)
     traffic = pass_traffic(spec, index)
     written = {array.name for array in traffic.writes}
     touched = written | {array.name for array in traffic.reads}
@@ -162,14 +162,14 @@ class Mirror:
     present: bool = False  # whether this step has a gradient
     sent: torch.Tensor | None = None  # the gradient on the device; None if it is on the host only
     arrival: int = -1  # index of the copy of the step that contains it
-    is_taken: bool = False  # whether gradients are freed in the stream that computed them
+    same_stream: bool = False  # whether gradients are freed in the stream that computed them
 
     def fits(self, part: torch.Tensor) -> bool:
         """Whether the local part is the same tensor, with the same shape, dtype and dtype of gradients."""
         alike = part.shape == self.host.shape and part.dtype is self.host.dtype
         return part is self.part and alike and grad_dtype(self.param) is self.gradient.dtype
 
-    def takes(self, gradient: torch.Tensor) -> bool:
+    def accepts(self, gradient: torch.Tensor) -> bool:
         """Whether a gradient can be copied; otherwise the tables raise its error."""
         alike = gradient.shape == self.host.shape and gradient.dtype is self.gradient.dtype
         return alike and gradient.layout is torch.strided and gradient.device == self.part.device
@@ -191,7 +191,7 @@ class Mirrors(dict[torch.Tensor, Mirror]):
         self.memory = memory
         self._has_parameters = has_parameters
 
-    def leaving(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    def outdated(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """The mirrored parameters that are not in `params`, or no longer fit their mirrors."""
         staying = set(params)
         return [param for param, own in self.items() if param not in staying or not own.fits(local_part(param))]
@@ -199,7 +199,7 @@ class Mirrors(dict[torch.Tensor, Mirror]):
     @torch.no_grad()
     def follow(self, params: Sequence[torch.Tensor]) -> bool:
         """Keep mirrors of exactly these parameters; new mirrors are uninitialized. Returns whether any is new."""
-        for param in self.leaving(params):
+        for param in self.outdated(params):
             del self[param]
         missing = [param for param in params if param not in self]
         own = list(map(local_part, missing))
@@ -248,7 +248,7 @@ class HostCopies:
             self._lane.copy([(mirror.gradient, ordered)])
         mirror.present, mirror.arrival = True, len(self._marks)
         self._open += ordered.nbytes
-        if mirror.is_taken:
+        if mirror.same_stream:
             # The gradient belongs to the current stream; another stream may be current when it is freed. Computation
             # waits only for copies that are some chunks behind.
             home = self._lane.current()
@@ -293,9 +293,9 @@ class HostGradients(Row):
         self.timeline = Timeline(self, compute)
         self.timeline.announce()
 
-    def give_back(self, params: Iterable[torch.Tensor]) -> None:
+    def return_gradients(self, params: Iterable[torch.Tensor]) -> None:
         """Return gradients on the host to parameters that are not in `params`, or no longer fit."""
-        for param, gradient in self.arrived(self._mirrors.leaving(params)):
+        for param, gradient in self.arrived(self._mirrors.outdated(params)):
             part = local_part(param)
             own = distribute(gradient.to(part.device, grad_dtype(param), copy=True), param)
             param.grad = own if param.grad is None else param.grad + own
@@ -305,7 +305,7 @@ class HostGradients(Row):
         self.timeline.count([param] for param in params)
         for param in params:
             # HSDP computes a gradient in one stream and completes it in another.
-            self._mirrors[param].is_taken = getattr(getattr(param, "device_mesh", None), "ndim", 1) == 1
+            self._mirrors[param].same_stream = getattr(getattr(param, "device_mesh", None), "ndim", 1) == 1
 
     def ready(self, bucket: int) -> None:
         """Start to move a gradient to the host."""
@@ -316,7 +316,7 @@ class HostGradients(Row):
         """Start to move a gradient to the host, and add it to a gradient there."""
         mirror = self._mirrors.get(param)
         gradient = None if mirror is None else _part(param)
-        if mirror is None or gradient is None or not mirror.takes(gradient):
+        if mirror is None or gradient is None or not mirror.accepts(gradient):
             return  # the step raises its error
         if not mirror.present:
             self._copies.begin()
@@ -324,9 +324,9 @@ class HostGradients(Row):
         self.timeline.take(param)
         param.grad = None
 
-    def taken(self, mirror: Mirror, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def step_gradient(self, mirror: Mirror, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """The gradient on the host that a step reads; a gradient still on the parameter is added."""
-        if gradient is not None and not mirror.takes(gradient):
+        if gradient is not None and not mirror.accepts(gradient):
             return gradient
         self.take_gradient(mirror.param)
         return mirror.gradient if mirror.present else None
@@ -431,7 +431,7 @@ class StateOnHost(OffloadedState):
     def follow(self, params: Sequence[torch.Tensor]) -> bool:
         """Keep copies of exactly these parameters and of their gradients; returns whether any is new."""
         if self.kept is not None:
-            self.kept.give_back(params)
+            self.kept.return_gradients(params)
         has_new = self.mirrors.follow(params)
         if self.kept is not None:
             self.kept.follow(params)
@@ -445,7 +445,7 @@ class StateOnHost(OffloadedState):
 
     def require_fitting(self) -> None:
         """Raise `Stale` if parameters no longer fit their mirrors."""
-        if self.mirrors.leaving(self.mirrors):
+        if self.mirrors.outdated(self.mirrors):
             raise Stale("parameters have changed shape or dtype")
 
     def make(self, params: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:

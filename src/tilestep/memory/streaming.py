@@ -15,7 +15,7 @@ from ..runtime import DeviceEngine, Entry
 from ..runtime.passes import Passes
 from ..timeline.side_stream import Event
 from .copies import cut_chunks
-from .offloaded import ChunkedPasses, Mirrors, StateOnHost, moved_arrays, traffic_of
+from .offloaded import ChunkedPasses, Mirrors, StateOnHost, host_arrays, traffic_of
 
 
 class Buffer:
@@ -32,7 +32,7 @@ class StreamedState(StateOnHost):
     def __init__(self, device: torch.device, chunk_bytes: int, buffers: int, keeps_gradients: bool = False) -> None:
         mirrors = Mirrors(HostMemory(device, "the gradients"), has_parameters=False)
         super().__init__(device, chunk_bytes, keeps_gradients, HostMemory(device), mirrors)
-        self.looks_at_gradients = keeps_gradients
+        self.replaces_gradients = keeps_gradients
         self.buffers = [Buffer() for _ in range(buffers)]
         self.buffer_size = 0  # bytes of the largest chunk
         self._chunks = 0
@@ -51,7 +51,7 @@ class StreamedState(StateOnHost):
 
     def on_entry(self, spec: KernelSpec, entry: Entry) -> None:
         """Set the order of gradients to that of arrays, whose chunks are runs of bytes, and the device of gradients."""
-        entry.ordered = bool(moved_arrays(spec)) and not spec.program.slices.views
+        entry.ordered = bool(host_arrays(spec)) and not spec.program.slices.views
         if self.kept is None:
             return
         if spec.program.matrices.scratch:
@@ -65,7 +65,10 @@ class StreamedState(StateOnHost):
             return gradients
         self.require_fitting()
         taken = [
-            [(self.mirrors[param], self.kept.taken(self.mirrors[param], gradient)) for param, gradient in zip(*lists)]
+            [
+                (self.mirrors[param], self.kept.step_gradient(self.mirrors[param], gradient))
+                for param, gradient in zip(*lists)
+            ]
             for lists in zip(params, gradients)
         ]
         self.copies.order(self.compute)
@@ -88,7 +91,7 @@ class StreamedState(StateOnHost):
         """Cut segments with passes over rows, columns or other slices so that each fits a buffer."""
         cut: list[tuple[KernelSpec, list[Entry]]] = []
         for spec, entries in parts:
-            names, room = moved_arrays(spec) if spec.program.slices.views else (), -1
+            names, room = host_arrays(spec) if spec.program.slices.views else (), -1
             for entry in entries:
                 own = sum(entry.arrays[name].nbytes for name in names)
                 if room < own:
@@ -101,7 +104,7 @@ class StreamedState(StateOnHost):
     def on_passes(self, passes: Passes) -> None:
         """Stream a segment with state on the host."""
         segment = passes.segment
-        names = moved_arrays(segment.spec)
+        names = host_arrays(segment.spec)
         if not names or not segment.tiles.count:
             return
         if not passes.has_kernels:

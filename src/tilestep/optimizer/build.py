@@ -49,7 +49,7 @@ from ..storage import dtype_name, entries_of
 from .control import Deciders, DeviceControl
 from .groups import about_group, check_flags, deciding_keys
 from .masters import MASTER_KEYS, Masters, check_master
-from .matrices import Seen, check_cut, check_matrices, check_patterns, matrix_options, matrix_work, seen_by
+from .matrices import RuleView, check_cut, check_matrices, check_patterns, matrix_options, matrix_work, rule_views
 from .memory import BySpec
 from .parameters import (
     Optimizer,
@@ -82,7 +82,7 @@ def graphs_of(optimizer: Optimizer, index: int) -> list[Graph]:
     group, rule = optimizer.param_groups[index], optimizer.rule_of(optimizer.param_groups[index])
     listed = [(label, param.shape) for label, at, _, param in iter_params(optimizer) if at == index]
     kinds = {(shape, *matrix_options(group, label).items()): (label, shape) for label, shape in listed}
-    graphs = [one.graph for label, shape in kinds.values() for one in seen_by(rule, group, shape, label=label)]
+    graphs = [one.graph for label, shape in kinds.values() for one in rule_views(rule, group, shape, label=label)]
     return list({id(graph): graph for graph in graphs}.values())
 
 
@@ -90,7 +90,7 @@ def spec_of(
     rule: Rule, group: Mapping[str, Any], part: torch.Tensor, shape: torch.Size | None = None, label: str = ""
 ) -> KernelSpec:
     """Return the kernel spec of a parameter."""
-    graph = seen_by(rule, group, part.shape if shape is None else shape, compute_dtype(part), label)[0].graph
+    graph = rule_views(rule, group, part.shape if shape is None else shape, compute_dtype(part), label)[0].graph
     formats = storages(part, group, graph, rule, None, label, shape)
     return kernel_spec(graph, formats, compute_dtype(part), part.device.type)
 
@@ -145,7 +145,7 @@ _NUMBERS = (float, int, type(None))
 class _Kind:
     """Data shared by all parameters of a kind."""
 
-    seen: list[Seen]
+    views: list[RuleView]
     graph: Graph  # of the parameter, or of its first split; all splits keep the same states
     specs: list[KernelSpec]
     lead: int  # number of leading batch dimensions, if the rule works on matrices
@@ -159,7 +159,7 @@ class Planned:
     share: Share
     kind: _Kind
     state: dict[str, Any]  # in the layout of the kernels
-    is_unreal: bool
+    is_fake_or_meta: bool
 
     def exchange(self, exchanges: dict[Any, MatrixExchange]) -> None:
         """Join the exchanges of matrices that other ranks hold parts of, if the rule needs whole matrices."""
@@ -178,7 +178,7 @@ class Planned:
                 everywhere=bool(self.kind.graph.matrix_states),
                 cut=None if matrices is None else matrices.cut,
             )
-            for _, matrices in self.kind.seen
+            for _, matrices in self.kind.views
         ]
 
     def shown(self) -> dict[str, Any]:
@@ -220,7 +220,7 @@ class Builder:
         kind = kinds.get(key)
         if kind is None:
             kind = self._new_kind(share, part, shape)
-            if kind.seen[0].matrices is not None or kind.graph.branches_on_sizes:
+            if kind.views[0].matrices is not None or kind.graph.branches_on_sizes:
                 kinds[base], key = None, (*base, shape)
             kinds[key] = kind
         return kind
@@ -229,7 +229,7 @@ class Builder:
         label, group, param, optimizer = share.label, share.group, share.holder, self._optimizer
         rule, is_sharded = optimizer.rule_of(group), is_distributed(param)
         try:
-            seen = seen_by(rule, group, shape, compute_dtype(part), share.listed)
+            seen = rule_views(rule, group, shape, compute_dtype(part), share.listed)
             if seen[0].matrices is not None:
                 check_matrices(share, rule, seen)
         except GradientError as error:
@@ -297,7 +297,7 @@ class Builder:
         part = local if is_plain else as_real(local)
         share.local = part = part if memory.on_device else memory.part(param, part)
         kind = self.kind_of(share, part)
-        graph, template, unreal = kind.graph, kind.template, not is_plain and is_unreal(local)
+        graph, template, unreal = kind.graph, kind.template, not is_plain and is_fake_or_meta(local)
         if template is None:
             rule, formats = self._optimizer.rule_of(group), kind.specs[0].storages
             template = kind.template = StateTemplate(part, group, graph, rule, formats)
@@ -307,7 +307,7 @@ class Builder:
             wholes = ("step", *graph.scalar_states, *graph.matrix_states)
             own = local_state(label, values, param, template.buffers, graph.slice_states, wholes, entries)
             if not unreal:
-                own = {name: value for name, value in own.items() if not is_unreal(value)}
+                own = {name: value for name, value in own.items() if not is_fake_or_meta(value)}
             if param.is_complex():
                 own = {name: as_real(value) if name in template.buffers else value for name, value in own.items()}
             return own
@@ -325,7 +325,7 @@ def _cut(entry: Entry) -> Cut | None:
     return None if entry.holds is None else entry.holds.cut
 
 
-def _cut_here(matrices: Matrices | None, holder: torch.Tensor) -> Cut | None:
+def _local_cut(matrices: Matrices | None, holder: torch.Tensor) -> Cut | None:
     """The rows with matrices, as rows of this rank's part; None for all rows."""
     cut = None if matrices is None else matrices.cut
     if cut is None or not is_distributed(holder):
@@ -344,7 +344,7 @@ def check_params(optimizer: Optimizer) -> None:
     gaps: set[tuple[int, torch.device]] = set()
     memory, state = optimizer.memory, vars(optimizer)["state"]
     for share in shares_of(optimizer):
-        if not _begins(share, state, all_that_train=True):
+        if not _is_active(share, state, all_that_train=True):
             continue
         param = share.holder
         if not memory.on_device:
@@ -352,10 +352,10 @@ def check_params(optimizer: Optimizer) -> None:
         part = _checked(optimizer, share.label, param)
         part = as_real(part) if part.is_complex() else part
         kind = build.kind_of(share, part)
-        if not is_unreal(part):
+        if not is_fake_or_meta(part):
             by_device.setdefault(part.device, []).append((share.label, part))
-            for (_, matrices), spec in zip(kind.seen, kind.specs):
-                cut = _cut_here(matrices, param)
+            for (_, matrices), spec in zip(kind.views, kind.specs):
+                cut = _local_cut(matrices, param)
                 seen = part if cut is None else cut.of(part.detach())
                 key = id(spec), part.device
                 specs[key] = spec
@@ -381,11 +381,11 @@ def build_plan(optimizer: Optimizer, arrivals: ExitStack, *, ahead: bool) -> Ste
         # Its state was created ahead, and it left its param group before any step.
         if isinstance(state[param], ParameterState) and state[param].is_ahead:
             del state[param]
-    memory, together = optimizer.memory, begins_together(optimizer)
+    memory, together = optimizer.memory, creates_all_states(optimizer)
     stepped: list[Share] = []
     dormant: list[torch.Tensor] = []
     for share in shares_of(optimizer):
-        if _begins(share, state, all_that_train=ahead or together):
+        if _is_active(share, state, all_that_train=ahead or together):
             stepped.append(share)
         else:
             dormant.append(share.holder)
@@ -396,10 +396,10 @@ def build_plan(optimizer: Optimizer, arrivals: ExitStack, *, ahead: bool) -> Ste
         one.exchange(exchanges)
     masters = [one for one in build.requests if one.array.name in MASTER_KEYS]
     fresh = {id(one.state[one.array.name]) for one in masters if one.source is None}
-    unreal = [one for one in planned if one.is_unreal]
+    unreal = [one for one in planned if one.is_fake_or_meta]
     for one in unreal:
         state[one.share.param] = state.entry(one.shown())
-    planned = [one for one in planned if not one.is_unreal]
+    planned = [one for one in planned if not one.is_fake_or_meta]
     sharded = [(one.share.label, one.share.param) for one in planned if is_distributed(one.share.param)]
     mesh_ranks = ReductionGroup.of_tensors(sharded, optimizer.control.number) if sharded else None
     for one in planned:
@@ -411,7 +411,7 @@ def build_plan(optimizer: Optimizer, arrivals: ExitStack, *, ahead: bool) -> Ste
         state[share.param] = state.entry(one.shown(), is_ahead=is_ahead)
     engines, places = _engines(optimizer, planned, mesh_ranks)
     check_reductions(engines)
-    stated = [(one.share.holder, one.share.group, one.state) for one in planned]
+    members = [(one.share.holder, one.share.group, one.state) for one in planned]
     groups, table = list(optimizer.param_groups), engines[0].table if engines else Table()
     keys = [deciding_keys(optimizer.rule_of(group)) for group in groups]
     without_values = [one.share.param for one in unreal]
@@ -420,7 +420,7 @@ def build_plan(optimizer: Optimizer, arrivals: ExitStack, *, ahead: bool) -> Ste
         engines=engines,
         hypers=[Hypers(engine, groups, keys) for engine in engines],
         deciders=Deciders(engines, memory),
-        masters=Masters(stated, fresh, memory),
+        masters=Masters(members, fresh, memory),
         home=memory,
         mesh_ranks=mesh_ranks,
         sharers=mesh_ranks,
@@ -436,9 +436,9 @@ def build_plan(optimizer: Optimizer, arrivals: ExitStack, *, ahead: bool) -> Ste
 
 
 @without_collections()
-def begin_at_once(optimizer: Optimizer) -> None:
+def create_early_states(optimizer: Optimizer) -> None:
     """Create the states that torch creates in the constructor, for a checkpoint saved before the first step."""
-    if begins_together(optimizer) or not any(optimizer.rule_of(group).at_once for group in optimizer.param_groups):
+    if creates_all_states(optimizer) or not any(optimizer.rule_of(group).at_once for group in optimizer.param_groups):
         return
     shares = [
         one
@@ -446,7 +446,7 @@ def begin_at_once(optimizer: Optimizer) -> None:
         if optimizer.rule_of(one.group).at_once
         and not optimizer.state.get(one.param)
         and not one.param.is_meta
-        and _begins(one, {}, all_that_train=True)
+        and _is_active(one, {}, all_that_train=True)
     ]
     state = _watched(optimizer)
     for one in Builder(optimizer).planned(shares, {}, ExitStack()):
@@ -463,9 +463,9 @@ def _watched(optimizer: Optimizer) -> WatchedState:
 def _checked(optimizer: Optimizer, label: str, param: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a parameter, after checking that it can be updated."""
     local = checked_part(label, param)
-    if not is_unreal(local):
+    if not is_fake_or_meta(local):
         if fake_mode_is_active():
-            require_no_real(optimizer)
+            require_fake(optimizer)
         if local.layout is torch.strided:
             if local.is_neg() or local.is_conj():
                 local.data = resolved(local.data)
@@ -486,7 +486,7 @@ def loaded_states(
 
     If the checkpoint has a state on any rank (`has_states`), all parameters that train together get a state.
     """
-    together = begins_together(optimizer)
+    together = creates_all_states(optimizer)
     begun = [
         one
         for one in shares_of(optimizer)
@@ -494,7 +494,7 @@ def loaded_states(
         or (
             one.holder.requires_grad
             and (together or is_distributed(one.param))
-            and _begins(one, {}, all_that_train=True)
+            and _is_active(one, {}, all_that_train=True)
         )
     ]
     optimizer.memory.begin([(one.label, one.holder) for one in begun])
@@ -540,7 +540,7 @@ def _engines(
         ]
         check_not_shared([*((entry.share.label, entry.param) for entry in entries), *arrays])
     engines, places = build_engines(optimizer, by_device)
-    finds = not (optimizer.memory.looks_at_gradients or repeat_updates(optimizer))
+    finds = not (optimizer.memory.replaces_gradients or repeat_updates(optimizer))
     for engine in engines:
         states = []
         for entry in engine.entries:
@@ -561,12 +561,12 @@ def _entries(one: Planned) -> Iterator[tuple[KernelSpec, Entry]]:
     # A complex parameter and its real view share a version counter.
     is_view = holder.is_complex() and not is_distributed(holder)
     full = share.whole if part is holder or is_view else holder
-    exchanges = share.exchanges or [None] * len(one.kind.seen)
-    for (graph, matrices), spec, exchange in zip(one.kind.seen, one.kind.specs, exchanges):
+    exchanges = share.exchanges or [None] * len(one.kind.views)
+    for (graph, matrices), spec, exchange in zip(one.kind.views, one.kind.specs, exchanges):
         own, state = part, {"param": part, **one.state}
         scratch = spec.program.matrices.scratch
         arrays = {array.name: state[array.name] for array in spec.arrays if array.name not in scratch}
-        if matrices is not None and (cut := _cut_here(matrices, holder)) is not None:
+        if matrices is not None and (cut := _local_cut(matrices, holder)) is not None:
             own, full, matrices = cut.of(part.detach()), holder, replace(matrices, cut=cut)
             arrays = {name: own if name == "param" else cut.of(array) for name, array in arrays.items()}
         scalars = {name: state[name] for name in ("step", *graph.scalar_states)}
@@ -574,19 +574,19 @@ def _entries(one: Planned) -> Iterator[tuple[KernelSpec, Entry]]:
         entry = Entry(share, own, arrays, scalars, matrix_states, spec.storages["grad"].precision, full)
         read = set(graph.states).difference(graph.outputs)
         arrays_of = [array for name in read & spec.storages.keys() for array in spec.storages[name].arrays(name)]
-        entry.only_read = read.union(array.name for array in arrays_of)
+        entry.read_only = read.union(array.name for array in arrays_of)
         entry.exchange, entry.holds = exchange, matrices
         yield spec, entry
 
 
-def begins_together(optimizer: Optimizer) -> bool:
+def creates_all_states(optimizer: Optimizer) -> bool:
     """Whether all state is created at the first step, and not at each parameter's first gradient."""
     # Offloaded state reserves room for all parameters; a joint norm needs the gradients of every optimizer.
     execution, control = optimizer.execution, optimizer.control
-    return execution.begins_together or not optimizer.memory.on_device or control.joint is not None
+    return execution.creates_all_states or not optimizer.memory.on_device or control.joint is not None
 
 
-def _begins(share: Share, state: Mapping[Any, Any], *, all_that_train: bool) -> bool:
+def _is_active(share: Share, state: Mapping[Any, Any], *, all_that_train: bool) -> bool:
     """Whether a share takes part in steps."""
     param = share.holder
     # A lazy module's parameter has no shape before the first forward.
@@ -598,17 +598,17 @@ def _begins(share: Share, state: Mapping[Any, Any], *, all_that_train: bool) -> 
     return not param.is_meta and (trains or bool(state.get(share.param)))
 
 
-def is_unreal(tensor: Any) -> bool:
+def is_fake_or_meta(tensor: Any) -> bool:
     """Whether a tensor has a shape but no data: fake, or on the meta device."""
     if type(tensor) in _PLAIN:
         return tensor.is_meta
     return isinstance(tensor, torch.Tensor) and (tensor.is_meta or is_fake(tensor))
 
 
-def require_no_real(optimizer: Optimizer) -> None:
+def require_fake(optimizer: Optimizer) -> None:
     """Under a `FakeTensorMode`, whose operations return tensors without data, raise for parameters with data."""
     for label, _, _, param in iter_params(optimizer):
-        if not is_unreal(local_part(param)):
+        if not is_fake_or_meta(local_part(param)):
             raise GradientError(
                 f"{label} is a real tensor, and a FakeTensorMode is active: create the parameter under that mode too, "
                 "or call step() outside of it; nothing was updated"

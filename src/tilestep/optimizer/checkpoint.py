@@ -239,7 +239,7 @@ def load(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> set[torch.Tenso
             numbers = set(map(str, keys))
             others = {key: value for key, value in state_dict["state"].items() if str(key) not in numbers}
             ahead = set(states).difference(saved) | _before_first_steps(optimizer, saved)
-            optimizer.take_states({**states, **others}, ahead, state_dict["param_groups"])
+            optimizer.set_states({**states, **others}, ahead, state_dict["param_groups"])
             for hook in after:
                 hook(optimizer)
             return begun
@@ -387,7 +387,7 @@ def _saved_states(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[t
         reader = readers.get((index, param.dtype))
         if reader is None:
             reader = readers[index, param.dtype] = _StateReader(optimizer.rule_of(group), param.dtype, group)
-        may_have_blocks = not reader.beside.isdisjoint(values)
+        may_have_blocks = not reader.blockwise.isdisjoint(values)
         if may_have_blocks or not reader.names.issuperset(values) or not _PLAIN.issuperset(map(type, values.values())):
             values, own = read_by_value(Saved(label, values, saved, reader.rule, param)), live.get(param, {})
             for name in [name for name in values if name not in reader.names and name not in own]:
@@ -422,8 +422,8 @@ class _StateReader:
         starts = {**dict.fromkeys((TRAINING, *MASTER_KEYS), _LIKE_PARAM)}
         starts.update(starts_of(rule, rule.state_names, dtype, group))
         self._starts = {name: start for name, start in starts.items() if start.shape != "scalar"}
-        self.beside = {array for name in starts for array in block_names(name)}  # arrays of blockwise states
-        self.names = {"step", *starts, *self.beside}  # names that a state of the rule may have
+        self.blockwise = {array for name in starts for array in block_names(name)}  # arrays of blockwise states
+        self.names = {"step", *starts, *self.blockwise}  # names that a state of the rule may have
 
     def read(self, label: str, param: torch.Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return the checked values of a parameter's state."""
@@ -431,7 +431,7 @@ class _StateReader:
         if not _PLAIN.issuperset(map(type, values.values())) and not is_distributed(param):
             # The checkpoint is from an optimizer of DTensors.
             values = {name: gathered(value) if is_distributed(value) else value for name, value in values.items()}
-        has_blocks = not self.beside.isdisjoint(values)
+        has_blocks = not self.blockwise.isdisjoint(values)
         for name, start in self._starts.items():
             blocks = kept_in_blocks(values, name) if has_blocks else None
             for array in () if blocks is None else blocks.arrays(name):

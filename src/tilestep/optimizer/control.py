@@ -256,7 +256,7 @@ class StepControl:
         self.copies: DataParallelRanks | ReductionGroup | None = None
         """The ranks with copies of the parameters and other data; None until needed."""
         self.has_sent = False  # whether a step has compared its tag with other ranks; used if passes send messages
-        self.number: int | None = None  # index among optimizers that send numbers to the same ranks, see `take_number`
+        self.number: int | None = None  # index among optimizers with the same ranks, see `assign_number`
         self.flat_part = ""  # label of the first piece of an FSDP1 flat parameter, for messages
 
     def __getstate__(self) -> dict[str, Any]:
@@ -266,7 +266,7 @@ class StepControl:
         self.__init__(state["policy"])  # type: ignore[misc]
         vars(self).update(state)
 
-    def take_number(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def assign_number(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Number the optimizer among those that send numbers to the same ranks, if it sends and has no number yet."""
         if self.number is not None or not (dist.is_available() and dist.is_initialized()):
             return
@@ -274,7 +274,7 @@ class StepControl:
         param: Any = next(sharded, None)
         if param is not None:
             self.number = next_number(tuple(param.device_mesh.mesh.flatten().tolist()))
-        elif self.takes_loss(groups):
+        elif self.uses_loss(groups):
             self.number = next_number("losses")
 
     def needs_norm(self, groups: Sequence[Mapping[str, Any]]) -> bool:
@@ -352,7 +352,7 @@ class StepControl:
             others = inputs.loss is not None or inputs.found_inf is not None
             has_sent = True
             if others or inputs.power_sum is None or self.joint is not None:
-                has_sent = _agree(inputs, ranks, has_whole_norm=self.joint is not None)
+                has_sent = _reduce_inputs(inputs, ranks, has_whole_norm=self.joint is not None)
             else:
                 # The tensor is computed anew at every step and used only by the decision.
                 ranks.add(inputs.power_sum)
@@ -408,13 +408,13 @@ class StepControl:
         if inputs.partials is None:
             inputs.power_sum = deciders.power_sum()
 
-    def takes_loss(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+    def uses_loss(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Whether a step's decision depends on its loss."""
         return any(outcome_of(limit).reads_loss for limit in self.limits(groups))
 
-    def take_loss(self, loss: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+    def store_loss(self, loss: Any, groups: Sequence[Mapping[str, Any]]) -> None:
         """Store the loss of a step for its decision."""
-        if not self.takes_loss(groups):
+        if not self.uses_loss(groups):
             return
         if isinstance(loss, torch.Tensor):
             if loss.numel() != 1:
@@ -457,7 +457,7 @@ class StepControl:
         self.history.load(self.limits(groups), remembered)
 
 
-def _agree(inputs: StepInputs, group: ReductionGroup, *, has_whole_norm: bool) -> bool:
+def _reduce_inputs(inputs: StepInputs, group: ReductionGroup, *, has_whole_norm: bool) -> bool:
     """Combine norm, loss and overflow of a step over all ranks; return whether any was given."""
     own_sum = None if has_whole_norm else inputs.power_sum
     numbers = [number for number in (own_sum, inputs.loss, inputs.found_inf) if number is not None]
@@ -523,7 +523,7 @@ class JointGradNorm:
         return self._total
 
     def _sum(self, stepping: Optimizer) -> torch.Tensor:
-        members = self._living()
+        members = self._live_members()
         carries = bool(stepping.control.gradients_scaled) or getattr(stepping, "grad_scale", None) is not None
         # A scaler marks only optimizers that it has stepped or unscaled.
         others = [member for member in members if member is not stepping]
@@ -542,9 +542,9 @@ class JointGradNorm:
     @property
     def skips(self) -> bool:
         """Whether any member skips steps with nonfinite gradients; then all members do."""
-        return any(member.control.policy.skip_nonfinite for member in self._living())
+        return any(member.control.policy.skip_nonfinite for member in self._live_members())
 
-    def _living(self) -> list[Optimizer]:
+    def _live_members(self) -> list[Optimizer]:
         return [member for member in (reference() for reference in self._members) if member is not None]
 
 

@@ -20,7 +20,7 @@ class Execution:
     # `plain` is always the optimizer's default action, passed in so that an execution can wrap it.
 
     not_copied = ""  # why an optimizer with this execution cannot be copied or pickled; empty if it can
-    begins_together = False
+    creates_all_states = False
     """Whether all state is created at the first step, and not at each parameter's first gradient."""
 
     @property

@@ -141,7 +141,7 @@ def prepare_by_hand(optimizer: Optimizer) -> None:
 def step_in_capture(optimizer: Optimizer, reports: Reports | None) -> None:
     """Launch a step into the CUDA graph under capture; everything that the step needs must exist."""
     plan = optimizer.plan
-    if plan is None or not plan.basis.fits(optimizer) or plan.basis.leaves_out_training:
+    if plan is None or not plan.basis.fits(optimizer) or plan.basis.omits_trainable:
         devices = {param.device for param in params_of(optimizer)}
         require(any(passes_class(device).can_be_captured for device in devices), ON_CPU)
         raise CaptureError(f"the step cannot be captured: the optimizer's tables are not built yet; {PREPARE}")

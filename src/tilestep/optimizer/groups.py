@@ -72,7 +72,7 @@ def find_rule(rule: Any, adopted: Mapping[str, Rule]) -> Rule:
     return rule
 
 
-def _origin(rule: Rule) -> Rule:
+def _base_rule(rule: Rule) -> Rule:
     """Return the base of a derived rule."""
     while rule.composition is not None:
         rule = rule.composition[1]
@@ -88,7 +88,7 @@ def fill_group(
     rules are derived from the same base.
     """
     own = {**rule.hyperparameters, **rule.options}
-    is_alike, left_out = _origin(rule) is _origin(first), []
+    is_alike, left_out = _base_rule(rule) is _base_rule(first), []
     for key, value in own.items():
         if key in group:
             continue
@@ -98,9 +98,9 @@ def fill_group(
             left_out += [(key, *texts)] if texts[0] != texts[1] else []
     if left_out:
         taken = ", ".join(f"{key}={value}" for key, value, _ in left_out)
-        told = ", ".join(f"{key}={value}" for key, _, value in left_out)
+        ignored = ", ".join(f"{key}={value}" for key, _, value in left_out)
         warnings.warn(
-            f"a param group of rule {rule.name} takes that rule's defaults, {taken}, and not the optimizer's {told} "
+            f"a param group of rule {rule.name} takes that rule's defaults, {taken}, and not the optimizer's {ignored} "
             f"for {first.name}; set them in the group",
             stacklevel=2,
         )

@@ -99,7 +99,7 @@ class Masters:
             if earlier is not None and theirs.known[earlier] and not mine.known[place]:
                 mine.versions[place], mine.known[place] = theirs.versions[earlier], True
 
-    def forget_buffers(self) -> None:
+    def drop_buffers(self) -> None:
         """Keep only the data that `carry` reads: the masters' memory is freed."""
         self._members = [(param, kind, torch.empty(0, device="meta")) for param, kind, _ in self._members]
 

@@ -82,16 +82,16 @@ def check_patterns(groups: Sequence[Mapping[str, Any]]) -> None:
                     )
 
 
-class Seen(NamedTuple):
+class RuleView(NamedTuple):
     """A parameter, or some of its rows, as a rule sees it, with the graph for it."""
 
     graph: Graph
     matrices: Matrices | None = None  # the matrices that the rule sees; None: the rule sees the parameter itself
 
 
-def seen_by(
+def rule_views(
     rule: Rule, group: Mapping[str, Any], shape: torch.Size, dtype: torch.dtype = torch.float32, label: str = ""
-) -> list[Seen]:
+) -> list[RuleView]:
     """Return the parts in which a rule sees a parameter: the whole, or the matrices in it for a rule of matrices."""
     hyperparameters = {key: group[key] for key in rule.hyperparameters}
     options = matrix_options(group, label)
@@ -99,7 +99,7 @@ def seen_by(
         options.pop("flatten", None)
     if not options:
         try:
-            return [Seen(graph_for(rule, hyperparameters, len(shape), shape, dtype))]
+            return [RuleView(graph_for(rule, hyperparameters, len(shape), shape, dtype))]
         except MatrixError:
             if len(shape) < 3:
                 raise
@@ -109,7 +109,7 @@ def seen_by(
         found = find_matrices(shape, **options)
     except ValueError as error:
         raise GradientError(str(error)) from None
-    return [Seen(_graph_of_matrices(rule, hyperparameters, one, shape, dtype, options), one) for one in found]
+    return [RuleView(_graph_of_matrices(rule, hyperparameters, one, shape, dtype, options), one) for one in found]
 
 
 def _graph_of_matrices(
@@ -154,7 +154,7 @@ def matrix_work(
     return count * work_of(program, group, rows, columns)
 
 
-def check_matrices(share: Share, rule: Rule, seen: Sequence[Seen]) -> None:
+def check_matrices(share: Share, rule: Rule, seen: Sequence[RuleView]) -> None:
     """Raise for matrices inside a DTensor that are split over ranks and cannot be gathered."""
     param: Any = share.holder
     if not is_distributed(param) or is_whole(param):
@@ -178,7 +178,7 @@ def check_matrices(share: Share, rule: Rule, seen: Sequence[Seen]) -> None:
 
 
 def check_cut(
-    optimizer: Optimizer, share: Share, rule: Rule, seen: Sequence[Seen], formats: Mapping[str, Storage]
+    optimizer: Optimizer, share: Share, rule: Rule, seen: Sequence[RuleView], formats: Mapping[str, Storage]
 ) -> None:
     """Raise for splits of several sizes, which have an entry per size, where a parameter must have a single entry."""
     reasons = {

@@ -60,7 +60,7 @@ class StateMemory:
     def wait(self) -> None:
         """Wait until the host can read the buffers that steps have written."""
 
-    looks_at_gradients = False  # whether `gradients` must be called at every step
+    replaces_gradients = False  # whether `gradients` must be called at every step
     timeline: Any = None  # the timeline that takes gradients from the parameters during backward; None if there is none
 
     def gradients(self, params: Sequence[Sequence[torch.Tensor]], gradients: Gradients) -> Gradients:

@@ -37,12 +37,12 @@ from ..storage import kept_in_blocks, values_of
 from ..timeline.timeline import refuse_taken_by_another
 from .build import (
     Builder,
-    begin_at_once,
-    begins_together,
     build_plan,
     check_params,
+    create_early_states,
+    creates_all_states,
     flat_part,
-    require_no_real,
+    require_fake,
     spec_of,
 )
 from .checkpoint import load, mark_codes, save_numbers, states_of_groups, unchanged_on_error
@@ -62,7 +62,7 @@ from .states import (
     WatchedState,
     compute_dtype,
     initialize,
-    keeping_squares,
+    require_same_squares,
 )
 from .wrappers import forward_to_wrapped
 
@@ -203,7 +203,7 @@ class Optimizer(torch.optim.Optimizer):
         self._ready = True
         clear_dynamo_frames()
         check_params(self)
-        self.control.take_number(self.param_groups)
+        self.control.assign_number(self.param_groups)
 
     def attach(
         self, names: Sequence[str], *, execution: Execution | None = None, offers: Mapping[str, Any] | None = None
@@ -214,7 +214,7 @@ class Optimizer(torch.optim.Optimizer):
         self.attached += tuple(names)
         vars(self).update(offers or {}, **({} if execution is None else {"execution": execution}))
 
-    def take_memory(self, memory: StateMemory) -> None:
+    def set_memory(self, memory: StateMemory) -> None:
         """Move all state to another memory, and build a plan for it."""
         if self.plan is not None:
             self.plan.masters.sync()
@@ -298,7 +298,7 @@ class Optimizer(torch.optim.Optimizer):
         with unchanged_on_error(self):
             self.execution.add_param_group(param_group, self._add_param_group)
             # Offloaded state is allocated immediately: gradients may be moved to it before any step.
-            if self._ready and (self.execution.begins_together or not self.memory.on_device):
+            if self._ready and (self.execution.creates_all_states or not self.memory.on_device):
                 self.rebuild(ahead=True)
 
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -388,7 +388,7 @@ class Optimizer(torch.optim.Optimizer):
         with ExitStack() as arrivals, torch.inference_mode(False), torch.no_grad(), self.execution.making_plan():
             self.drop_plan()
             self.control.flat_part = flat_part(self)
-            self.control.take_number(self.param_groups)
+            self.control.assign_number(self.param_groups)
             with keeping_to(self.workspace_limit):
                 self.plan = plan = build_plan(self, arrivals, ahead=ahead)
             self.placement.take_part(plan)
@@ -410,12 +410,12 @@ class Optimizer(torch.optim.Optimizer):
     def fitting_plan(self, *, ahead: bool = False) -> StepPlan:
         """Return the plan, rebuilt if groups, parameters or states have changed; see `Basis.fits` and `build_plan`."""
         plan = self.plan
-        fits = plan is not None and plan.basis.fits(self) and not (ahead and plan.basis.leaves_out_training)
+        fits = plan is not None and plan.basis.fits(self) and not (ahead and plan.basis.omits_trainable)
         return plan if fits and plan is not None else self.rebuild(ahead=ahead)
 
     def rebuild(self, *, ahead: bool = False) -> StepPlan:
         """Replace the plan; `ahead` also creates all missing states."""
-        with unchanged_on_error(self), keeping_squares(self):
+        with unchanged_on_error(self), require_same_squares(self):
             return self._make_plan(ahead=ahead)
 
     def _rebuild_prepared(self) -> StepPlan:
@@ -429,7 +429,7 @@ class Optimizer(torch.optim.Optimizer):
                 plan.refresh()
             return plan
 
-    def take_states(
+    def set_states(
         self, states: Mapping[Any, Any], ahead: Collection[Any], groups: Sequence[Mapping[str, Any]]
     ) -> None:
         """Replace the states by a checkpoint's, with its groups; states in `ahead` start at their first step."""
@@ -662,7 +662,7 @@ class Optimizer(torch.optim.Optimizer):
                 evaluated = closure()
         loss, history = evaluated if loss is None else loss, self.control.history
         if loss is not None:
-            self.control.take_loss(loss, self.param_groups)
+            self.control.store_loss(loss, self.param_groups)
         try:
             if self.execution is AT_STEP:
                 self.update()
@@ -696,7 +696,7 @@ class Optimizer(torch.optim.Optimizer):
             return
         ordinary = step_is_ordinary()
         if not ordinary and fake_mode_is_active():
-            require_no_real(self)
+            require_fake(self)
         if self.memory.timeline is not None:
             self.memory.note_gradients(params_of(self))
         inputs = self.control.inputs(self)
@@ -710,7 +710,7 @@ class Optimizer(torch.optim.Optimizer):
             refuse_taken_by_another(plan.without_gradients(), self.memory.timeline)
             plan.active_set_changed = False
         if plan.ahead:
-            plan.begin_states(self, all_of_them=begins_together(self))
+            plan.begin_states(self, all_of_them=creates_all_states(self))
         plan.run(self, inputs, marked=not ordinary, counts_versions=not unmoved, reports=self.reports)
 
     def prepared(self) -> StepPlan:
@@ -869,7 +869,7 @@ class Optimizer(torch.optim.Optimizer):
     def plain_state_dict(self) -> dict[str, Any]:
         """Return the `state_dict`, regardless of the execution."""
         if not self.attached:
-            begin_at_once(self)
+            create_early_states(self)
         initialize(self)
         if self.plan is not None:
             if self.plan.broken_by:
@@ -985,7 +985,7 @@ class Optimizer(torch.optim.Optimizer):
             # Graphs that check for staleness before replays no longer need the tables.
             self._parking, self.graphs, self.plan = parking, Graphs(), None
             if self._masters is not None:
-                self._masters.forget_buffers()
+                self._masters.drop_buffers()
             if self.reports is not None:
                 self.reports.detach()
             for device in {part.device for part in copied}:

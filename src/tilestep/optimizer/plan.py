@@ -64,7 +64,7 @@ class Basis:
         return same_count and same_state and same_list(groups, self.groups)
 
     @property
-    def leaves_out_training(self) -> bool:
+    def omits_trainable(self) -> bool:
         """Whether a trainable parameter has no gradient yet: a graph would leave it out forever."""
         return any(param.requires_grad and not is_lazy(param) and not param.is_meta for param in self.dormant)
 
@@ -204,7 +204,7 @@ class StepPlan:
         deciders = self.deciders
         norm = inputs is not None and inputs.needs_norm and deciders.sums_in_tiles and deciders.ranks is None
         unmoved = unmoved and self.home.on_device
-        if self.home.looks_at_gradients and not gradients:
+        if self.home.replaces_gradients and not gradients:
             # The gradients of all engines are copied to the host together.
             gradients = self.gradients()
         for place in self._every if places is None else places:
@@ -286,15 +286,15 @@ class StepPlan:
                 passes.take_threads(self._threads)
         self.progress.clear()
         # The passes of the remaining engines read only tensors that the tables hold.
-        attended = [engine for engine in engines if measures or engine.gradients or not engine.table.finds]
-        for engine in attended:
+        active = [engine for engine in engines if measures or engine.gradients or not engine.table.finds]
+        for engine in active:
             engine.begin()
         try:
             if marked:
                 run_marked(calls, engines)
             else:
                 deque(map(CALL, chain.from_iterable(calls)), 0)
-            for engine in attended:
+            for engine in active:
                 engine.finish()
                 engine.release()
             for engine in engines:

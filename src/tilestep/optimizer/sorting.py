@@ -72,14 +72,14 @@ class SortedGroups(list[dict[str, Any]]):
         lines, total = list[str](), sum(self._counts)
         for (name, share), group in zip(self.shares.items(), self, strict=True):
             of = f" of {total:,} elements" if not lines else ""
-            lines.append(f"{name}: {share:.1%}{of}, {', '.join(_alike([own for own, _ in group['params']]))}")
+            lines.append(f"{name}: {share:.1%}{of}, {', '.join(_merge_numbered([own for own, _ in group['params']]))}")
         if self.left:
             shown = ", ".join(f"{name} {shape}" for name, shape in self.left.items())
             lines.append(f"stacks and convolutions that {next(iter(self.shares))} does not get: {shown}")
         return "\n".join(lines)
 
 
-def _alike(names: Iterable[str]) -> list[str]:
+def _merge_numbered(names: Iterable[str]) -> list[str]:
     """Merge names that differ only in numbers."""
     counts: dict[str, list[str]] = defaultdict(list)
     for name in names:
@@ -146,7 +146,7 @@ def muon_groups(
     check_expression("stacks", stacks)
     require_shapes("muon_groups()", named)
     modules = dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {}
-    ends = _routers(named) | _ends(modules.values(), named)
+    ends = _routers(named) | _embeddings_and_heads(modules.values(), named)
     convolutions = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
     windows = {module.weight for module in modules.values() if isinstance(module, convolutions)}
     inside, rest, flat = list[tuple[str, torch.Tensor]](), list[tuple[str, torch.Tensor]](), list[str]()
@@ -169,7 +169,7 @@ def muon_groups(
         why = f"{matrices} are treated as embeddings, heads or routers; pass another `outside`"
         why = why if matrices else "no trainable parameter has two dimensions"
         raise ValueError(f"no matrix is left for Muon: {why}")
-    found: dict[str, Any] = {"flatten": {_exactly(flat): True}} if flat else {}
+    found: dict[str, Any] = {"flatten": {_exact_pattern(flat): True}} if flat else {}
     if heads:
         found["heads"] = _heads(modules, inside)
     first = {"rule": _RULE, **found, **(muon or {}), "params": inside}
@@ -188,7 +188,7 @@ def muon_groups(
 _WINDOW = 7  # largest window of a convolution: sides after the first two dimensions
 
 
-def _exactly(names: Iterable[str]) -> str:
+def _exact_pattern(names: Iterable[str]) -> str:
     """A pattern that matches exactly these names."""
     return f"^({'|'.join(map(re.escape, names))})$"
 
@@ -206,7 +206,9 @@ def _routers(named: list[tuple[str, torch.Tensor]]) -> set[torch.Tensor]:
     return {param for path, param in gates if path in having}
 
 
-def _ends(modules: Iterable[torch.nn.Module], named: Iterable[tuple[str, torch.Tensor]]) -> set[torch.Tensor]:
+def _embeddings_and_heads(
+    modules: Iterable[torch.nn.Module], named: Iterable[tuple[str, torch.Tensor]]
+) -> set[torch.Tensor]:
     """Embeddings, and the head with the shape of an embedding, if there is exactly one."""
     tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     ends: set[torch.Tensor] = {module.weight for module in modules if isinstance(module, tables)}
@@ -235,7 +237,7 @@ def _heads(modules: Mapping[str, torch.nn.Module], inside: Iterable[tuple[str, t
             "heads=True finds no projection to heads in a module with their size (head_dim or num_heads); pass "
             'heads={"q_proj": ...} to the optimizer'
         )
-    return {_exactly(names): count for count, names in by_count.items()}
+    return {_exact_pattern(names): count for count, names in by_count.items()}
 
 
 def _size_of_head(module: Any, columns: int) -> int:

@@ -130,11 +130,11 @@ def state_formats(
             elif codec_of(chosen).is_packed and (not shape or shape[-1] % 2 or shape[-1] != columns):
                 chosen = state_format("int8", signed)
         formats[state] = Plain(compute_dtype(param)) if chosen == Plain(torch.float32) else chosen
-    beside = {array.name: state for state, kept in formats.items() for array in kept.arrays(state)}
-    for name in sorted(beside.keys() & rule.states.keys()):
-        if beside[name] != name:
+    owners = {array.name: state for state, kept in formats.items() for array in kept.arrays(state)}
+    for name in sorted(owners.keys() & rule.states.keys()):
+        if owners[name] != name:
             raise StateError(
-                f"{label}: {rule.name} has a state {name!r}, and codes or scales of its state {beside[name]!r} are "
+                f"{label}: {rule.name} has a state {name!r}, and codes or scales of its state {owners[name]!r} are "
                 f"stored under that name; rename one, or use {_NUMBERS}"
             )
     return formats
@@ -226,7 +226,7 @@ def _squares(optimizer: Optimizer) -> dict[torch.Tensor, set[str]]:
 
 
 @contextmanager
-def keeping_squares(optimizer: Optimizer) -> Iterator[None]:
+def require_same_squares(optimizer: Optimizer) -> Iterator[None]:
     """A block that rebuilds the plan; raises if a parameter that has been stepped gets or loses a square matrix."""
     # The squares are bases that other states are expressed in; a basis of zeros would stop its parameter.
     before = _squares(optimizer)
@@ -244,7 +244,7 @@ def keeping_squares(optimizer: Optimizer) -> Iterator[None]:
             )
 
 
-def _noted(name: str) -> Callable[..., Any]:
+def _counting_tensors(name: str) -> Callable[..., Any]:
     original = getattr(dict, name)
 
     def changing(self: ParameterState, *args: Any, **kwargs: Any) -> Any:
@@ -271,7 +271,7 @@ class ParameterState(dict[str, Any]):
         return dict, (), None, None, iter(self.items())
 
 
-def _counted(name: str) -> Callable[..., Any]:
+def _counting_entries(name: str) -> Callable[..., Any]:
     original = getattr(defaultdict, name)
 
     def changing(self: WatchedState, *args: Any, **kwargs: Any) -> Any:
@@ -312,8 +312,8 @@ class WatchedState(defaultdict[Any, Any]):
 
 
 for _name in ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
-    setattr(ParameterState, _name, _noted(_name))
-    setattr(WatchedState, _name, _counted(_name))
+    setattr(ParameterState, _name, _counting_tensors(_name))
+    setattr(WatchedState, _name, _counting_entries(_name))
 
 
 TRAINING = "training_param"  # state key of the training weights while the parameter holds the weights to evaluate
@@ -429,7 +429,7 @@ class StateTemplate:
             ):
                 state.update({array.name: buffer for buffer, array in zip(stored, arrays)})
                 continue
-            if live is not None and not fits and value is None and name not in MASTER_KEYS and _has_begun(values):
+            if live is not None and not fits and value is None and name not in MASTER_KEYS and _has_stepped(values):
                 raise StateError(
                     f"the checkpoint has no state {name!r} for {label}: it was saved by another optimizer, or with "
                     "other hyperparameters"
@@ -659,7 +659,7 @@ def shape_of(start: State, param: torch.Tensor, full_shape: torch.Size, elements
     return shape_of_entries(param.shape, elements)
 
 
-def _has_begun(state: Mapping[str, Any]) -> bool:
+def _has_stepped(state: Mapping[str, Any]) -> bool:
     """Whether a saved state shows that a step was taken."""
     has_buffers = any([isinstance(value, torch.Tensor) and name != "step" for name, value in state.items()])
     return has_buffers or float(state.get("step") or 0.0) > 0

@@ -213,12 +213,12 @@ class Entry:
     exchange: tuple[MatrixExchange, int] | None = None
     origin: int = 0  # index of the first element in the whole tensor, in memory order
     strides: tuple[int, ...] | None = None  # of the whole tensor along the dims of `param`; None: `param`'s strides
-    only_read: Collection[str] = ()  # arrays that no step writes
+    read_only: Collection[str] = ()  # arrays that no step writes
 
     @property
     def written(self) -> list[tuple[str, torch.Tensor]]:
         """The arrays and matrices that steps write, by name; scalars are left out."""
-        return [one for one in (*self.arrays.items(), *self.matrices.items()) if one[0] not in self.only_read]
+        return [one for one in (*self.arrays.items(), *self.matrices.items()) if one[0] not in self.read_only]
 
     @property
     def norm_weight(self) -> float:

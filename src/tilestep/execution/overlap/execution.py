@@ -37,7 +37,7 @@ class OverlapExecution(Execution):
     # The arguments are documented at `overlap`; `grouping` holds the groups of parameters that are updated together.
 
     not_copied = "an overlapped optimizer cannot be copied or pickled: save its state_dict()"
-    begins_together = True
+    creates_all_states = True
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ...optimizer import Optimizer
-from ...optimizer.matrices import seen_by
+from ...optimizer.matrices import rule_views
 from ...optimizer.memory import StateMemory
 from ...optimizer.parameters import iter_params, params_of
 from ...optimizer.states import StateTemplate, fill_buffers, initialize, storages
@@ -57,7 +57,7 @@ def _state_elsewhere(member: Member, listed: Listed, rule: Rule) -> dict[str, An
     """The state of a parameter that another rank owns: pieces without elements on this rank."""
     label, index, group, param = listed
     like = torch.empty_like(param, device="meta")
-    graph = seen_by(rule, group, like.shape, label=label)[0].graph
+    graph = rule_views(rule, group, like.shape, label=label)[0].graph
     requests: Any = []
     template = StateTemplate(like, group, graph, rule, storages(like, group, graph, rule, label=label))
     share = Share(member.name, label, like, like, index, group, 0, like)

@@ -14,7 +14,7 @@ from ...errors import RuleError, StateError
 from ...optimizer import Optimizer
 from ...optimizer.build import spec_of
 from ...optimizer.masters import MASTER_KEYS
-from ...optimizer.matrices import matrix_work, seen_by
+from ...optimizer.matrices import matrix_work, rule_views
 from ...optimizer.parameters import iter_params
 from ...optimizer.states import TRAINING
 from ...placement import Listed, Placement, Ranks, ReductionGroup, Share
@@ -50,7 +50,7 @@ def items_of(optimizer: Optimizer, options: Options) -> dict[torch.Tensor, Item]
             continue
         cost = float(param.numel())
         if program.matrices.scratch and param.dim() > 1:
-            seen = seen_by(optimizer.rule_of(group), group, param.shape, label=label)
+            seen = rule_views(optimizer.rule_of(group), group, param.shape, label=label)
             cost = sum(matrix_work(program.matrices, group, param.shape, one.matrices) for one in seen)
         items[param] = replace(item, whole=True, cost=int(cost))
     return items

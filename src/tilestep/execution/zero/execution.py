@@ -548,7 +548,7 @@ class ShardedExecution(Execution):
     """Reduces gradients in backward, updates this rank's sections in the step, and all-gathers parameters after it."""
 
     not_copied = "a sharded optimizer cannot be copied or pickled: save its state_dict() or full_state_dict()"
-    begins_together = True
+    creates_all_states = True
 
     def __init__(self, optimizer: Optimizer, sharding: Sharding) -> None:
         self._reference = weakref.ref(optimizer)
