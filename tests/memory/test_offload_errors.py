@@ -212,13 +212,13 @@ def test_memory_is_given_back() -> None:
 def test_the_default_place_is_the_gpu_where_triton_is(
     triton: bool, cxx: bool, where: str | None, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offload, "triton_is_there", lambda: triton)
+    monkeypatch.setattr(offload, "triton_available", lambda: triton)
     monkeypatch.setattr(offload, "compiler", lambda: "c++" if cxx else None)
     assert offload.choose(tilestep.AdamW(parameters()), torch.device("cuda"), where)[0] == place
 
 
 def test_a_place_without_its_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "triton_is_there", lambda: False)
+    monkeypatch.setattr(offload, "triton_available", lambda: False)
     monkeypatch.setattr(offload, "compiler", lambda: None)
     for where, said in (
         (None, "needs Triton or a C[+][+] compiler"),

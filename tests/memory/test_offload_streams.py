@@ -59,7 +59,7 @@ class Copies:
 def test_memory_goes_back_to_streams_that_have_waited() -> None:
     params = [torch.nn.Parameter(torch.zeros(8)) for _ in range(8)]
     mirrors = Mirrors(HostMemory(torch.device("cpu")))
-    mirrors.follow(params)
+    mirrors.set_params(params)
     compute, lane = Computing(), Copies()
     copies = HostCopies(lane, compute, step_bytes=20)  # type: ignore[arg-type]
     streams, let_go = [Stream(), Stream()], dict[int, bool]()
@@ -78,6 +78,6 @@ def test_memory_goes_back_to_streams_that_have_waited() -> None:
         del gradient
     assert 0 < len(let_go) < len(params), "some are pushed out by others, some wait for the step"
     lane.now = streams[0]
-    copies.forget()
+    copies.reset()
     assert let_go == {place: True for place in range(len(params))}
     assert [mirrors[param].gradient[0].item() for param in params] == list(range(8))

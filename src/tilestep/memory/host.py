@@ -42,7 +42,7 @@ class HostState(StateOnHost):
         for label, part in parts:
             check_parameter(part, label)
         check_not_shared(parts)
-        has_new, writes = self.follow([param for _, param in params]), self._writes
+        has_new, writes = self.set_params([param for _, param in params]), self._writes
         if has_new or (writes is not None and len(writes.params) != len(self.mirrors)):
             self._writes, self._sums = None, None
         self.sync_masters()
@@ -147,10 +147,10 @@ class HostUpdate(ChunkedPasses):
         """Wait for gradients; the state is on the host."""
         self._home.copies.wait(self._mirrors)
 
-    def bring(self, index: int, position: int) -> None:
+    def copy_in(self, index: int, position: int) -> None:
         self._home.copies.wait([self._mirrors[place] for place in self.chunks[position].tensors])
 
-    def send(self, index: int, position: int) -> None:
+    def copy_out(self, index: int, position: int) -> None:
         if not self._writes[index]:
             return
         tile_range, segment, pairs = self.chunks[position], self._passes.segment, []

@@ -10,7 +10,7 @@ import torch
 from ..backends.cpp.compile import compiler
 from ..devices import is_host
 from ..errors import OffloadError
-from ..kernels.launch import available as triton_is_there
+from ..kernels.launch import available as triton_available
 from ..optimizer import Optimizer
 from ..optimizer.checkpoint import unchanged_on_error
 from ..optimizer.optimizer import resolve_optimizer
@@ -82,13 +82,13 @@ def offload(
         raise ValueError("Invalid state: False; nothing would be offloaded")
     if not chunk_mb > 0 or buffers < 1:
         raise ValueError(f"Invalid chunk_mb or buffers: {chunk_mb}, {buffers}; both must be positive")
-    made = resolve_optimizer("offload", optimizer)
-    refuse("offload", made.attached, error=OffloadError)
+    resolved = resolve_optimizer("offload", optimizer)
+    refuse("offload", resolved.attached, error=OffloadError)
     if gradients:
-        refuse("offload of gradients", made.attached, error=OffloadError)
-        _refuse_wrappers(made)
-    device = _device_of(made)
-    place, reason = choose(made, device, where)
+        refuse("offload of gradients", resolved.attached, error=OffloadError)
+        _refuse_wrappers(resolved)
+    device = _device_of(resolved)
+    place, reason = choose(resolved, device, where)
     size = int(chunk_mb * _MIB)
     memory = OffloadedState()
     memory.on_device = True  # for parameters on the CPU; replaced below for other devices
@@ -96,7 +96,7 @@ def offload(
         memory = StreamedState(device, size, buffers, gradients)
     elif place == "cpu":
         memory = HostState(device, size, gradients)
-    return move_state(made, memory, place, reason)
+    return move_state(resolved, memory, place, reason)
 
 
 def _refuse_wrappers(optimizer: Optimizer) -> None:
@@ -129,15 +129,15 @@ def choose(optimizer: Optimizer, device: torch.device, where: str | None) -> tup
         if where == "cpu":
             refuse("offload to the CPU", optimizer.attached, error=OffloadError)
         where = "gpu"
-    able = {"gpu": triton_is_there(), "cpu": compiler() is not None}
+    available = {"gpu": triton_available(), "cpu": compiler() is not None}
     if where is not None:
-        if not able[where]:
+        if not available[where]:
             needed = {"gpu": "Triton", "cpu": "a C++ compiler"}[where]
             raise OffloadError(f"where={where!r} needs {needed}, which is not available")
         return where, "as requested"
-    if not any(able.values()):
+    if not any(available.values()):
         raise OffloadError("offload() needs Triton or a C++ compiler; install one of them")
-    return ("gpu", "the default") if able["gpu"] else ("cpu", "Triton is not installed")
+    return ("gpu", "the default") if available["gpu"] else ("cpu", "Triton is not installed")
 
 
 @torch.no_grad()

@@ -62,8 +62,8 @@ def _widths(spec: KernelSpec) -> tuple[float, float, float]:
     """Bytes per element over all passes: on the host, copied in, copied out."""
     sizes = {array.name: array.dtype.itemsize / array.elements for array in spec.arrays}
     moved = [traffic_of(spec, index) for index in range(len(spec.program.tiles))]
-    came, went = (sum(sizes[name] for both in moved for name in both[way]) for way in (0, 1))
-    return sum(sizes[name] for name in {name for into, _ in moved for name in into}), came, went
+    bytes_in, bytes_out = (sum(sizes[name] for both in moved for name in both[way]) for way in (0, 1))
+    return sum(sizes[name] for name in {name for into, _ in moved for name in into}), bytes_in, bytes_out
 
 
 @dataclass(frozen=True)
@@ -193,11 +193,11 @@ class Mirrors(dict[torch.Tensor, Mirror]):
 
     def outdated(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """The mirrored parameters that are not in `params`, or no longer fit their mirrors."""
-        staying = set(params)
-        return [param for param, own in self.items() if param not in staying or not own.fits(local_part(param))]
+        current = set(params)
+        return [param for param, own in self.items() if param not in current or not own.fits(local_part(param))]
 
     @torch.no_grad()
-    def follow(self, params: Sequence[torch.Tensor]) -> bool:
+    def set_params(self, params: Sequence[torch.Tensor]) -> bool:
         """Keep mirrors of exactly these parameters; new mirrors are uninitialized. Returns whether any is new."""
         for param in self.outdated(params):
             del self[param]
@@ -227,7 +227,7 @@ class HostCopies:
         """Make the copies of a step wait for the computation so far."""
         self._lane.follow(self._compute.mark())
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Reset the copies after a step."""
         self._marks, self._open = [], 0
         if self._held.pending:
@@ -300,7 +300,7 @@ class HostGradients(Row):
             own = distribute(gradient.to(part.device, grad_dtype(param), copy=True), param)
             param.grad = own if param.grad is None else param.grad + own
 
-    def follow(self, params: Sequence[torch.Tensor]) -> None:
+    def set_params(self, params: Sequence[torch.Tensor]) -> None:
         """Copy the gradients of exactly these parameters from now on; all must have mirrors."""
         self.timeline.count([param] for param in params)
         for param in params:
@@ -428,13 +428,13 @@ class StateOnHost(OffloadedState):
         self.kept = HostGradients(mirrors, self.copies, self.compute) if keeps_gradients else None
         self.timeline = None if self.kept is None else self.kept.timeline
 
-    def follow(self, params: Sequence[torch.Tensor]) -> bool:
+    def set_params(self, params: Sequence[torch.Tensor]) -> bool:
         """Keep copies of exactly these parameters and of their gradients; returns whether any is new."""
         if self.kept is not None:
             self.kept.return_gradients(params)
-        has_new = self.mirrors.follow(params)
+        has_new = self.mirrors.set_params(params)
         if self.kept is not None:
-            self.kept.follow(params)
+            self.kept.set_params(params)
         return has_new
 
     def begin(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -459,7 +459,7 @@ class StateOnHost(OffloadedState):
     def drop_gradients(self) -> None:
         for mirror in self.mirrors.values():
             mirror.present, mirror.sent = False, None
-        self.copies.forget()
+        self.copies.reset()
         if self.kept is not None:
             self.timeline.forget()
 
@@ -495,7 +495,7 @@ class ChunkedPasses:
         self._passes_ref = weakref.ref(passes)
         self._in_slices = bool(passes.segment.spec.program.slices.views)
         self._room = 1 << 62 if self._in_slices else chunk_bytes  # bytes of a chunk
-        self.chunks: Sequence[Any] = ()  # for `bring` and `send` of derived classes
+        self.chunks: Sequence[Any] = ()  # for `copy_in` and `copy_out` of derived classes
         self.tile_ranges: Sequence[TileRange | None] = ()  # of each chunk; None for all tiles
 
     @property
@@ -507,23 +507,23 @@ class ChunkedPasses:
     def prepare(self) -> None:
         """Called before a pass."""
 
-    def bring(self, index: int, position: int) -> None:
+    def copy_in(self, index: int, position: int) -> None:
         """Called before tile pass `index` over a chunk."""
 
-    def send(self, index: int, position: int) -> None:
+    def copy_out(self, index: int, position: int) -> None:
         """Called after tile pass `index` over a chunk."""
 
     def run(self, index: int) -> None:
-        """Bring, update and send chunk after chunk."""
+        """Copy in, update and copy out chunk after chunk."""
         passes, program = self._passes, self._passes.segment.spec.program
         if program.tiles[index] is None and not program.slices_before(index):
             return
         self.prepare()
         for position, tile_range in enumerate(self.tile_ranges):
-            self.bring(index, position)
+            self.copy_in(index, position)
             for call in passes.tile_calls(index, tile_range):
                 call()
-            self.send(index, position)
+            self.copy_out(index, position)
 
 
 def _grouped(params: list[torch.Tensor]) -> SimpleNamespace:

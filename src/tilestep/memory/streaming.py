@@ -46,7 +46,7 @@ class StreamedState(StateOnHost):
         super().begin(params)
         self._chunks = 0
         if self.kept is not None:
-            self.follow([param for _, param in params])
+            self.set_params([param for _, param in params])
             self._returning.clear()
 
     def on_entry(self, spec: KernelSpec, entry: Entry) -> None:
@@ -176,14 +176,14 @@ class StreamedUpdate(ChunkedPasses):
         passes.arrays.read()
         passes.upload()
 
-    def bring(self, index: int, position: int) -> None:
+    def copy_in(self, index: int, position: int) -> None:
         """Copy a chunk into its buffer."""
         home, buffer = self._home, self._buffer(position)
         home.inward.follow(buffer.free)
         home.inward.copy(self._copied(self._traffic[index][0], position))
         home.compute.follow(home.inward.mark())
 
-    def send(self, index: int, position: int) -> None:
+    def copy_out(self, index: int, position: int) -> None:
         """Copy the written arrays of a chunk to the host."""
         home, buffer = self._home, self._buffer(position)
         buffer.free = home.compute.mark()

@@ -260,17 +260,17 @@ def loaded_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> l
             "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"
         )
     rules = [optimizer.rule_of(group) for group in before]
-    for index, (rule, theirs) in enumerate(zip(rules, saved)):
-        if theirs.get("rule", rule.name) != rule.name:
+    for index, (rule, stored) in enumerate(zip(rules, saved)):
+        if stored.get("rule", rule.name) != rule.name:
             raise StateError(
-                f"group {index} of the checkpoint is of rule {theirs['rule']}, this optimizer's is of {rule.name}"
+                f"group {index} of the checkpoint is of rule {stored['rule']}, this optimizer's is of {rule.name}"
             )
         # AdamW always decouples the weight decay; Adam has an option.
-        wanted = rule.options.get("decoupled_weight_decay")
-        if wanted is not None and bool(theirs.get("decoupled_weight_decay", wanted)) is not wanted:
+        expected = rule.options.get("decoupled_weight_decay")
+        if expected is not None and bool(stored.get("decoupled_weight_decay", expected)) is not expected:
             raise StateError(
-                f"group {index} of the checkpoint has decoupled_weight_decay={not wanted}, and {rule.name} "
-                f"requires {wanted}: load it into tilestep.Adam"
+                f"group {index} of the checkpoint has decoupled_weight_decay={not expected}, and {rule.name} "
+                f"requires {expected}: load it into tilestep.Adam"
             )
     groups = copy.deepcopy([{key: value for key, value in group.items() if key != "params"} for group in saved])
     for index, (group, old, rule) in enumerate(zip(groups, before, rules)):
@@ -435,8 +435,8 @@ class _StateReader:
         for name, start in self._starts.items():
             blocks = kept_in_blocks(values, name) if has_blocks else None
             for array in () if blocks is None else blocks.arrays(name):
-                wanted = shape_of_entries(param.shape, array.elements)
-                check_shape(label, array.name, values[array.name], wanted, _THERE, f" for {blocks}")
+                expected = shape_of_entries(param.shape, array.elements)
+                check_shape(label, array.name, values[array.name], expected, _THERE, f" for {blocks}")
             value = values.get(name)
             if has_blocks and name not in MASTER_KEYS and (blocks is None or isinstance(value, torch.Tensor)):
                 _refuse_lost_codes(label, name, values, rule.state_names)
@@ -453,10 +453,10 @@ class _StateReader:
                 )
             if start.shape == "param" and value.shape == param.shape:
                 continue
-            wanted = shape_of(start, param, param.shape)
-            if tuple(value.shape) != wanted and value.numel() == 1 and math.prod(wanted) == 1:
-                values[name] = value = value.detach().reshape(wanted)
-            check_shape(label, name, value, wanted, _THERE)
+            expected = shape_of(start, param, param.shape)
+            if tuple(value.shape) != expected and value.numel() == 1 and math.prod(expected) == 1:
+                values[name] = value = value.detach().reshape(expected)
+            check_shape(label, name, value, expected, _THERE)
         if self._integers in values and values[self._integers].dtype.is_floating_point:
             # torch's optimizers cast the integers to floating point, which loses their bits.
             del values[self._integers]

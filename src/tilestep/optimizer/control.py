@@ -349,9 +349,9 @@ class StepControl:
                 inputs.power_sum = norm.launch()
         self.history.has_norm = inputs.needs_norm
         if ranks is not None:
-            others = inputs.loss is not None or inputs.found_inf is not None
+            has_more = inputs.loss is not None or inputs.found_inf is not None
             has_sent = True
-            if others or inputs.power_sum is None or self.joint is not None:
+            if has_more or inputs.power_sum is None or self.joint is not None:
                 has_sent = _reduce_inputs(inputs, ranks, has_whole_norm=self.joint is not None)
             else:
                 # The tensor is computed anew at every step and used only by the decision.

@@ -135,8 +135,8 @@ def check_flags(rule: Rule, group: Mapping[str, Any]) -> None:
     if group.get("fused") and group.get("foreach"):
         raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
     for key in _FIXED.intersection(rule.options):
-        wanted = rule.options[key]
-        if bool(group.get(key, wanted)) is not wanted:
+        expected = rule.options[key]
+        if bool(group.get(key, expected)) is not expected:
             raise ValueError(f"{key}={group[key]} is not supported by {rule.name}; use tilestep.Adam for that group")
     if group.get("differentiable"):
         raise ValueError(
@@ -173,8 +173,8 @@ def _check_kind(key: str, value: Any, default: Any) -> None:
     is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
     if is_number and not isinstance(value, (int, float, torch.Tensor)) and not callable(value):
         limits = "tilestep.ZClip(...), in a new group AdaGC(...)"
-        others = limits if key == "max_grad_norm" else "a function of the step"
-        raise TypeError(f"Invalid {key}: {value!r}; it must be a number or {others}")
+        alternative = limits if key == "max_grad_norm" else "a function of the step"
+        raise TypeError(f"Invalid {key}: {value!r}; it must be a number or {alternative}")
     if isinstance(default, bool) and isinstance(value, str):
         raise TypeError(f"Invalid {key}: {value!r}; it must be True or False")
     if callable(value) and (isinstance(default, (bool, str)) or key == "max_grad_norm"):
@@ -277,24 +277,24 @@ def param_groups(
         if not callable(pattern):
             check_expression("pattern", pattern)
     taken: dict[Pattern | None, list[tuple[str, torch.Tensor]]] = {None: [], **{pattern: [] for pattern in overrides}}
-    fitting: dict[Pattern, str] = {}
+    matching: dict[Pattern, str] = {}
     for name, param in named:
         if not param.requires_grad:
             continue
-        fits = [
+        matches = [
             pattern
             for pattern in overrides
             if (re.search(pattern, name) if isinstance(pattern, (str, re.Pattern)) else pattern(name, param))
         ]
-        for pattern in fits:
-            fitting.setdefault(pattern, name)
-        taken[fits[0] if fits else None].append((name, param))
+        for pattern in matches:
+            matching.setdefault(pattern, name)
+        taken[matches[0] if matches else None].append((name, param))
     for pattern in overrides:
         if not taken[pattern]:
             label = repr(pattern.pattern if isinstance(pattern, re.Pattern) else pattern)
-            if pattern in fitting:
+            if pattern in matching:
                 raise ValueError(
-                    f"pattern {label} gets no parameter: {fitting[pattern]} and all its other matches go to earlier "
+                    f"pattern {label} gets no parameter: {matching[pattern]} and all its other matches go to earlier "
                     "patterns"
                 )
             shown = shortened([name for params in taken.values() for name, _ in params]) or "none"

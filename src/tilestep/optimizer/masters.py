@@ -22,8 +22,8 @@ MASTER_KEYS = frozenset(kind.key for kind in MASTER_FORMATS.values())  # their k
 def check_choice(choice: Any) -> None:
     """Raise for an invalid value of `master_weights`."""
     if not isinstance(choice, (bool, str)) or choice not in _CHOICES:
-        *others, last = map(repr, _CHOICES)
-        raise ValueError(f"Invalid master_weights: {choice!r}; it must be {', '.join(others)} or {last}")
+        *choices, last = map(repr, _CHOICES)
+        raise ValueError(f"Invalid master_weights: {choice!r}; it must be {', '.join(choices)} or {last}")
 
 
 def master_kind(dtype: torch.dtype, group: Mapping[str, Any]) -> MasterFormat | None:
@@ -93,11 +93,11 @@ class Masters:
         if before is None:
             return
         places = {(id(param), kind): place for place, (param, kind, _) in enumerate(before._members)}
-        mine, theirs = self.writes, before.writes
+        new, old = self.writes, before.writes
         for place, (param, kind, _) in enumerate(self._members):
             earlier = places.get((id(param), kind))
-            if earlier is not None and theirs.known[earlier] and not mine.known[place]:
-                mine.versions[place], mine.known[place] = theirs.versions[earlier], True
+            if earlier is not None and old.known[earlier] and not new.known[place]:
+                new.versions[place], new.known[place] = old.versions[earlier], True
 
     def drop_buffers(self) -> None:
         """Keep only the data that `carry` reads: the masters' memory is freed."""

@@ -981,7 +981,7 @@ class Optimizer(torch.optim.Optimizer):
         require_checked(self.graphs, "park()")
         self._settle_states()
         parking = self._parking or Parking()
-        if copied := parking.take(self):
+        if copied := parking.copy_state(self):
             # Graphs that check for staleness before replays no longer need the tables.
             self._parking, self.graphs, self.plan = parking, Graphs(), None
             if self._masters is not None:

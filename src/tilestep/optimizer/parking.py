@@ -28,7 +28,7 @@ class Parking:
 
     @torch.no_grad()
     @without_collections()
-    def take(self, optimizer: Optimizer) -> list[torch.Tensor]:
+    def copy_state(self, optimizer: Optimizer) -> list[torch.Tensor]:
         """Replace all state tensors on devices, step counts included, by copies in host memory.
 
         Copies keep the strides. Returns the tensors, which the current streams copy: keep them until these are done.

@@ -196,14 +196,14 @@ def _exact_pattern(names: Iterable[str]) -> str:
 def _routers(named: list[tuple[str, torch.Tensor]]) -> set[torch.Tensor]:
     """Parameters of modules called `gate` whose parent also has experts or a stack of matrices."""
     gates = [(match[1] or "", param) for name, param in named if (match := _GATE.match(name))]
-    parents, having = {path for path, _ in gates}, set()
+    parents, with_experts = {path for path, _ in gates}, set()
     for name, param in named if parents else ():
         parts = name.split(".")
         for depth in range(len(parts)):
             is_stack = param.dim() > 2 and depth == len(parts) - 1
             if (path := ".".join(parts[:depth])) in parents and (is_stack or "expert" in ".".join(parts[depth:])):
-                having.add(path)
-    return {param for path, param in gates if path in having}
+                with_experts.add(path)
+    return {param for path, param in gates if path in with_experts}
 
 
 def _embeddings_and_heads(

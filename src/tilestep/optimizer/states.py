@@ -453,9 +453,9 @@ class StateTemplate:
 def _by_value(state: Mapping[str, Any], formats: Mapping[str, Storage], param: torch.Tensor) -> Mapping[str, Any]:
     """Return a state with its states in blocks of another format decoded."""
     by_value = dict(state)
-    for name, wanted in formats.items():
+    for name, expected in formats.items():
         storage = kept_in_blocks(state, name) if state.get(name) is None else None
-        if storage is not None and storage.arrays(name) != wanted.arrays(name):
+        if storage is not None and storage.arrays(name) != expected.arrays(name):
             by_value[name] = values_of(storage, state, name, shape=param.shape)
             for array in storage.arrays(name):
                 del by_value[array.name]
@@ -564,7 +564,7 @@ def fill_buffers(requests: Sequence[BufferRequest], home: StateMemory, arrivals:
     likes = [one.share.local if one.array.elements == 1 else _packed(one) for one in elementwise]
     made = iter(home.make(likes, [one.array.dtype for one in elementwise]))
     zeros: list[torch.Tensor] = []
-    coming = defaultdict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]](list)
+    from_host = defaultdict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]](list)
     rest: list[BufferRequest] = []
     for one, is_at_home in zip(requests, at_home):
         if is_at_home:
@@ -580,7 +580,7 @@ def fill_buffers(requests: Sequence[BufferRequest], home: StateMemory, arrivals:
             if one.source.device == buffer.device and one.source.dtype is buffer.dtype and buffer.element_size() > 1:
                 copied.setdefault((buffer.device, buffer.dtype), []).append((buffer, one.source))
             elif one.source.is_cpu and not buffer.is_cpu:
-                coming[buffer.device].append((buffer, one.source))
+                from_host[buffer.device].append((buffer, one.source))
             else:
                 buffer.copy_(one.source)
         else:
@@ -592,7 +592,7 @@ def fill_buffers(requests: Sequence[BufferRequest], home: StateMemory, arrivals:
         storage, state = one.blocks or (None, one.array.name)
         if storage is None or one.array.name == storage.arrays(state)[0].name:
             _write(one.state, state, one.start, one.share.local, one.share.group, storage, source=one.source)
-    for device, pairs in coming.items():
+    for device, pairs in from_host.items():
         # The tables of the plan do not queue behind them.
         line = SideStream(device)
         arrivals.callback(line.synchronize)
@@ -665,10 +665,10 @@ def _has_stepped(state: Mapping[str, Any]) -> bool:
     return has_buffers or float(state.get("step") or 0.0) > 0
 
 
-def check_shape(label: str, name: str, value: torch.Tensor, wanted: tuple[int, ...], at: str, why: str = "") -> None:
+def check_shape(label: str, name: str, value: torch.Tensor, expected: tuple[int, ...], at: str, why: str = "") -> None:
     """Raise for a state of the wrong shape."""
-    if tuple(value.shape) != wanted:
-        raise StateError(f"state {name!r} of {label} has shape {tuple(value.shape)}{at}, it needs {wanted}{why}")
+    if tuple(value.shape) != expected:
+        raise StateError(f"state {name!r} of {label} has shape {tuple(value.shape)}{at}, it needs {expected}{why}")
 
 
 _RESHAPED = ": the parameter or this state was changed; change both, or delete the parameter from `optimizer.state`"

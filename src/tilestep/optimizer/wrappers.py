@@ -20,12 +20,12 @@ def forward_to_wrapped(kind: type) -> None:
     missing, and would read and set attributes of the wrapper.
     """
     optimizers = [base for base in kind.__mro__ if issubclass(base, torch.optim.Optimizer) and base is not kind]
-    others = kind.__mro__[1 : kind.__mro__.index(optimizers[0])]
-    if not any({"__init__", "__getattr__"} <= vars(base).keys() for base in others):
+    wrappers = kind.__mro__[1 : kind.__mro__.index(optimizers[0])]
+    if not any({"__init__", "__getattr__"} <= vars(base).keys() for base in wrappers):
         return
-    own = {name for base in others for name in vars(base)}
+    defined = {name for base in wrappers for name in vars(base)}
     names = {name for base in optimizers for name in vars(base) if not name.startswith("__")}
-    for name in names.union(_SET_BY_SCALERS) - own:
+    for name in names.union(_SET_BY_SCALERS) - defined:
         setattr(kind, name, _forwarded(name))
 
 
