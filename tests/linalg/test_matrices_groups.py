@@ -236,7 +236,7 @@ def test_a_model_without_hidden_matrices_is_refused() -> None:
     [
         ({"outside": "("}, r"Invalid outside: '\(' is not a regular expression: missing \)"),
         ({"stacks": 3}, "Invalid stacks: 3 is not a regular expression"),
-        ({"heads": {"weight": 2}}, "Invalid heads: .* must be True or False, .* the optimizer's heads"),
+        ({"heads": {"weight": 2}}, "Invalid heads: .* must be True or False; .* the optimizer's heads"),
         ({"heads": 2}, "Invalid heads: 2"),
     ],
 )

@@ -65,7 +65,7 @@ def test_memory_goes_back_to_streams_that_have_waited() -> None:
     streams, let_go = [Stream(), Stream()], dict[int, bool]()
 
     for place, param in enumerate(params):
-        mirrors[param].is_taken = True
+        mirrors[param].same_stream = True
         lane.now = own = streams[place % 2]
         gradient = torch.full((8,), float(place))
         copies.send(mirrors[param], gradient)

@@ -452,13 +452,13 @@ CHECKPOINTS: dict[str, tuple[Callable[..., dict[str, Any]], type[Exception], str
     "steps": (
         with_state("step", torch.ones(2)),
         StateError,
-        r"state 'step' of parameter 3 .* has shape \(2,\); it is one",
+        r"state 'step' of parameter 3 .* has shape \(2,\); it must have one element",
     ),
     "another rule": (other_rule_of_ours, StateError, "group 0 of the checkpoint is of rule Lion, this .* of AdamW"),
     "Adam": (
         lambda params: tilestep.Adam(twins(params)).state_dict(),
         StateError,
-        "group 0 .*decoupled_weight_decay=False, this .* of AdamW, .*load it into tilestep.Adam",
+        "group 0 .*decoupled_weight_decay=False, and AdamW requires .*load it into tilestep.Adam",
     ),
     "Adagrad": (lambda params: checkpoint("Adagrad", params), StateError, r"has state 'sum' for parameter 0 .*\(p0\)"),
     "SGD": (lambda params: checkpoint("SGD", params, momentum=0.9), StateError, "has state 'momentum_buffer'"),

@@ -337,7 +337,7 @@ def test_what_cannot_be_read_is_refused_by_name_and_changes_nothing() -> None:
             raise RuntimeError("not here")
 
     opaque = Opaque(weight, codes=codes)
-    refused({"step": 1, "exp_avg": opaque, "exp_avg_sq": opaque}, "'exp_avg' of .* class Opaque")
+    refused({"step": 1, "exp_avg": opaque, "exp_avg_sq": opaque}, "'exp_avg' of .* type Opaque")
 
 
 @pytest.mark.parametrize(

@@ -116,8 +116,8 @@ def _of_subclass(label: str, name: str, value: Any) -> Any:
         numbers = local.dequantize().to(torch.float32)
     except Exception as error:
         raise StateError(
-            f"state {name!r} of {label} is a {type(local).__name__}, whose dequantize() failed; pass a plain tensor "
-            f"({error})"
+            f"state {name!r} of {label} has the type {type(local).__name__}, whose dequantize() failed; pass a plain "
+            f"tensor ({error})"
         ) from error
     return placed_like(numbers.reshape(local.shape), value, value.shape)
 
