@@ -296,7 +296,7 @@ def kind_of(param: Any) -> Kind:
     """The kind of a parameter; raises for a parameter that there are no kernels for."""
     key: Any = param.dtype
     if key not in KINDS:
-        raise ValueError(f"a parameter is {key}; this file is for {', '.join(map(str, KINDS))}")
+        raise ValueError(f"{key} parameters are not supported; this file has kernels for {', '.join(map(str, KINDS))}")
     return KINDS[key]
 
 
@@ -341,7 +341,7 @@ def check_state(kind: Kind, param: Any, state: dict[str, Any]) -> None:
         right = (dtype, part.shape, part.stride(), part.device)
         found = (array.dtype, array.shape, array.stride(), array.device)
         if found != right:
-            raise ValueError(f"{name} is {found}; its parameter needs {right}: delete the state to begin anew")
+            raise ValueError(f"{name} is {found}, expected {right}: delete the state to reset it")
 
 
 def upload(device: torch.device, values: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -465,7 +465,7 @@ class AdamW(torch.optim.Optimizer):
             state[name] = torch.empty_like(param, dtype=dtype)
             state[name].copy_(value) if isinstance(value, torch.Tensor) else state[name].fill_(value)
         if values and values.keys() - {"step", "param"} != state.keys() - {"step"}:
-            raise ValueError(f"a checkpoint has the states {sorted(values)}; this optimizer keeps {sorted(state)}")
+            raise ValueError(f"the checkpoint has states {sorted(values)}, the optimizer has {sorted(state)}")
         return state
 
     @torch.compiler.disable
@@ -482,12 +482,12 @@ class AdamW(torch.optim.Optimizer):
             params = [param for group in self.param_groups for param in group["params"]][:1]
         device, *others = {local(param).device for param in params} or {torch.device("cpu")}
         if others:
-            raise ValueError(f"parameters lie on {device} and {others}: give each device an optimizer of its own")
+            raise ValueError(f"parameters are on {device} and {others}: create one optimizer per device")
         if device.index is None:  # a CPU
             self.step_in_torch(found, numbers, device)
         else:
             if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("replays would repeat this step's hyperparameters: step outside of a CUDA graph")
+                raise RuntimeError("step() cannot be captured: replays would repeat this step's hyperparameters")
             with torch.cuda.device(device):  # Triton launches on the current one
                 self.step_by_kernels(found, numbers, device)
         torch.autograd.graph.increment_version([param for param, grad, *_ in members if grad is not None])
@@ -507,7 +507,7 @@ class AdamW(torch.optim.Optimizer):
                         for one in (param.grad, param)
                     )
                     if given != own:
-                        raise ValueError(f"a gradient is {given}; its parameter is {own}")
+                        raise ValueError(f"a gradient is {given}, expected {own}")
                     if grad.stride() != part.stride():  # kernels walk both in the order of their memory
                         grad = torch.empty_like(part).copy_(grad)
                 if not self.state.get(param):
@@ -525,7 +525,7 @@ class AdamW(torch.optim.Optimizer):
             own, placements = getattr(param, "device_mesh", mesh), getattr(param, "placements", ())
             ranks, others = set(mesh.mesh.flatten().tolist()), set(own.mesh.flatten().tolist())
             if others - ranks or any(one.is_partial() for one in placements):
-                raise ValueError(f"a parameter is {placements} on {own}; the norm adds up shards and copies on {mesh}")
+                raise ValueError(f"a parameter is {placements} on {own}; clipping requires shards or copies on {mesh}")
             shares[param] = (
                 math.prod(n for n, one in zip(own.shape, placements) if not one.is_replicate()) / mesh.size()
             )
@@ -588,7 +588,7 @@ class AdamW(torch.optim.Optimizer):
         """Make the tables of these parameters."""
         params = [param for members in found.values() for param, *_ in members]
         if len(set(params)) < len(params):
-            raise ValueError("a parameter is listed twice in its group")
+            raise ValueError("a parameter appears more than once in its param group")
         tile = self.norm_tile = 16384 if sum(local(param).numel() for param in params) < 2**28 else 32768
         shares = self.shares(params)
         self.tables = [Tables(kind, members, device, tile, shares) for kind, members in found.items()]

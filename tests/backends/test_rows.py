@@ -166,7 +166,7 @@ def test_the_rule_s_own_code_can_be_asked_in_another_type() -> None:
     def misled(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
         return param - lr * tilestep.machine_epsilon(grad) * grad
 
-    with pytest.raises(RuleError, match=r"test_rows.py.*machine_epsilon\(\) takes the parameter"):
+    with pytest.raises(RuleError, match=r"test_rows.py.*machine_epsilon\(\) requires the parameter"):
         trace(misled, {"lr": 0.1})
 
 

@@ -31,8 +31,8 @@ EXAMPLE = ROOT / "examples" / "ejected" / "fused_adamw.py"
 
 def test_all_rules_but_those_of_matrices() -> None:
     for name in MATRICES:
-        does = "sums over rows and columns" if name == "Adafactor" else "works on whole matrices"
-        with pytest.raises(RuleError, match=f"^{name} {does}.*: use tilestep's own"):
+        does = "reduces over rows and columns" if name == "Adafactor" else "works on whole matrices"
+        with pytest.raises(RuleError, match=f"^{name} {does}.*: use tilestep's optimizer"):
             Request(tilestep.registry[name])
 
 
@@ -80,7 +80,7 @@ def test_stages_of_kinds_with_other_passes(tmp_path: Path) -> None:
         return param - lr * (squares / total if grad.ndim > 1 else 1 / total * squares)
 
     for rule in (unlike, turned):
-        with pytest.raises(RuleError, match=r"combines sums over all tensors in stages that shapes decide"):
+        with pytest.raises(RuleError, match=r"reduces over all tensors in stages that depend on shapes"):
             ejected(Request(rule))
 
 
@@ -189,7 +189,9 @@ def test_a_bfloat16_model_and_param_groups(tmp_path: Path) -> None:
     wrong.grad = torch.ones(3).double()
     pair.ejected.add_param_group({"params": [wrong]})
     before = [param.detach().clone() for param in pair.ours]
-    with pytest.raises(ValueError, match=r"is torch.float64; this file is for torch.float32, torch.bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"torch.float64 parameters are not supported; .* torch.float32, torch.bfloat16"
+    ):
         pair.ejected.step()
     assert all(map(torch.equal, before, pair.ours))
 
@@ -237,7 +239,7 @@ def test_a_checkpoint_of_torch_continues(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="momentum_buffer"):
         optimizer.load_state_dict(wrong)
     del wrong["state"][0]["momentum_buffer"], wrong["state"][0]["exp_avg"]
-    with pytest.raises(ValueError, match=r"states \['exp_avg_sq', 'step'\]; this optimizer keeps \['exp_avg', "):
+    with pytest.raises(ValueError, match=r"states \['exp_avg_sq', 'step'\], the optimizer has \['exp_avg', "):
         optimizer.load_state_dict(wrong)
 
 
@@ -313,7 +315,7 @@ def test_other_code_may_not_change_what_kernels_read(tmp_path: Path) -> None:
         before = param.detach().clone()
         optimizer.state[param]["exp_avg"] = wrong
         for step in (optimizer.step, lambda: looks(optimizer)):  # noqa: B023
-            with pytest.raises(ValueError, match=r"exp_avg is .*; its parameter needs .*delete the state"):
+            with pytest.raises(ValueError, match=r"exp_avg is .*, expected .*delete the state"):
                 step()
         assert torch.equal(param, before) and optimizer.state[param]["step"] == 1
     param, optimizer = begun()
@@ -334,7 +336,7 @@ def test_other_code_may_not_change_what_kernels_read(tmp_path: Path) -> None:
     assert optimizer.add_up(optimizer.norm).item() == 0
     with pytest.warns(UserWarning, match="duplicate"):
         twice = module.AdamW([param, param])
-    with pytest.raises(ValueError, match="listed twice"):
+    with pytest.raises(ValueError, match="more than once"):
         looks(twice)
 
 
@@ -353,7 +355,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     wrong = copy.deepcopy(before)
     wrong["param_groups"][0]["lr"] = 0.25
     del wrong["state"][1]["exp_avg"]
-    with pytest.raises(ValueError, match=r"states \['exp_avg_sq', 'step'\]; this optimizer keeps \['exp_avg', "):
+    with pytest.raises(ValueError, match=r"states \['exp_avg_sq', 'step'\], the optimizer has \['exp_avg', "):
         optimizer.load_state_dict(wrong)
     assert str(optimizer.state_dict()) == str(before)
 
@@ -573,7 +575,7 @@ def a_rank_without_gradients_joins_the_norm() -> None:
     copied = torch.nn.Parameter(DTensor.from_local(torch.ones(3), mesh, [Replicate()]))
     copied.grad = DTensor.from_local(torch.ones(3), mesh, [Partial()])
     optimizer.add_param_group({"params": [copied]})
-    with pytest.raises(ValueError, match=r"a gradient is .*Partial.* its parameter is .*Replicate"):
+    with pytest.raises(ValueError, match=r"a gradient is .*Partial.*, expected .*Replicate"):
         optimizer.step()
 
 

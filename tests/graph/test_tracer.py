@@ -104,11 +104,11 @@ NO_TRANSLATION = [
     (assigns, "= 0.0", 1, "assigning to elements"),
     (transposes, "sub_", 2, "writes through a view"),
     (into, "out=param", 1, "out= argument"),
-    (rounds, "bfloat16", 1, "rounding to the storage"),
-    (rounds_in_place, "float16", 1, "rounding to the storage"),
-    (masks_bits, "& 3", 1, "bits of integers"),
-    (inverts_bits, "~grad", 1, "bits of integers"),
-    (asks_for_parity, "& 1", 1, "bits of integers"),
+    (rounds, "bfloat16", 1, "buffers are rounded when they are stored"),
+    (rounds_in_place, "float16", 1, "buffers are rounded when they are stored"),
+    (masks_bits, "& 3", 1, "bitwise operations on integers"),
+    (inverts_bits, "~grad", 1, "bitwise operations on integers"),
+    (asks_for_parity, "& 1", 1, "bitwise operations on integers"),
     (sums_integers, "dtype", 1, "a reduction in torch.int32"),
     (makes, "torch.tensor", 1, "must be a single number"),
 ]
@@ -163,7 +163,7 @@ def counts_in_python(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
         (narrows, f"narrow has no translation to a kernel; {nearest('slice')}"),
         (
             sums_along_a_size,
-            "sum() takes a Python number, and sizes, hyperparameters and the step are tensors in a rule",
+            "sum() requires a Python number, but sizes, hyperparameters and the step are tensors in a rule",
         ),
         (counts_in_python, "reads numel as a Python number, which differs between parameters; use torch.where"),
     ],
@@ -500,8 +500,8 @@ def test_a_signature_must_say_everything() -> None:
         (double_star, r"\*hyper is not allowed"),
         (no_default, "hyperparameter 'lr' needs a default"),
         (no_gradient, "needs at least a parameter and a gradient"),
-        (no_star, r"lr=0.1 stands among the state buffers; put a bare \* before the hyperparameters"),
-        (word, r"mode='sign' stands among the state buffers"),
+        (no_star, r"lr=0.1 is among the state buffers; put a bare \* before the hyperparameters"),
+        (word, r"mode='sign' is among the state buffers"),
     ):
         with pytest.raises(RuleError, match=said) as caught:
             tilestep.rule(function)
@@ -615,7 +615,7 @@ def follows_the_clock(param: Any, grad: Any, *, lr: Any = lambda step: step * ti
 )
 def test_what_would_be_frozen_in_the_kernel_is_refused(function: Callable[..., Any], name: str) -> None:
     before = sys.getprofile()
-    with pytest.raises(RuleError, match=rf"{name}.* is called once, when the rule is translated"):
+    with pytest.raises(RuleError, match=rf"{name}.* is called once, when the rule is traced"):
         traced(function)
     assert sys.getprofile() is before
 
@@ -629,7 +629,7 @@ def caches(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
 
 def test_a_tensor_kept_for_the_next_call_is_refused_by_name() -> None:
     CACHED.clear()
-    with pytest.raises(RuleError, match=r"in rule caches: CACHED keeps a tensor for the next call.* make it a state"):
+    with pytest.raises(RuleError, match=r"in rule caches: CACHED keeps a tensor between calls.* make it a state"):
         traced(caches)
     with pytest.raises(RuleError, match=r"uses a tensor of shape .* neither a state buffer nor computed from one"):
         traced(caches)

@@ -267,10 +267,18 @@ def test_patterns_choose_by_name_and_groups_have_their_own() -> None:
 @pytest.mark.parametrize(
     ("shape", "given", "message"),
     [
-        ((4, 2, 3, 3), {}, r"w\) of shape \(4, 2, 3, 3\): its last sides are those of a convolution's window; flatten"),
-        ((6, 4), {"heads": 4}, r"w\) of shape \(6, 4\): its 6 rows are not 4 heads of one size"),
-        ((6, 4), {"splits": (4, 1)}, r"w\) of shape \(6, 4\): its 6 rows are no multiple of the 5 of splits=\(4, 1\)"),
-        ((6, 4), {"splits": (4, 2), "heads": 2}, r"w\) of shape \(6, 4\): it has heads and splits; give one of them"),
+        ((4, 2, 3, 3), {}, r"w\) of shape \(4, 2, 3, 3\): its last dimensions are a convolution's kernel; flatten"),
+        ((6, 4), {"heads": 4}, r"w\) of shape \(6, 4\): its 6 rows are not divisible by heads=4"),
+        (
+            (6, 4),
+            {"splits": (4, 1)},
+            r"w\) of shape \(6, 4\): its 6 rows are not a multiple of 5, the sum of splits=\(4, 1\)",
+        ),
+        (
+            (6, 4),
+            {"splits": (4, 2), "heads": 2},
+            r"w\) of shape \(6, 4\): it has heads and splits; set only one of them",
+        ),
         ((6,), {"heads": 2}, r"w\) of shape \(6,\) is not a matrix, and Muon works on matrices only"),
         ((6, 4), {"heads": {"w": 2}, "splits": {"w": (4, 2)}}, "it has heads and splits"),
         ((6, 4), {"heads": 0}, "Invalid heads: 0; it must be a number of blocks of rows"),

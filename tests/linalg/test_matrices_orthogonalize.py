@@ -88,7 +88,11 @@ def test_nothing_stays_nothing_and_small_is_not_lost() -> None:
     [
         ({"x": torch.ones(4)}, tilestep.MatrixError, "not a tensor of 1 dimensions"),
         ({"x": torch.ones(())}, ValueError, "not a tensor of 0 dimensions"),
-        ({"coefficients": (1.0, 2.0)}, tilestep.RuleError, "three numbers, a list of such, or one of jordan, simple"),
+        (
+            {"coefficients": (1.0, 2.0)},
+            tilestep.RuleError,
+            "three numbers, a list of triples, or one of jordan, simple",
+        ),
         ({"coefficients": [(1.0, 2.0, "3")]}, tilestep.RuleError, "three numbers"),
         ({"coefficients": [(1.0, 2.0, float("nan"))]}, tilestep.RuleError, "three numbers"),
         ({"coefficients": []}, tilestep.RuleError, "three numbers"),
@@ -98,7 +102,7 @@ def test_nothing_stays_nothing_and_small_is_not_lost() -> None:
         ({"coefficients": "polar_express_dion", "steps": 6}, tilestep.RuleError, "5 steps with .*, not 6"),
         ({"steps": 100}, tilestep.RuleError, "less than 100 steps, not 100"),
         ({"steps": 2.5}, tilestep.RuleError, "whole number of steps, .* not 2.5"),
-        ({"safety": 1.05}, tilestep.RuleError, "safety=1.05 is for coefficients='polar_express'"),
+        ({"safety": 1.05}, tilestep.RuleError, "safety=1.05 requires coefficients='polar_express'"),
         ({"coefficients": "cans", "safety": 0}, tilestep.RuleError, "safety=0; it must be finite and at least 1"),
         ({"coefficients": "cans", "safety": math.inf}, tilestep.RuleError, "safety=inf; it must be finite"),
         ({"eps": -1e-7}, tilestep.RuleError, "eps=-1e-07; it must be at least 0"),

@@ -127,12 +127,12 @@ def of_a_mask(param: Any, grad: Any) -> Any:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (squares_apart, "test_matrices_rules.py:.*not its parameter's shape"),
+        (squares_apart, "test_matrices_rules.py:.*without the parameter's shape"),
         (of_the_step, "test_matrices_rules.py:.*reads .* step as a Python number, which may change every step"),
         (of_many_steps, "test_matrices_rules.py:.*must be known before the step"),
         (of_data, "test_matrices_rules.py:.*must be known before the step"),
-        (of_a_row, "test_matrices_rules.py:.*matmul of something that is not a matrix"),
-        (of_a_mask, "test_matrices_rules.py:.*matmul of something that is not a matrix"),
+        (of_a_row, "test_matrices_rules.py:.*matmul requires a matrix"),
+        (of_a_mask, "test_matrices_rules.py:.*matmul requires a matrix"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_its_line(function: Any, message: str) -> None:
@@ -142,6 +142,6 @@ def test_what_cannot_be_done_is_refused_with_its_line(function: Any, message: st
 
 def test_products_of_parameters_that_are_no_matrices_are_refused_by_name() -> None:
     named = [("conv", torch.nn.Parameter(torch.ones(2, 2, 3, 3)))]
-    message = r"conv.*of shape \(2, 2, 3, 3\): its last sides are those of a convolution's window; flatten=True takes"
+    message = r"conv.*of shape \(2, 2, 3, 3\): its last dimensions are a convolution's kernel; flatten=True takes"
     with pytest.raises(tilestep.MatrixError, match=message):
         tilestep.Optimizer(named, tilestep.rule(lambda param, grad: param - grad.mT @ grad @ grad))

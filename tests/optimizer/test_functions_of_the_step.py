@@ -134,7 +134,7 @@ def deciding(param: Any, grad: Any, *, lr: Any = 0.1, limit: Any = 1.0) -> Any:
 
 
 def test_other_branches_on_a_function_are_refused() -> None:
-    with pytest.raises(tilestep.RuleError, match=r"test_functions_of_the_step.py:\d+.*limit being given as a function"):
+    with pytest.raises(tilestep.RuleError, match=r"test_functions_of_the_step.py:\d+.*limit set as a function"):
         tilestep.Optimizer(make_params([(3,)]), deciding, limit=lambda step: 1 / step)
 
 
@@ -221,21 +221,21 @@ def test_copies_go_on_alike() -> None:
         ({"lr": lambda step: -step}, ValueError, "Invalid lr at step 1: -1.0; it must be at least 0"),
         ({"lr": lambda step: float("nan")}, ValueError, "Invalid lr at step 1: nan"),
         ({"lr": lambda step: torch.ones(2)}, tilestep.RuleError, r"lr is a function of the step.*shape \(2,\)"),
-        ({"lr": lambda step: "fast"}, tilestep.RuleError, "must give one number, not 'fast'"),
+        ({"lr": lambda step: "fast"}, tilestep.RuleError, "must return one number, not 'fast'"),
         (
             {"lr": lambda step: 0.1 if step > 3 else 0.2},
             tilestep.RuleError,
-            "lr being given as a function.*torch.where",
+            "lr set as a function.*torch.where",
         ),
         (
             {"lr": lambda step: torch.stack([step, step])},
             tilestep.RuleError,
-            r"lr is a function of the step and must give one number, not a tensor of shape \(2,\)",
+            r"lr is a function of the step and must return one number, not a tensor of shape \(2,\)",
         ),
         (
             {"lr": lambda step, warmup: step},
             tilestep.RuleError,
-            "lr is a function of the step, and cannot be called with it: .*missing 1 required",
+            "lr is a function of the step, but cannot be called with it: .*missing 1 required",
         ),
         (
             {"momentum": 0.9, "dampening": lambda step: step, "nesterov": True},
@@ -262,7 +262,7 @@ def test_a_function_that_comes_later_is_named_and_not_the_rule_alone() -> None:
     optimizer = tilestep.SGD(params, lr=0.1)
     optimizer.param_groups[0]["lr"] = lambda step: torch.stack([step, step])
     params[0].grad = torch.ones(3)
-    with pytest.raises(tilestep.RuleError, match=r"in rule SGD, in lr, which is a function of the step: .*stack"):
+    with pytest.raises(tilestep.RuleError, match=r"in rule SGD, lr as a function of the step: .*stack"):
         optimizer.step()
 
 
@@ -270,7 +270,7 @@ def test_the_reference_calls_functions_too() -> None:
     weight, gradient = torch.zeros(1), torch.ones(1)
     rule = tilestep.registry["Lion"]
     assert rule(weight, gradient, torch.zeros(1), lr=lambda step: step / 4, step=2)[0].item() == -0.5
-    with pytest.raises(TypeError, match="lr is a function of the step, so step= is needed"):
+    with pytest.raises(TypeError, match="lr is a function of the step, so step= is required"):
         rule(weight, gradient, torch.zeros(1), lr=lambda step: step / 4)
 
 

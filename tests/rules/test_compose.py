@@ -204,7 +204,7 @@ def test_decoupled_decay_needs_a_learning_rate() -> None:
 def test_a_name_or_a_class_is_no_rule_yet() -> None:
     for no_rule in ("AdamW", tilestep.AdamW):
         for composer in (cautious, ema, decoupled_weight_decay, cautious_weight_decay):
-            with pytest.raises(RuleError, match=rf'{composer.__name__} takes a rule.*tilestep.registry\["AdamW"\]'):
+            with pytest.raises(RuleError, match=rf'{composer.__name__} requires a rule.*tilestep.registry\["AdamW"\]'):
                 composer(no_rule)
     with pytest.raises(RuleError, match=r"give it a function made by @tilestep\.rule"):
         lookahead(lambda param, grad: param - grad)

@@ -27,11 +27,11 @@ def clip_as_number(param: Any, grad: Any, *, max_grad_norm: Any = 1.0) -> Any: .
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (gradient_as_state, "state 'grad' needs another name: that one is the gradient"),
-        (parameter_as_state, "state 'param' needs another name: that one is the parameter"),
+        (gradient_as_state, "state name 'grad' is reserved for the gradient"),
+        (parameter_as_state, "state name 'param' is reserved for the parameter"),
         (master_as_state, "state 'master_param' needs another name"),
         (remainder_as_state, "state 'remainder_param' needs another name"),
-        (size_as_number, "hyperparameter 'rows' needs another name: that one is a size"),
+        (size_as_number, "hyperparameter name 'rows' is reserved for a size"),
         (count_as_number, "hyperparameter 'numel' needs another name"),
         (clip_as_number, "hyperparameter 'max_grad_norm' needs another name"),
     ],
@@ -51,18 +51,20 @@ def with_dict(param: Any, grad: Any, *, options: Any = {"a": 1}) -> Any: ...  # 
 def test_beginnings_ranges_and_defaults_that_there_are_not() -> None:
     with pytest.raises(RuleError, match=r"State\(shape='rows'\): it must be one of param, scalar, row, column, left"):
         State(shape="rows")
-    with pytest.raises(RuleError, match=r"State\(None\): it begins at a number"):
+    with pytest.raises(RuleError, match=r"State\(None\): init must be a number"):
         State(None)  # type: ignore[arg-type]
     with pytest.raises(RuleError, match="state 'average' has zero_if_late='damp', no hyperparameter"):
         tilestep.rule(states={"average": State(zero_if_late="damp")})(with_state)
-    with pytest.raises(RuleError, match="state 'average' begins at 'begin', which is no hyperparameter, nor 'param'"):
+    with pytest.raises(
+        RuleError, match="state 'average' has init='begin', which is neither a hyperparameter nor 'param'"
+    ):
         tilestep.rule(with_state, states={"average": State("begin")})
     assert tilestep.rule(with_state, states={"average": State("start")}).states["average"].init == "start"
     with pytest.raises(RuleError, match=r"ranges= names \['rate'\], which are not hyperparameters \(lr, start\)"):
         tilestep.rule(with_state, ranges={"rate": at_least(0)})
     several: Any = (at_least(0), at_least(0))
     for wrong in (5, (0, 1), several):
-        with pytest.raises(RuleError, match=r"ranges= of 'lr' is .*; take tilestep.at_least, between or Interval"):
+        with pytest.raises(RuleError, match=r"ranges= of 'lr' is .*; use tilestep.at_least, between or Interval"):
             tilestep.rule(with_state, ranges={"lr": wrong})
     pairs = tilestep.rule(with_none, ranges={"betas": several})
     with pytest.raises(ValueError, match=r"Invalid betas\[1\]: -1.0; it must be at least 0"):
@@ -73,7 +75,7 @@ def test_beginnings_ranges_and_defaults_that_there_are_not() -> None:
 
 def test_dtypes_that_no_kernel_keeps_are_refused_with_those_that_are_possible() -> None:
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        with pytest.raises(RuleError, match=r"float8.* of a state: it can be float16, bfloat16, float32 or float64"):
+        with pytest.raises(RuleError, match=r"float8.* of a state: it must be float16, bfloat16, float32 or float64"):
             State(dtype=dtype)
 
 
@@ -118,7 +120,7 @@ def test_one_number_a_tensor_is_as_wide_as_what_is_computed_in() -> None:
     assert optimizer.state[param]["norm"].item() == pytest.approx(exact, rel=1e-7)
     param.grad = torch.ones_like(param)
     optimizer.step()
-    with pytest.raises(RuleError, match="takes float32 or float64"):
+    with pytest.raises(RuleError, match="supports float32 and float64"):
         State(shape="scalar", dtype=torch.bfloat16)
 
 
@@ -165,7 +167,9 @@ def test_a_rule_does_not_replace_one_of_the_library_s() -> None:
     def own(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
         return param - lr * grad
 
-    with pytest.raises(RuleError, match=r"tilestep has a rule called AdamW \(.*adam.py:\d+\), .*take another name"):
+    with pytest.raises(
+        RuleError, match=r"the name AdamW belongs to a rule of tilestep \(.*adam.py:\d+\), .*use another name"
+    ):
         tilestep.rule(own, name="AdamW")
     assert tilestep.registry == before
     try:  # a notebook's cell is run again
@@ -204,6 +208,6 @@ def test_a_rule_that_no_name_leads_to_is_not_pickled() -> None:
 
     for rule in (tilestep.rule(only_called), inside, tilestep.rule(lambda param, grad, *, lr=0.1: param - lr * grad)):
         optimizer = tilestep.Optimizer([torch.nn.Parameter(torch.ones(3))], rule)
-        with pytest.raises(pickle.PicklingError, match=r"is not .*, by which it would be loaded"):
+        with pytest.raises(pickle.PicklingError, match=r"cannot pickle .*: it is not .*; decorate"):
             pickle.dumps(optimizer)
         assert copy.deepcopy(optimizer).rule_of(optimizer.param_groups[0]) is rule

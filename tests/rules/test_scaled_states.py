@@ -114,11 +114,11 @@ def test_training_goes_on_from_a_checkpoint_to_the_same_bits() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(RuleError, match="no state that begins at zero"):
+    with pytest.raises(RuleError, match=r"no state .* initialized with zeros"):
         scaled_states(tilestep.rule(lambda param, grad, *, lr=0.1: (param - lr * grad,)))
-    with pytest.raises(RuleError, match="takes a rule"):
+    with pytest.raises(RuleError, match="requires a rule"):
         scaled_states("AdamW")  # type: ignore[arg-type]
-    with pytest.raises(RuleError, match=r"dtype=torch.float16 of a state: .* shape='param' only"):
+    with pytest.raises(RuleError, match=r"dtype=torch.float16 of a state: shape='scalar' supports float32 and float64"):
         State(shape="scalar", dtype=torch.float16)
     with pytest.raises(RuleError, match="floating point"):
         State(dtype=torch.int8)

@@ -92,7 +92,7 @@ def test_iterations_the_user_marks() -> None:
 
 def test_a_report_before_its_time_and_a_failing_block(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), tilestep.profile(tmp_path) as traced:
-        with pytest.raises(RuntimeError, match="when the block is over"):
+        with pytest.raises(RuntimeError, match="after the block has ended"):
             _ = traced.report
         _ = 1 / 0
     assert list(tmp_path.iterdir()) == []

@@ -27,13 +27,13 @@ class EagerPasses(Passes):
         alone = next((entry for entry in entries if entry.exchange), None)
         if alone is not None and spec.program.matrices.scratch:
             raise GradientError(
-                f"{alone.share.label} is sharded, and rule {spec.program.graph.title} works on whole matrices: that "
+                f"{alone.share.label} is sharded, and rule {spec.program.graph.title} works on whole matrices, which "
                 "needs a C++ compiler, or Triton on a GPU"
             )
         if spec.global_count:
             raise BuildError(
-                f"rule {spec.program.graph.title} reduces over all tensors, which eager PyTorch does not do here: "
-                "it needs a C++ compiler, or Triton for CUDA"
+                f"rule {spec.program.graph.title} reduces over all tensors, which eager PyTorch does not support: "
+                "install a C++ compiler, or Triton for CUDA"
             )
         super().__init__(Segment(spec, entries, *arguments, tile_size=1 << 20))
         self._spec = spec

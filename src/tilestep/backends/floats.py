@@ -47,7 +47,7 @@ class Number(Term):
         if isinstance(other, Number):
             return other
         if not isinstance(other, (numbers.Real, np.bool_)):
-            raise _refuse(f"a number meets a {type(other).__name__}; use floats alone")
+            raise _refuse(f"a number is combined with a {type(other).__name__}; use floats only")
         is_truth = isinstance(other, (bool, np.bool_))
         return Number(self.build, self.build.constant(bool(other) if is_truth else float(other)))
 
@@ -66,8 +66,8 @@ class Number(Term):
 
     def _read(self, *_: Any) -> Any:
         raise _refuse(
-            "a device computes with a number and does not read it: call functions of math in `decide` itself, and "
-            "math.floor for a whole number"
+            "numbers cannot be read while `decide` is traced for a device: call functions of math in `decide` itself, "
+            "and math.floor for an integer"
         )
 
     __float__ = __int__ = __index__ = __round__ = __trunc__ = __floordiv__ = __rfloordiv__ = __divmod__ = _read
@@ -90,7 +90,7 @@ class Number(Term):
         if name == "isfinite":
             return abs(first) < math.inf
         if name not in OPERATIONS or OPERATIONS[name].evaluate is None or kwargs:
-            raise _refuse(f"{name} does not run in a device's decision")
+            raise _refuse(f"{name} is not supported in `decide`")
         return first.function(name, *others)
 
 
@@ -123,8 +123,8 @@ class _Way:
             place = len(self.conditions)
             if place == self._most:
                 raise _refuse(
-                    f"a branch more than {MOST_BRANCHES} one after the other, or than {MOST_WAYS} ways through all: a "
-                    "device runs loops of a known length, and sums of products in place of branches"
+                    f"more than {MOST_BRANCHES} branches in a row, or {MOST_WAYS} paths in all: use loops of constant "
+                    "length, and sums of products instead of branches"
                 )
             self.conditions.append(value)
             if place == len(self.answers):
@@ -196,7 +196,7 @@ class TracedWindow:
 
     def append(self, number: Any) -> None:
         if self.appended is not False:
-            raise _refuse("a second number of one step for a window; append one")
+            raise _refuse("a window takes one number per step; append once")
         self.appended, self.number = True, number
 
     def mean(self) -> Any:
@@ -209,7 +209,7 @@ class TracedWindow:
     def _sums(self) -> tuple[Any, Any, Any]:
         """The mean of the numbers, the sum of squared differences from the mean, and the count."""
         if self.appended is not False:
-            raise _refuse("asks a window after its append of this step; ask it before")
+            raise _refuse("a window is read after the append of this step; read it before")
         held = (self.before < self.size).function("where", self.before, self.size)
         inside = self._places < held
         numbers = inside.function("where", self._values, 0.0)
@@ -301,17 +301,17 @@ def _results(limit: Limit, ask: Callable[..., Any], norm: Any, loss: Any, memory
         raise
     except Exception as error:
         raise RuleError(
-            f"{[where, *places_of(error)][-1]}: limit {name}: {type(error).__name__}: {error}; `decide` takes floats, "
-            "and a loss that may be None, and returns a pair: whether to skip, and the norm to clip to"
+            f"{[where, *places_of(error)][-1]}: limit {name}: {type(error).__name__}: {error}; `decide` takes floats "
+            "and a loss that may be None, and must return a pair: whether to skip, and the norm to clip to"
         ) from error
     is_truth = skips.value.is_bool if isinstance(skips, Number) else isinstance(skips, (bool, np.bool_))
-    wrong = "" if is_truth else f"whether to skip is {skips!r}; compare two numbers"
+    wrong = "" if is_truth else f"whether to skip is {skips!r}; return a comparison of two numbers"
     if isinstance(clip, bool) or not isinstance(clip, (Number, numbers.Real)):
         wrong = f"the norm to clip to is {clip!r}; return math.inf for no clip"
     kinds = {entry: (Window, TracedWindow) if size else (Number, numbers.Real) for entry, _, size in layout_of(limit)}
     for entry, value in vars(memory).items():
         if not isinstance(value, kinds.get(entry, ())):
-            wrong = f"memory.{entry} is {value!r}: entries are those of the class's `memory`, and stay what they are"
+            wrong = f"memory.{entry} is {value!r}; entries must be in the class's `memory` and keep their type"
     if wrong:
         raise RuleError(f"{where}: limit {name}: {wrong}")
     return skips, clip

@@ -25,7 +25,7 @@ def interpret_on_cpu() -> None:
     from triton import knobs
 
     if not knobs.runtime.interpret:
-        raise BuildError("Triton is not in its interpreter: set TRITON_INTERPRET=1 before it is imported")
+        raise BuildError("Triton does not run in its interpreter: set TRITON_INTERPRET=1 before it is imported")
     interpreting = True
 
 

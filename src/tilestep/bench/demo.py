@@ -257,9 +257,9 @@ def comparison(runs: Sequence[Run], gpu: bool) -> Table:
         )
         for run in runs
     ]
-    counted = "launches a step" if gpu else "torch calls a step"
+    counted = "launches per step" if gpu else "torch calls per step"
     rows = ("", "training loss at the end", "validation loss", "clip + step, median ms", "  of which host", counted)
-    titles, *cells = zip((*rows, "extra memory in a step"), *columns, strict=True)
+    titles, *cells = zip((*rows, "extra memory during a step"), *columns, strict=True)
     return table(f"largest difference of the two losses at any step: {largest_difference(runs):.2g}", titles, cells)
 
 
@@ -276,7 +276,7 @@ def picture(runs: Sequence[Run], path: Path, title: str) -> None:
         if any(apart):
             distance.set_yscale("log")
         times.set_ylim(0, 3 * max(statistics.median(run.wall) for run in runs))
-        names = ("training loss, nats a byte", "distance of the two losses", "clip + optimizer, ms a step")
+        names = ("training loss, nats per byte", "difference of the two losses", "clip + optimizer, ms per step")
         for panel, name in zip((losses, distance, times), names, strict=True):
             panel.set_title(name, fontsize=10)
             panel.set_xlabel("step")

@@ -64,7 +64,7 @@ def trace(call: Callable[[], object], device: torch.device) -> Trace:
     events = exported(profiler)["traceEvents"]
     categories = Counter(event.get("cat") for event in events)
     if gpu and not categories["kernel"]:
-        raise NotRecorded("the profiler has recorded nothing of the GPU: another one may be at work on it")
+        raise NotRecorded("the profiler recorded no GPU events: another profiler may be using the GPU")
     return Trace(
         kernels=categories["kernel"] - gpu,
         copies=categories["gpu_memcpy"] + categories["gpu_memset"],

@@ -209,7 +209,7 @@ def run_norm(settings: Settings) -> Result:
     for workload in gpu_workloads(settings.quick):
         settings.say(f"norm: {workload.title}")
         if not _room(settings, workload, bytes_an_element=2 * workload.dtype.itemsize):
-            result.notes.append(f"left out, memory does not suffice: {workload.title}")
+            result.notes.append(f"skipped for lack of memory: {workload.title}")
             continue
         result.groups.extend(_norm_groups(workload, settings))
         free(settings.device)
@@ -297,7 +297,7 @@ def _step_group(
     settings.say(f"{result.section}: {title}")
     room = _room(settings, workload, bytes_an_element=16 if has_masters else 4 * workload.dtype.itemsize)
     if room < 1:
-        result.notes.append(f"left out, memory does not suffice: {title}")
+        result.notes.append(f"skipped for lack of memory: {title}")
         return
     rows: list[Row] = []
     for start in range(0, len(competing), room):
@@ -308,7 +308,7 @@ def _step_group(
         del contenders
         free(settings.device)
     if room < len(competing):
-        result.notes.append(f"{room} at a time, memory does not suffice for all at once: {title}")
+        result.notes.append(f"{room} at a time for lack of memory: {title}")
     result.groups.append(dataclasses.replace(group, rows=[*rows, *group.rows[len(listed) :]]))
 
 

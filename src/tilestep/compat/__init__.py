@@ -677,7 +677,7 @@ def tensor_at(address: int, numel: int, dtype: torch.dtype, device: torch.device
     """
     make = getattr(torch._C, "_construct_storage_from_data_pointer", None)
     if make is None:
-        raise RuntimeError("this version of torch makes no tensors of memory that is not its own")
+        raise RuntimeError("this version of torch cannot create tensors in memory that it has not allocated")
     storage = make(address, device, numel * dtype.itemsize)
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
 

@@ -227,7 +227,7 @@ def _globals(request: Request, imported: Iterable[str], constants: Mapping[str, 
         for kind in request.kinds
     ]
     if any(ways != combined[0] for ways in combined) or any(order != calls[0] for order in calls):
-        raise refused(request.rule, "combines sums over all tensors in stages that shapes decide")
+        raise refused(request.rule, "reduces over all tensors in stages that depend on shapes")
     if combined[0]:
         lines.append(f"COMBINED = {_literal(tuple(combined[0]))}  # what tensors combine after each stage")
     if isinstance(request.masters, str):

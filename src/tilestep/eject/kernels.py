@@ -262,7 +262,7 @@ def _compiled(lines: Sequence[str]) -> list[str]:
                 kept[first : node.end_lineno] = [line[4:] for line in kept[stop : node.end_lineno]]
     kept = [line.replace("INTERPRETED or ", "").replace("not INTERPRETED and ", "") for line in kept]
     if any("INTERPRETED" in line for line in kept):
-        raise ValueError(f"a branch for the interpreter is left: {kept}")
+        raise ValueError(f"a branch for the interpreter remains: {kept}")
     return kept
 
 

@@ -50,10 +50,10 @@ def _shapes(dims: int) -> dict[str, tuple[int, ...]]:
 
 def refused(rule: Rule, does: str) -> RuleError:
     """The error for a rule that does what an ejected file cannot."""
-    return RuleError(f"{rule.name} {does}, which is no part of one readable file: use tilestep's own")
+    return RuleError(f"{rule.name} {does}, which ejected files do not support: use tilestep's optimizer")
 
 
-_OF_MATRICES = "works on whole matrices (products, batches by shape, matrices that ranks share)"
+_OF_MATRICES = "works on whole matrices"
 
 
 def kinds_of(rule: Rule, group: Mapping[str, Any], dtypes: tuple[torch.dtype, ...]) -> list[Kind]:
@@ -78,7 +78,7 @@ def kinds_of(rule: Rule, group: Mapping[str, Any], dtypes: tuple[torch.dtype, ..
                 if spec.program.matrices.scratch:
                     raise refused(rule, _OF_MATRICES)
                 if spec.program.slices.views:
-                    raise refused(rule, "sums over rows and columns, by 1,400 lines of kernels more")
+                    raise refused(rule, "reduces over rows and columns")
                 key = (id(graph) if graph.reads_shape else None, dtype, tuple(formats.items()))
                 kind = found.setdefault(key, Kind("", dtype, spec, graph, formats))
                 kind.dims.add(dims)

@@ -128,7 +128,7 @@ def _matching(line: str, opening: int) -> int:
             level = depth
         elif level is not None and letter in _CLOSE and depth == level:
             return place
-    raise ValueError(f"a bracket is open: {line}")
+    raise ValueError(f"a bracket is not closed: {line}")
 
 
 def _split(text: str, mark: str) -> list[str]:

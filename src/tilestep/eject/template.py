@@ -156,7 +156,7 @@ def kind_of(param: Any) -> Kind:
     # dims}
     # not_classes}
     if key not in KINDS:
-        raise ValueError(f"a parameter is {key}; this file is for {', '.join(map(str, KINDS))}")
+        raise ValueError(f"{key} parameters are not supported; this file has kernels for {', '.join(map(str, KINDS))}")
     return KINDS[key]
 
 
@@ -311,7 +311,7 @@ def check_state(kind: Kind, param: Any, state: dict[str, Any]) -> None:
         # formats}
         found = (array.dtype, array.shape, array.stride(), array.device)
         if found != right:
-            raise ValueError(f"{name} is {found}; its parameter needs {right}: delete the state to begin anew")
+            raise ValueError(f"{name} is {found}, expected {right}: delete the state to reset it")
 
 
 # {across
@@ -500,7 +500,7 @@ class Ejected(torch.optim.Optimizer):
         part, kind = local(param).detach(), kind_of(param)
         # {whole
         if part.shape != param.shape:
-            raise ValueError(f"a parameter is sharded, {param.placements}, and this rule sums over whole tensors")
+            raise ValueError(f"this rule sums over whole tensors, but a parameter is sharded: {param.placements}")
         # whole}
         # {not_blocks
         if torch.empty_like(part).stride() != part.stride():
@@ -508,7 +508,7 @@ class Ejected(torch.optim.Optimizer):
         # not_blocks}
         # {blocks
         if not part.is_contiguous():
-            raise ValueError(f"a parameter has the strides {part.stride()}; make it contiguous")
+            raise ValueError(f"a parameter has strides {part.stride()}; make it contiguous")
         # blocks}
         # {scalars
         state: dict[str, Any] = {}
@@ -555,7 +555,7 @@ class Ejected(torch.optim.Optimizer):
             state["training_param"] = torch.empty_like(param).copy_(values["training_param"])
         # averages}
         if values and values.keys() - {"step", "param"} != state.keys() - {"step"}:
-            raise ValueError(f"a checkpoint has the states {sorted(values)}; this optimizer keeps {sorted(state)}")
+            raise ValueError(f"the checkpoint has states {sorted(values)}, the optimizer has {sorted(state)}")
         return state
 
     @torch.compiler.disable
@@ -564,7 +564,7 @@ class Ejected(torch.optim.Optimizer):
         """Update all parameters that have gradients."""
         # {averages
         if any("training_param" in state for state in self.state.values()):
-            raise RuntimeError("parameters hold the weights to evaluate: call train() before step()")
+            raise RuntimeError("parameters hold the evaluation weights: call train() before step()")
         # averages}
         with torch.enable_grad():
             loss = None if closure is None else closure()
@@ -584,12 +584,12 @@ class Ejected(torch.optim.Optimizer):
         # clip}
         device, *others = {local(param).device for param in params} or {torch.device("cpu")}
         if others:
-            raise ValueError(f"parameters lie on {device} and {others}: give each device an optimizer of its own")
+            raise ValueError(f"parameters are on {device} and {others}: create one optimizer per device")
         if device.index is None:  # a CPU
             self.step_in_torch(found, numbers, device)
         else:
             if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("replays would repeat this step's hyperparameters: step outside of a CUDA graph")
+                raise RuntimeError("step() cannot be captured: replays would repeat this step's hyperparameters")
             with torch.cuda.device(device):  # Triton launches on the current one
                 self.step_by_kernels(found, numbers, device)
         torch.autograd.graph.increment_version([param for param, grad, *_ in members if grad is not None])
@@ -648,7 +648,7 @@ class Ejected(torch.optim.Optimizer):
                         for one in (param.grad, param)
                     )
                     if given != own:
-                        raise ValueError(f"a gradient is {given}; its parameter is {own}")
+                        raise ValueError(f"a gradient is {given}, expected {own}")
                     if grad.stride() != part.stride():  # kernels walk both in the order of their memory
                         grad = torch.empty_like(part).copy_(grad)
                 if not self.state.get(param):
@@ -667,7 +667,7 @@ class Ejected(torch.optim.Optimizer):
             own, placements = getattr(param, "device_mesh", mesh), getattr(param, "placements", ())
             ranks, others = set(mesh.mesh.flatten().tolist()), set(own.mesh.flatten().tolist())
             if others - ranks or any(one.is_partial() for one in placements):
-                raise ValueError(f"a parameter is {placements} on {own}; the norm adds up shards and copies on {mesh}")
+                raise ValueError(f"a parameter is {placements} on {own}; clipping requires shards or copies on {mesh}")
             shares[param] = (
                 math.prod(n for n, one in zip(own.shape, placements) if not one.is_replicate()) / mesh.size()
             )
@@ -778,7 +778,7 @@ class Ejected(torch.optim.Optimizer):
         """Make the tables of these parameters."""
         params = [param for members in found.values() for param, *_ in members]
         if len(set(params)) < len(params):
-            raise ValueError("a parameter is listed twice in its group")
+            raise ValueError("a parameter appears more than once in its param group")
         # {clip
         tile = self.norm_tile = 16384 if sum(local(param).numel() for param in params) < 2**28 else 32768
         shares = self.shares(params)

@@ -23,23 +23,23 @@ ALTERNATIVE = (
 """The proposal of errors for operations without a similar supported operation."""
 
 _IN_PLACES = (
-    "an element can depend on those at its own place in other buffers, and on reductions: combine rows or columns by "
-    "one with keepdim=True, and keep what comes from other steps in a state"
+    "an element may depend on elements at the same index of other buffers and on reductions: combine rows or columns "
+    "by a reduction with keepdim=True, and keep values from earlier steps in a state"
 )
 _LIKE = "use torch.zeros_like(param) or torch.full_like(param, number)"
 _SHAPES = (
-    "values keep the parameter's shape: reduce whole tensors as they are, rows and columns with keepdim=True, and let "
-    "broadcasting do the rest"
+    "values keep the parameter's shape: reduce whole tensors, or rows and columns with keepdim=True, and rely on "
+    "broadcasting"
 )
 _DECOMPOSITIONS = (
-    "tilestep.orthogonalize(x) is the U V^T of a matrix, and `@` multiplies matrices; for a tensor's largest "
-    "singular value, .norm() is a bound"
+    "tilestep.orthogonalize(x) returns U V^T of a matrix, `@` multiplies matrices, and .norm() bounds the largest "
+    "singular value"
 )
-_ORDERS = "nothing here sorts: .amax(), .mean() and .norm() measure a tensor, and torch.where and clamp cut it off"
-_RANDOM = "random numbers are refused, since steps must repeat; draw them into the gradient before the step"
+_ORDERS = "sorting is not supported: .amax(), .mean() and .norm() summarize a tensor, torch.where and clamp truncate it"
+_RANDOM = "random numbers are refused, because steps must be reproducible; add noise to the gradient before the step"
 _VARIANCE = "write ((x - x.mean()) ** 2).mean(), with dim= and keepdim=True for rows or columns"
 _SOFTMAX = "subtract x.amax(dim=-1, keepdim=True), take exp() and divide by its .sum(dim=-1, keepdim=True)"
-_PRODUCT = "write (a * b).sum() for a product of vectors, a @ b for one of matrices"
+_PRODUCT = "write (a * b).sum() for a dot product, a @ b for a matrix product"
 
 _NEAREST: dict[str, tuple[str, ...]] = {
     _VARIANCE: ("std", "var", "std_mean", "var_mean"),
@@ -352,12 +352,12 @@ def check_dtype(operation: str, dtype: torch.dtype, operand: torch.dtype | None)
     """Raise for a result dtype that kernels do not support; `operand` is the dtype of the first operand."""
     converts = operation in CONVERTING or (operand is not dtype and not operation.endswith("_like"))
     if dtype in (torch.float16, torch.bfloat16) and converts:
-        raise Unsupported("a 16-bit type inside a rule; leave rounding to the storage of the buffer")
+        raise Unsupported("16-bit dtypes are not supported inside a rule; buffers are rounded when they are stored")
     if operation.startswith("bitwise") and dtype is not torch.bool:
-        raise Unsupported("bits of integers; of truth values &, | and ~ are translated")
+        raise Unsupported("bitwise operations on integers are not supported; &, | and ~ work on bool tensors")
     had_fractions = operand is not None and operand.is_floating_point
     if operation == "sum" and had_fractions and not dtype.is_floating_point:
-        raise Unsupported(f"a reduction in {dtype}; cast its result")
+        raise Unsupported(f"a reduction in {dtype} is not supported; cast its result")
 
 
 _EXACT_AS_NUMBERS = frozenset(
@@ -376,8 +376,8 @@ def check_integers(build: Builder, operation: str, value: Value, operand: Any, d
     limit = min(limit, _SUMMED_EXACTLY) if is_sum else limit
     if asked.level not in SCALAR_LEVELS and not _magnitude(asked) <= limit:
         raise Unsupported(
-            f"integers of elements that may be beyond {limit:,}, and kernels have them as floating point numbers; cast "
-            f"back to the gradient's type before {'the sum' if is_sum else 'the arithmetic'}, or clamp them"
+            f"integer elements may exceed {limit:,}, and kernels compute integers in floating point; cast to the "
+            f"gradient's dtype before {'the sum' if is_sum else 'the arithmetic'}, or clamp them"
         )
 
 
@@ -519,11 +519,9 @@ class _Reduction:
         named = {axis % dims for axis in listed}
         self.is_total = named == set(range(len(self.shape)))
         if not self.is_total and not keepdim:
-            raise Unsupported("a reduction over some of the dimensions without keepdim=True")
+            raise Unsupported("a reduction over some of the dimensions requires keepdim=True")
         if self.shape and len(self.shape) != build.dims:
-            raise Unsupported(
-                f"a reduction of a tensor of {len(self.shape)} dimensions, not the parameter's {build.dims}"
-            )
+            raise Unsupported(f"a reduction requires the parameter's {build.dims} dimensions, not {len(self.shape)}")
         varies = self.number.level not in SCALAR_LEVELS
         # Without dimensions, a number and a broadcast number look alike, so the graph is valid for 0-dim tensors only.
         build.reads_shape |= is_given or (build.dims == 0 and not varies)
@@ -536,7 +534,7 @@ class _Reduction:
         if self.combined and not self.is_total:
             reduced = sorted(self.combined | set(range(*over)))
             if len(reduced) != reduced[-1] + 1 - reduced[0]:
-                raise Unsupported(f"a reduction that leaves dimensions between the reduced ones, {reduced}")
+                raise Unsupported(f"a reduction over {reduced} leaves out dimensions between them")
             self.target = None if len(reduced) == build.dims else (reduced[0], reduced[-1] + 1)
 
     def apply(self, operation: str) -> Value:
@@ -572,7 +570,7 @@ def _total_or_pairwise(operation: str, pairwise: str) -> Any:
         if isinstance(other, Value):
             return LOWERINGS[pairwise](build, value, other)
         if other is not None:
-            raise Unsupported(f"{pairwise} with its index along a dimension; use a{pairwise[:3]}")
+            raise Unsupported(f"{pairwise[:3]} with indices along a dimension is not supported; use a{pairwise[:3]}")
         return _Reduction(build, value, None, False).apply(operation)
 
     return lower
@@ -588,7 +586,7 @@ def _norm(
         return _Reduction(build, magnitude, dim, keepdim).sum()
     if order == float("inf"):
         return _Reduction(build, magnitude, dim, keepdim).apply("reduce_amax")
-    raise Unsupported(f"a norm of order {order}; 1, 2 and inf are supported")
+    raise Unsupported(f"a norm of order {order} is not supported; use 1, 2 or inf")
 
 
 LOWERINGS.update(
@@ -614,9 +612,9 @@ def is_matrix_work(value: Value) -> bool:
 
 def _operand(build: Builder, item: Any, name: str) -> Value:
     if build.dims != 2:
-        raise MatrixError(f"{name} works on matrices, and the parameter has {build.dims} dimensions")
+        raise MatrixError(f"{name} works on matrices, but the parameter has {build.dims} dimensions")
     if not isinstance(item, Value) or item.level not in (Level.ELEMENT, Level.MATRIX):
-        raise Unsupported(f"{name} of something that is not a matrix computed from the parameter, gradient or states")
+        raise Unsupported(f"{name} requires a matrix computed from the parameter, gradient or states")
     return build.apply("number", item) if item.is_bool else item
 
 

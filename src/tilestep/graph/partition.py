@@ -400,8 +400,8 @@ def _check(graph: Graph, work: Sequence[Value]) -> None:
     for node in graph.values():
         if id(node) not in inside and any(arg.level is Level.MATRIX for arg in node.args):
             raise RuleError(
-                f"{node.line}: {graph.title} uses {node.operation} on a matrix that has not its parameter's shape; "
-                f"only {', '.join(MATRIX_OPERATIONS)} take one"
+                f"{node.line}: {graph.title} uses {node.operation} on a matrix without the parameter's shape; "
+                f"only {', '.join(MATRIX_OPERATIONS)} support it"
             )
     for node in work:
         operation = MATRIX_OPERATIONS.get(node.operation)
@@ -411,8 +411,8 @@ def _check(graph: Graph, work: Sequence[Value]) -> None:
                 number.level > Level.GROUP
             ):
                 raise RuleError(
-                    f"{node.line}: in rule {graph.title}: the numbers that {node.operation} takes must be known before "
-                    "the step: make them of hyperparameters alone"
+                    f"{node.line}: in rule {graph.title}: the numbers of {node.operation} must be known before the "
+                    "step: compute them from hyperparameters only"
                 )
 
 

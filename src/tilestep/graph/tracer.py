@@ -137,8 +137,8 @@ def _target(node: ast.AST) -> str:
 _MODULES = frozenset({"random", "time", "datetime", "secrets", "uuid", "os", "numpy", "numpy.random"})
 _CLOCKS = frozenset({"time", "monotonic", "perf_counter", "process_time", "thread_time", "localtime", "gmtime"})
 _ONCE = (
-    "is called once, when the rule is translated, and its result would never change; make it a hyperparameter that you "
-    "set before each step"
+    "is called once, when the rule is traced, so its result would never change; make it a hyperparameter and set it "
+    "before each step"
 )
 
 
@@ -170,7 +170,7 @@ def refusing_chance(functions: Sequence[Any], describe: str) -> Iterator[None]:
         finally:
             sys.setprofile(before)
     if _numpy_states(functions) != drawn:  # Python's profiling does not see numpy's functions
-        raise RuleError(f"{describe}: a number of numpy.random {_ONCE}")
+        raise RuleError(f"{describe}: numpy.random {_ONCE}")
 
 
 def _is_library(module: str) -> bool:
@@ -339,7 +339,7 @@ class Recorder(TensorDispatch):
         """Return a 0-dim fake tensor of the machine epsilon of the parameter's stored dtype."""
         reached = ancestors([self.value_of(tensor)])
         if not any(value.operation == "load" and value.attribute == "param" for value in reached):
-            raise self.unsupported("machine_epsilon() takes the parameter, or what is computed from it")
+            raise self.unsupported("machine_epsilon() requires the parameter or a value computed from it")
         return self.scalar(self.build.hyper("machine_epsilon"))
 
     def scheduled(self, name: str, value: Any, step: torch.Tensor) -> Any:
@@ -372,7 +372,8 @@ class Recorder(TensorDispatch):
         if isinstance(tensor, torch.Tensor):
             self.refused = RuleError(
                 f"{rule_place().line}: the rule uses a tensor of shape {tuple(tensor.shape)} that is neither a state "
-                "buffer nor computed from one (or a view of one written to since); make it a state or a hyperparameter"
+                "buffer nor computed from one (or a view of a buffer written to since); make it a state or a "
+                "hyperparameter"
             )
             raise self.refused
         return self.build.constant(tensor)
@@ -386,7 +387,7 @@ class Recorder(TensorDispatch):
             raise self.read_error(args[0])
         if func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default):
             if args[0].numel() != 1:
-                raise self.unsupported("a tensor made inside the rule must be a single number")
+                raise self.unsupported("a tensor created inside the rule must be a single number")
             number = self.build.constant(args[0].item())
             return self.placeholder(func(args[0]), number)
         mutates = is_mutable(func)
@@ -418,9 +419,7 @@ class Recorder(TensorDispatch):
             if isinstance(result, torch.Tensor):
                 wider = args and (getattr(args[0], "dtype", None), result.dtype) == (torch.float32, torch.float64)
                 if base == "_to_copy" and self.casts and value.level > Level.TENSOR and wider:
-                    raise Unsupported(
-                        "elements in float64, which have 32 bits unless the parameter has 64; leave out the cast"
-                    )
+                    raise Unsupported("elements in float64 are supported for float64 parameters only; remove the cast")
                 operand = lowered[0][0] if args else None
                 lowering.check_integers(self.build, base, value, operand, result.dtype)
             if base in lowering.CONVERTING:
@@ -479,7 +478,7 @@ class Recorder(TensorDispatch):
             what = f"reads {read} as a Python number, which {changing}"
             functions = [key for key, value in self.hyperparameters.items() if changes(value)]
             if functions:
-                what += f" ({' and '.join(functions)} being given as a function of it)"
+                what += f" ({' and '.join(functions)} set as a function of the step)"
         return RuleError(f"{rule_place().line}: in {self.title}: {what}; use torch.where instead of if")
 
     def branch(self, tensor: Any) -> bool:
@@ -539,7 +538,7 @@ class Reads(ScalarCalls):
             return sizes if dim is None else sizes[0]
         if (name in _OF_MEMORY or func == _BYTES) and args[0].dim():
             what = "nbytes" if func == _BYTES else _OF_MEMORY[name]
-            raise recorder.unsupported(f"{what} of a tensor is another for each parameter; ask for .size(0), .numel()")
+            raise recorder.unsupported(f"{what} of a tensor differs between parameters; use .size(0) or .numel()")
         if name in ("dim", "ndimension") or func == _DIMENSIONS or self._may_depend_on_dimensions(name, (args, kwargs)):
             recorder.build.reads_shape = True
         recorder.casts = name in _CASTS
@@ -610,8 +609,8 @@ def trace(
     kept = kept_tensor(rule.function, made) or kept_tensor(rule.bound(), made)
     if kept:
         raise RuleError(
-            f"{rule.where}: in rule {rule.name}: {kept} keeps a tensor for the next call, but a rule is called once, "
-            "when it is translated; make it a state, by a further positional parameter"
+            f"{rule.where}: in rule {rule.name}: {kept} keeps a tensor between calls, but a rule is called once, when "
+            "it is traced; make it a state: add a positional parameter"
         )
     if recorder.idle:
         raise recorder.idle[0]
@@ -645,7 +644,7 @@ def _run(recorder: Recorder, rule: Rule, hyperparameters: Mapping[str, Any], sha
         with refusing_chance(functions, f"in rule {rule.name}"), Reads(recorder), recorder:
             for key, value in values.items():
                 if changes(value):
-                    recorder.title = f"rule {rule.name}, in {key}, which is a function of the step"
+                    recorder.title = f"rule {rule.name}, {key} as a function of the step"
                     values[key] = recorder.scheduled(key, value, step)
             recorder.title = f"rule {rule.name}"
             return rule(*buffers, **values)
@@ -668,7 +667,7 @@ def _refusal(message: str) -> str:
     if nearest(name) != ALTERNATIVE:
         return f"{name} has no translation to a kernel; {nearest(name)}"
     if name and "FakeTensor" in message:
-        message = f"{name}() takes a Python number, and sizes, hyperparameters and the step are tensors in a rule"
+        message = f"{name}() requires a Python number, but sizes, hyperparameters and the step are tensors in a rule"
     return f"{message}; {ALTERNATIVE}"
 
 
@@ -682,8 +681,8 @@ def _slice_states(rule: Rule, states: Mapping[str, State], dims: int) -> dict[st
     for name, over in overs.items():
         if over[0] < 0:
             raise RuleError(
-                f"{rule.where}: {rule.name} uses {name}, one number per {kinds[name]}, for a parameter of "
-                f"{dims} dimension{'s' * (dims != 1)}; keep it for matrices by `if param.dim() > 1`"
+                f"{rule.where}: {rule.name} uses {name}, a state with one number per {kinds[name]}, for a "
+                f"parameter of {dims} dimension{'s' * (dims != 1)}; use it only `if param.dim() > 1`"
             )
     return overs
 
@@ -755,7 +754,7 @@ def _outputs(recorder: Recorder, rule: Rule, results: tuple[Any, ...], shape: tu
             if wanted and not result.dim():
                 raise RuleError(
                     f"{value.line or rule.where}: {rule.name} returns one number for {label}, so all its elements "
-                    f"would be equal; return a tensor of its shape, torch.full_like({label}, ...) if that is meant"
+                    f"would be equal; return torch.full_like({label}, ...) if that is intended"
                 )
             recorder.build.reads_shape |= not wanted  # a number is a valid new parameter only for 0-dim parameters
         if value.operation != "load" or value.attribute != name:
@@ -777,6 +776,6 @@ def _check_kept(recorder: Recorder, rule: Rule, results: Sequence[Any], outputs:
         lost = [value for value in made if value.name == label and value.line in own]
         if lost:
             raise RuleError(
-                f"{lost[0].line}: {rule.name} gives the name {label} to a new tensor and does not return it, so the "
-                f"buffer stays as it is; change it in place ({label}.add_(...), {label}.copy_(...)), or return it"
+                f"{lost[0].line}: {rule.name} rebinds {label} to a new tensor and does not return it, so the buffer "
+                f"never changes; change it in place ({label}.add_(...), {label}.copy_(...)), or return it"
             )

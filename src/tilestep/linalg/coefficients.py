@@ -116,7 +116,7 @@ def refusal(coefficients: Any) -> str:
     else:
         listed = isinstance(coefficients, (tuple, list)) and len(coefficients) > 0
         known = listed and (_is_row(coefficients) or all(map(_is_row, coefficients)))
-    return "" if known else f"it must be three numbers, a list of such, or one of {', '.join(NAMES)}"
+    return "" if known else f"it must be three numbers, a list of triples, or one of {', '.join(NAMES)}"
 
 
 def _is_row(row: Any) -> bool:
@@ -149,7 +149,7 @@ def rows_of(coefficients: Any, steps: Any = None, safety: float = SAFETY) -> lis
         table = _Table(tuple(map(tuple, coefficients)), len(coefficients))
         what = f"a list of {len(coefficients)} coefficients"
     if safety != SAFETY and not table.scales:
-        raise RuleError(f"orthogonalize: safety={safety!r} is for coefficients='polar_express' and 'cans'")
+        raise RuleError(f"orthogonalize: safety={safety!r} requires coefficients='polar_express' or 'cans'")
     if isinstance(safety, (str, type(None))) or not 1 <= safety < math.inf:
         raise RuleError(f"orthogonalize: safety={safety!r}; it must be finite and at least 1, or values diverge")
     count = table.steps if steps is None else _whole(steps, table.steps)

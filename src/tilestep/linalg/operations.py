@@ -62,7 +62,7 @@ def limit_workspace(size: int) -> int:
     """
     global limit
     if size < 0:
-        raise ValueError(f"a workspace of {size} bytes; it must be at least 0")
+        raise ValueError(f"Invalid size: {size}; it must be at least 0 bytes")
     before, limit = limit, size
     return before
 

@@ -31,7 +31,7 @@ class Cut:
             return [slice(*(min(max(row - self.start, 0), size) for row in (first, last)))]
         period = rows // self.groups
         if first % period or last % period:
-            raise ValueError(f"rows {first} to {last} are no whole groups of {period} rows")
+            raise ValueError(f"rows {first} to {last} are not whole groups of {period} rows")
         return [slice(first // period, last // period), slice(0, size)]
 
     def within(self, rows: int, first: int, last: int) -> Cut:
@@ -91,20 +91,20 @@ def find_matrices(
         [(6, Cut(dim=0, groups=1, start=0, stop=6)), (2, Cut(dim=0, groups=1, start=6, stop=8))]
     """
     if not flatten and len(shape) > 3 and max(shape[-2:]) <= _WINDOW:
-        raise ValueError("its last sides are those of a convolution's window; flatten=True takes them as columns")
+        raise ValueError("its last dimensions are a convolution's kernel; flatten=True takes them as columns")
     dim = 0 if flatten else len(shape) - 2
     rows, columns = shape[dim], math.prod(shape[dim + 1 :])
     if heads is not None and splits is not None:
-        raise ValueError("it has heads and splits; give one of them")
+        raise ValueError("it has heads and splits; set only one of them")
     if heads is not None:
         if rows % heads:
-            raise ValueError(f"its {rows} rows are not {heads} heads of one size")
+            raise ValueError(f"its {rows} rows are not divisible by heads={heads}")
         return [Matrices(rows // heads, columns)]
     if splits is None:
         return [Matrices(rows, columns)]
     total = sum(splits)
     if rows % total:
-        raise ValueError(f"its {rows} rows are no multiple of the {total} of splits={tuple(splits)}")
+        raise ValueError(f"its {rows} rows are not a multiple of {total}, the sum of splits={tuple(splits)}")
     groups = rows // total
     if groups == 0 or (groups == 1 and len(set(splits)) == 1):
         return [Matrices(splits[0] if groups else 0, columns)]

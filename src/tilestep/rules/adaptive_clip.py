@@ -49,10 +49,10 @@ class AdaGC:
     def __post_init__(self) -> None:
         valid(
             self,
-            rel=(1 <= self.rel < math.inf, "it must be a number of at least 1"),
-            limit=(self.limit > 0, "it must be a norm above 0"),
+            rel=(1 <= self.rel < math.inf, "it must be finite and at least 1"),
+            limit=(self.limit > 0, "it must be greater than 0"),
             decay=(0 <= self.decay < 1, "it must be at least 0 and below 1"),
-            warmup=(self.warmup >= 2, "the mean begins with the norm of step 1"),
+            warmup=(self.warmup >= 2, "it must be at least 2, because step 1 sets the mean"),
         )
 
     @property

@@ -340,7 +340,9 @@ def scaled_states(rule: Rule) -> Rule:
     _require_rule("scaled_states", rule)
     scaled = [name for name, state in rule.states.items() if state.shape == "param" and state.init == 0.0]
     if not scaled:
-        raise RuleError(f"scaled_states({rule.name}): the rule has no state that begins at zero, like the parameter")
+        raise RuleError(
+            f"scaled_states({rule.name}): the rule has no state of the parameter's shape that is initialized with zeros"
+        )
 
     def composed(param: Any, grad: Any, *states: Any, **hyper: Any) -> tuple[Any, ...]:
         kept = dict(zip(rule.state_names, states))
@@ -368,8 +370,8 @@ def scaled_states(rule: Rule) -> Rule:
 def _require_rule(label: str, rule: Any) -> None:
     if not isinstance(rule, Rule):
         name = getattr(rule, "__name__", rule)
-        possible = f'tilestep.registry["{name}"]' if name in registry else "a function made by @tilestep.rule"
-        raise RuleError(f"{label} takes a rule, not {rule!r}: give it {possible}")
+        possible = f'tilestep.registry["{name}"]' if name in registry else "a function decorated with @tilestep.rule"
+        raise RuleError(f"{label} requires a rule, not {rule!r}: pass {possible}")
 
 
 def _require_lr(label: str, rule: Rule) -> None:

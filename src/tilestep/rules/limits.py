@@ -128,16 +128,18 @@ class Limit:
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if "ClassVar" not in str(inspect.get_annotations(cls).get("memory", ClassVar)):
-            raise TypeError(f"{cls.__name__}: memory is of the class and no number of the limit: leave its type out")
+            raise TypeError(
+                f"{cls.__name__}: memory must be a class attribute, not a field: remove its type annotation"
+            )
         decide = getattr(cls, "decide", None)
         cls.sees_skipped = decide is not None and "skipped" in inspect.signature(decide).parameters
         Limit.known.setdefault(cls.__name__, {})[f"{cls.__module__}.{cls.__qualname__}"] = cls
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Limit:
         if not is_dataclass(cls) or not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-            raise RuleError(f"limit {cls.__name__} is no frozen dataclass: say @dataclass(frozen=True)")
+            raise RuleError(f"limit {cls.__name__} must be a frozen dataclass: use @dataclass(frozen=True)")
         if not hasattr(cls, "decide"):
-            raise RuleError(f"limit {cls.__name__} has no function `decide(self, norm, loss, memory)`")
+            raise RuleError(f"limit {cls.__name__} has no method `decide(self, norm, loss, memory)`")
         return super().__new__(cls)
 
     def ask(self, norm: float, loss: float | None, memory: Memory, skipped: bool) -> tuple[Any, Any]:
@@ -175,7 +177,7 @@ def layout_of(limit: Limit) -> tuple[tuple[str, float, int], ...]:
             for name, entry in limit.memory.items()
         )
     except (AttributeError, TypeError, ValueError) as error:
-        raise RuleError(f"{limit}: memory={limit.memory!r}; it takes names with numbers or Windows") from error
+        raise RuleError(f"{limit}: memory={limit.memory!r}; it must map names to numbers or Windows") from error
 
 
 def first_numbers(limit: Limit) -> list[float]:
@@ -213,9 +215,9 @@ class TimesMean(Limit):
     def __post_init__(self) -> None:
         valid(
             self,
-            factor=(1 < self.factor < math.inf, "a multiple of the mean norm is a number above 1"),
+            factor=(1 < self.factor < math.inf, "it must be finite and greater than 1"),
             decay=(0 <= self.decay < 1, "it must be at least 0 and below 1"),
-            warmup=(self.warmup >= 1, "at least 1 norm must be known before it is compared with"),
+            warmup=(self.warmup >= 1, "it must be at least 1"),
         )
 
     def decide(self, norm: float, loss: float | None, memory: Memory, *, skipped: bool) -> tuple[bool, float]:
@@ -263,9 +265,9 @@ class Sigma(Limit):
     def __post_init__(self) -> None:
         valid(
             self,
-            factor=(0 < self.factor < math.inf, "it must be a number above 0"),
-            window=(self.window >= 2, "a deviation needs at least 2 steps"),
-            warmup=(self.warmup is None or self.warmup >= 3, "at least 2 steps must lie before one that is skipped"),
+            factor=(0 < self.factor < math.inf, "it must be finite and greater than 0"),
+            window=(self.window >= 2, "a standard deviation needs at least 2 steps"),
+            warmup=(self.warmup is None or self.warmup >= 3, "it must be at least 3, or None"),
         )
 
     @property
@@ -334,12 +336,15 @@ class ZClip(Limit):
     def __post_init__(self) -> None:
         valid(
             self,
-            z=(0 < self.z < math.inf, "it must be a number above 0"),
+            z=(0 < self.z < math.inf, "it must be finite and greater than 0"),
             decay=(0 <= self.decay < 1, "it must be at least 0 and below 1"),
             warmup=(self.warmup >= 2, "a variance needs at least 2 norms"),
-            max_norm=(self.max_norm is None or 0 < self.max_norm < math.inf, "it must be a norm above 0, or None"),
+            max_norm=(
+                self.max_norm is None or 0 < self.max_norm < math.inf,
+                "it must be finite and greater than 0, or None",
+            ),
             option=(self.option in _OPTIONS, f"it must be one of {', '.join(map(repr, _OPTIONS))}"),
-            factor=(0 < self.factor < math.inf, "it must be a number above 0"),
+            factor=(0 < self.factor < math.inf, "it must be finite and greater than 0"),
         )
 
     def decide(self, norm: float, loss: float | None, memory: Memory, *, skipped: bool) -> tuple[bool, float]:

@@ -136,16 +136,16 @@ _SHAPES = ("param", "scalar", "row", "column", "left", "right")
 _NOT_FOR_STATES = {
     "param": "the parameter",
     "grad": "the gradient",
-    "master_param": "a float32 master",
-    "remainder_param": "what a bfloat16 parameter lacks of a float32 one",
-    "training_param": "the weights that train while the averages are in the parameters",
+    "master_param": "float32 master weights",
+    "remainder_param": "the remainder of float32 master weights",
+    "training_param": "the training weights while the parameters hold the averages",
 }
 NOT_FOR_HYPERPARAMETERS = {
     "numel": "the number of elements",
     "rows": "a size of the parameter",
     "columns": "a size of the parameter",
-    "gradient_scale": "what clipping and loss scaling multiply gradients by",
-    "machine_epsilon": "that of the parameter",
+    "gradient_scale": "the factor of clipping and loss scaling",
+    "machine_epsilon": "the machine epsilon of the parameter's dtype",
     "max_grad_norm": "the optimizer's clip",
     "master_weights": "the optimizer's argument",
     "state_dtype": "the optimizer's argument",
@@ -213,21 +213,19 @@ class State:
         if self.shape not in _SHAPES:
             raise RuleError(f"State(shape={self.shape!r}): it must be one of {', '.join(_SHAPES)}")
         if not isinstance(self.init, (int, float, str)):
-            raise RuleError(
-                f"State({self.init!r}): it begins at a number, at 'param', or at a hyperparameter by its name"
-            )
+            raise RuleError(f"State({self.init!r}): init must be a number, 'param', or the name of a hyperparameter")
         if self.dtype is None or (self.shape == "scalar" and self.dtype in (torch.float32, torch.float64)):
             return
         if self.shape == "scalar":
             raise RuleError(
-                f"dtype={self.dtype} of a state: shape='scalar' takes float32 or float64; other floating point types "
-                "are for shape='param' only"
+                f"dtype={self.dtype} of a state: shape='scalar' supports float32 and float64; use shape='param' for "
+                "other floating point types"
             )
         if not (self.shape == "param" and self.dtype.is_floating_point):
-            raise RuleError(f"dtype={self.dtype} of a state: it takes a floating point type, for shape='param' only")
+            raise RuleError(f"dtype={self.dtype} of a state: it must be a floating point type, with shape='param'")
         if self.dtype not in STATE_DTYPES:
             *others, last = (str(dtype).removeprefix("torch.") for dtype in STATE_DTYPES)
-            raise RuleError(f"dtype={self.dtype} of a state: it can be {', '.join(others)} or {last}")
+            raise RuleError(f"dtype={self.dtype} of a state: it must be {', '.join(others)} or {last}")
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -285,7 +283,7 @@ class Rule:
                 self.hyperparameters[parameter.name] = parameter.default
             elif parameter.default is not parameter.empty and parameter.default is not None:
                 raise self._refuse(
-                    f"{parameter.name}={parameter.default!r} stands among the state buffers; put a "
+                    f"{parameter.name}={parameter.default!r} is among the state buffers; put a "
                     "bare * before the hyperparameters"
                 )
             else:
@@ -304,18 +302,22 @@ class Rule:
         ):
             for name in names:
                 if name in taken:
-                    raise self._refuse(f"the {kind} {name!r} needs another name: that one is {taken[name]}")
+                    raise self._refuse(f"the {kind} name {name!r} is reserved for {taken[name]}; use another name")
         for name, default in self.hyperparameters.items():
             if isinstance(default, (dict, set)):
                 raise self._refuse(
                     f"hyperparameter {name!r} is a {type(default).__name__}; it must be a number, a "
-                    "flag, a string, None, or a tuple of such"
+                    "bool, a string, None, or a tuple of these"
                 )
         for name, start in self.states.items():
             if isinstance(start.init, str) and start.init not in ("param", *self.hyperparameters):
-                raise self._refuse(f"state {name!r} begins at {start.init!r}, which is no hyperparameter, nor 'param'")
+                raise self._refuse(
+                    f"state {name!r} has init={start.init!r}, which is neither a hyperparameter nor 'param'"
+                )
             if start.zero_if_late not in (None, *self.hyperparameters):
-                raise self._refuse(f"state {name!r} has zero_if_late={start.zero_if_late!r}, no hyperparameter")
+                raise self._refuse(
+                    f"state {name!r} has zero_if_late={start.zero_if_late!r}, which is not a hyperparameter"
+                )
         if unknown := sorted(set(self.ranges) - set(self.hyperparameters)):
             possible = ", ".join(self.hyperparameters)
             raise self._refuse(f"ranges= names {unknown}, which are not hyperparameters ({possible})")
@@ -325,7 +327,7 @@ class Rule:
             entries: Any = allowed if is_several else (allowed,)
             is_whole = not is_several or default is None or len(entries) == len(default)
             if not callable(allowed) and not (is_whole and all(isinstance(entry, Interval) for entry in entries)):
-                raise self._refuse(f"ranges= of {name!r} is {allowed!r}; take tilestep.at_least, between or Interval")
+                raise self._refuse(f"ranges= of {name!r} is {allowed!r}; use tilestep.at_least, between or Interval")
 
     @property
     def where(self) -> str:
@@ -420,7 +422,7 @@ class Rule:
         values = {key: as_scalar(value, device) for key, value in {**self.hyperparameters, **hyperparameters}.items()}
         for key in [key for key, value in values.items() if changes(value)]:
             if "step" not in values:
-                raise TypeError(f"{self.__name__}(): {key} is a function of the step, so step= is needed")
+                raise TypeError(f"{self.__name__}(): {key} is a function of the step, so step= is required")
             values[key] = at_step(values[key], values["step"], key)
         if "step" in values and not self.uses_step:
             del values["step"]
@@ -512,8 +514,8 @@ class Rule:
             found = None
         if found is not self:
             raise pickle.PicklingError(
-                f"{self!r} is not {self.__module__}.{reference[1]}, by which it would be loaded: decorate a function "
-                "of a module with @tilestep.rule, and keep its name"
+                f"cannot pickle {self!r}: it is not {self.__module__}.{reference[1]}; decorate a function of a "
+                "module with @tilestep.rule, and keep its name"
             )
         return _by_reference, reference
 
@@ -521,8 +523,8 @@ class Rule:
 def _registered(name: str) -> Rule:
     if name not in registry:
         raise RuleError(
-            f"no rule is registered as {name!r}, with which this was made: import the module that makes it "
-            f"with @tilestep.rule(name={name!r}) before"
+            f"no rule is registered as {name!r}: first import the module that defines it with "
+            f"@tilestep.rule(name={name!r})"
         )
     return registry[name]
 
@@ -568,11 +570,11 @@ def at_step(value: Any, step: Any, name: str = "the function") -> Any:
         try:
             result = as_scalar(scalar_globals(value)(as_scalar(step)))
         except TypeError as error:
-            raise RuleError(f"{name} is a function of the step, and cannot be called with it: {error}") from error
+            raise RuleError(f"{name} is a function of the step, but cannot be called with it: {error}") from error
     # Read strides, because reading the number of dimensions would specialize the graph on it.
     if not isinstance(result, torch.Tensor) or result.stride():
         shown = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else repr(result)
-        raise RuleError(f"{name} is a function of the step and must give one number, not {shown}")
+        raise RuleError(f"{name} is a function of the step and must return one number, not {shown}")
     return result
 
 
@@ -581,8 +583,8 @@ def _check_free(name: str, made: Rule) -> None:
     own, taken = __name__.rpartition(".")[0], registry.get(name)
     if taken is not None and taken.__module__.startswith(f"{own}.") and made.__module__ != taken.__module__:
         raise RuleError(
-            f"{made.where}: tilestep has a rule called {name} ({taken.where}), and checkpoints name rules: take "
-            "another name; without name= the function is a rule too"
+            f"{made.where}: the name {name} belongs to a rule of tilestep ({taken.where}); use another name, or "
+            "leave out name="
         )
 
 
@@ -645,7 +647,7 @@ def rule(
 
     def make(target: Callable[..., Any]) -> Rule:
         if not callable(target):
-            raise RuleError(f"{target!r} is no function that could be a rule")
+            raise RuleError(f"tilestep.rule requires a function, not {target!r}")
         made = Rule(
             target,
             name=name or "",

@@ -103,8 +103,8 @@ def machine_epsilon(param: Any) -> Any:
 def _across(kind: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.dim() > 0:
         raise RuleError(
-            f"{kind}_over_tensors takes one number per parameter, not a tensor of shape {tuple(value.shape)}: "
-            "reduce it first, for example with .sum()"
+            f"{kind}_over_tensors requires one number per parameter, not a tensor of shape "
+            f"{tuple(value.shape)}: reduce it first, for example with .sum()"
         )
     combine = global_reduce.get()
     return value if combine is None else combine(kind, value)

@@ -74,7 +74,7 @@ def scion(
         norm = "Spectral" if is_matrix else "BiasRMS"
     if is_matrix == (norm == "BiasRMS"):
         kind = "vectors" if is_matrix else "matrices"
-        raise RuleError(f"Scion: norm={norm!r} is for {kind}; norm='Auto' takes both, or give it its own param group")
+        raise RuleError(f"Scion: norm={norm!r} is for {kind}; use norm='Auto', or a separate param group")
     if norm == "BiasRMS":
         update = grad / ((grad * grad).mean().sqrt() + _EPS)
     elif norm == "Spectral":

@@ -129,7 +129,7 @@ def report_on(trace: Sequence[Mapping[str, Any]]) -> Report:
     events = read_events(trace)
     iterations = split(events)
     if not iterations:
-        raise ValueError("nothing ran while the profiler was on: train an iteration or more inside the block")
+        raise ValueError("nothing ran inside the block: run at least one training iteration")
     return Report(iterations, on_gpu=bool(events.works))
 
 
@@ -195,7 +195,7 @@ class Profile:
             True
         """
         if self._report is None:
-            raise RuntimeError("the report is there when the block is over")
+            raise RuntimeError("the report exists only after the block has ended")
         return self._report
 
     def iteration(self) -> None:
@@ -215,7 +215,7 @@ class Profile:
 
     def __enter__(self) -> Profile:
         if self._picture and self._out is not None and importlib.util.find_spec("matplotlib") is None:
-            raise ImportError("the picture needs matplotlib: pip install matplotlib, or picture=False")
+            raise ImportError("picture=True requires matplotlib: pip install matplotlib, or pass picture=False")
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library prints each start to stderr
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():

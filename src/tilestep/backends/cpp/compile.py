@@ -107,7 +107,7 @@ def user_flags() -> tuple[str, ...]:
     try:
         return tuple(shlex.split(words))
     except ValueError as error:
-        raise ValueError(f"Invalid TILESTEP_CXXFLAGS: {words!r}; a shell could not read it: {error}") from None
+        raise ValueError(f"Invalid TILESTEP_CXXFLAGS: {words!r}; it must be valid shell syntax: {error}") from None
 
 
 def load_library(title: str, source: str, extra_flags: Sequence[str] = ()) -> ctypes.CDLL:
@@ -181,7 +181,7 @@ def _open(file: CachedFile) -> ctypes.CDLL:
         return ctypes.CDLL(file.loadable())
     except OSError as error:
         raise BuildError(
-            f"cannot load {file.path}: {error}; TILESTEP_CACHE_DIR names a directory from which code may be run"
+            f"cannot load {file.path}: {error}; set TILESTEP_CACHE_DIR to a directory that allows code to be executed"
         ) from error
 
 
@@ -231,7 +231,7 @@ def compile_source(command: Sequence[str], source: str, target: Path, libraries:
         status = process.wait(seconds)
     except subprocess.TimeoutExpired as error:
         raise BuildTimeout(
-            f"{command[0]} has not finished {target.name} in {seconds:.0f} s; TILESTEP_BUILD_TIMEOUT sets another limit"
+            f"{command[0]} has not finished {target.name} in {seconds:.0f} s; set TILESTEP_BUILD_TIMEOUT to allow more"
         ) from error
     except KeyboardInterrupt:
         _kill_group(process)  # immediately; the caller removes partial output
@@ -304,7 +304,7 @@ def warn_of_failure(error: BuildError) -> None:
     what = f"found no C++ compiler ({_remedy()}) and no cached build: rules run as eager PyTorch, which is slow"
     if command is not None:
         what = (
-            "could not build a kernel: its rule runs as eager PyTorch, which is slow, until an optimizer that is made "
-            f"later can build it: {error}"
+            "could not build a kernel: its rule runs as eager PyTorch, which is slow, until an optimizer created later "
+            f"can build it: {error}"
         )
     warnings.warn(f"tilestep {what}", RuntimeWarning, stacklevel=3)
