@@ -206,7 +206,7 @@ def test_a_name_or_a_class_is_no_rule_yet() -> None:
         for composer in (cautious, ema, decoupled_weight_decay, cautious_weight_decay):
             with pytest.raises(RuleError, match=rf'{composer.__name__} requires a rule.*tilestep.registry\["AdamW"\]'):
                 composer(no_rule)
-    with pytest.raises(RuleError, match=r"give it a function made by @tilestep\.rule"):
+    with pytest.raises(RuleError, match=r"pass a function decorated with @tilestep\.rule"):
         lookahead(lambda param, grad: param - grad)
 
 
