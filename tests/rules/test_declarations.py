@@ -27,11 +27,11 @@ def clip_as_number(param: Any, grad: Any, *, max_grad_norm: Any = 1.0) -> Any: .
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (gradient_as_state, "state name 'grad' is reserved for the gradient"),
-        (parameter_as_state, "state name 'param' is reserved for the parameter"),
+        (gradient_as_state, "state 'grad' needs another name: it is reserved for the gradient"),
+        (parameter_as_state, "state 'param' needs another name: it is reserved for the parameter"),
         (master_as_state, "state 'master_param' needs another name"),
         (remainder_as_state, "state 'remainder_param' needs another name"),
-        (size_as_number, "hyperparameter name 'rows' is reserved for a size"),
+        (size_as_number, "hyperparameter 'rows' needs another name: it is reserved for a size"),
         (count_as_number, "hyperparameter 'numel' needs another name"),
         (clip_as_number, "hyperparameter 'max_grad_norm' needs another name"),
     ],
@@ -53,7 +53,7 @@ def test_beginnings_ranges_and_defaults_that_there_are_not() -> None:
         State(shape="rows")
     with pytest.raises(RuleError, match=r"State\(None\): init must be a number"):
         State(None)  # type: ignore[arg-type]
-    with pytest.raises(RuleError, match="state 'average' has zero_if_late='damp', no hyperparameter"):
+    with pytest.raises(RuleError, match="state 'average' has zero_if_late='damp', which is not a hyperparameter"):
         tilestep.rule(states={"average": State(zero_if_late="damp")})(with_state)
     with pytest.raises(
         RuleError, match="state 'average' has init='begin', which is neither a hyperparameter nor 'param'"
@@ -167,9 +167,7 @@ def test_a_rule_does_not_replace_one_of_the_library_s() -> None:
     def own(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
         return param - lr * grad
 
-    with pytest.raises(
-        RuleError, match=r"the name AdamW belongs to a rule of tilestep \(.*adam.py:\d+\), .*use another name"
-    ):
+    with pytest.raises(RuleError, match=r"tilestep has a rule called AdamW \(.*adam.py:\d+\), .*take another name"):
         tilestep.rule(own, name="AdamW")
     assert tilestep.registry == before
     try:  # a notebook's cell is run again

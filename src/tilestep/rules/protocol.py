@@ -302,7 +302,7 @@ class Rule:
         ):
             for name in names:
                 if name in taken:
-                    raise self._refuse(f"the {kind} name {name!r} is reserved for {taken[name]}; use another name")
+                    raise self._refuse(f"the {kind} {name!r} needs another name: it is reserved for {taken[name]}")
         for name, default in self.hyperparameters.items():
             if isinstance(default, (dict, set)):
                 raise self._refuse(
@@ -583,8 +583,8 @@ def _check_free(name: str, made: Rule) -> None:
     own, taken = __name__.rpartition(".")[0], registry.get(name)
     if taken is not None and taken.__module__.startswith(f"{own}.") and made.__module__ != taken.__module__:
         raise RuleError(
-            f"{made.where}: the name {name} belongs to a rule of tilestep ({taken.where}); use another name, or "
-            "leave out name="
+            f"{made.where}: tilestep has a rule called {name} ({taken.where}), and checkpoints name rules: take "
+            "another name, or leave out name="
         )
 
 
