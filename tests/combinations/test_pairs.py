@@ -174,10 +174,10 @@ REFUSED: dict[tuple[str, str], str] = {
     ("shard", "shard"): "sharded already",
     **{pair: "offloaded already" for pair in itertools.product(OFFLOADS, repeat=2)},
     ("joint norm", "joint norm"): "shares a norm already",
-    ("shard", "offload of gradients"): "keeps this rank's part of them",
+    ("shard", "offload of gradients"): "keeps its gradients on the device",
     ("ddp", "offload of gradients"): "DistributedDataParallel, which reduces gradients after",
     ("offload of gradients", "ddp"): "DistributedDataParallel, which reduces gradients after",
-    **{("offload of gradients", name): "gradients of this optimizer go to the host" for name in OVERLAPS},
+    **{("offload of gradients", name): "gradients of this optimizer are copied to the host" for name in OVERLAPS},
     **{(name, "shard"): "shard it first" for name in OFFLOADS if name != "offload"},
     ("joint norm", "capture"): "joint norm",
     **{pair: "overlapped already" for pair in itertools.product(OVERLAPS, repeat=2)},
@@ -228,7 +228,7 @@ def _walk(first: str) -> None:
             PUT[second](training)
             training.put.append(second)
             if first in ["shard", *OVERLAPS]:
-                with pytest.raises(RuntimeError, match="none of the optimizer's parameters is one of the model's"):
+                with pytest.raises(RuntimeError, match="none of the optimizer's parameters belong to the model"):
                     training.step(0)
             continue
         else:

@@ -273,5 +273,5 @@ def test_a_part_of_the_model_that_is_sharded_later_is_refused(way: str, one_rank
     optimizer.step()
     fully_shard(model[2])
     loss(model, 2).backward()
-    with pytest.raises(RuntimeError, match="not all of the optimizer's parameters are of the model's any more"):
+    with pytest.raises(RuntimeError, match="not all of the optimizer's parameters belong to the model any more"):
         optimizer.step()

@@ -211,7 +211,7 @@ def memory_that_cannot_be_mapped_is_not_shared_by_itself() -> None:
             chosen = Pair(Elementwise(30), plain, bucket_cap_mb=TINY)
             asked = Pair(Elementwise(30), plain, bucket_cap_mb=TINY, param_buffer="peers")
             (line,) = chosen.optimizer.describe_gathers()
-            assert "all-gathers send it (CUDA cannot share memory of torch's allocator as it is set up" in line
+            assert "all-gathers send it (CUDA cannot share memory of torch's allocator with this configuration" in line
             assert asked.optimizer.describe_gathers()[0].endswith("by copy engines")
             for pair in (chosen, asked):
                 for _ in range(3):

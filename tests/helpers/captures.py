@@ -469,7 +469,7 @@ def test_evaluation_weights_and_lost_optimizers() -> None:
     del optimizer
     gc.collect()
     assert held() is None and all(buffer() is None for buffer in buffers)
-    with pytest.raises(tilestep.CaptureError, match="lost its optimizer"):
+    with pytest.raises(tilestep.CaptureError, match="optimizer of the captured step was deleted"):
         captured.replay()
 
 

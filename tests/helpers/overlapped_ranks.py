@@ -410,7 +410,7 @@ def sums_by_hand_come_too_late_and_it_is_said() -> None:
             for _ in range(2):
                 model(torch.ones(2, 3, device=device())).sum().backward()
                 optimizer.step()
-        said = [str(each.message) for each in caught if "before they could be summed by hand" in str(each.message)]
+        said = [str(each.message) for each in caught if "gradients of each rank alone" in str(each.message)]
         assert len(said) == expected, (wrapped, during, said)
 
 

@@ -221,7 +221,7 @@ def what_cannot_be_captured() -> None:
             return
         Ranks.can_be_captured = False  # type: ignore[assignment, method-assign]
         training = warmed(adamw, "iteration")
-        with pytest.raises(tilestep.CaptureError, match="backend that graphs cannot hold"):
+        with pytest.raises(tilestep.CaptureError, match="cannot capture the process group's backend"):
             tilestep.capture(training.optimizer, training.iteration)
 
 

@@ -274,7 +274,7 @@ def test_matrices_of_complex_numbers_are_not_for_muon() -> None:
 
 def test_sharding_refuses() -> None:
     weight = torch.nn.Linear(2, 2, dtype=torch.complex64)
-    with pytest.raises(GradientError, match=r"is complex, and shard\(\) splits real arrays"):
+    with pytest.raises(GradientError, match=r"is complex, which shard\(\) does not support"):
         prepared(tilestep.AdamW(weight.parameters()), weight, None)
 
 

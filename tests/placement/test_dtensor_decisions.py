@@ -286,7 +286,7 @@ def optimizers_that_send_step_in_one_order() -> None:
         later = before > 0 and device() == "cuda"
         if later:
             torch.cuda.synchronize()  # ranks find the tag in the same step: none sends a message more
-        with pytest.raises(ValueError, match="in the same order on all of them, step them in the same order"):
+        with pytest.raises(ValueError, match="create and step optimizers in the same order on all ranks"):
             for _ in range(4 if later else 1):
                 optimizers[rank % 2].step()
                 if later:
@@ -303,12 +303,12 @@ def losses_of_optimizers_in_other_orders() -> None:
         params = list(net.parameters())
         optimizers = [tilestep.SGD(part, lr=0.1, skip_above=tilestep.Sigma()) for part in (params[::2], params[1::2])]
         backward(net, batch(0, layout))
-        with pytest.raises(ValueError, match="step them in the same order"):
+        with pytest.raises(ValueError, match="create and step optimizers in the same order"):
             optimizers[rank % 2].step(loss=float(rank))
     net = LAYOUTS["fsdp"][0]()
     optimizer = tilestep.SGD(net.parameters(), skip_above=tilestep.Sigma())
     backward(net, batch(0, "fsdp"))
-    with pytest.raises(ValueError, match="give a loss on all ranks or on none"):
+    with pytest.raises(ValueError, match="pass a loss on all ranks or on none"):
         optimizer.step(loss=None if rank else 1.0)
 
 

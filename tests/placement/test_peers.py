@@ -87,5 +87,5 @@ def test_without_a_driver_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> 
         raise OSError(f"no {name}")
 
     monkeypatch.setattr(peers.ctypes, "CDLL", missing)
-    with pytest.raises(RuntimeError, match=r"driver shares no memory between processes: no libcuda"):
+    with pytest.raises(RuntimeError, match=r"driver cannot share memory between processes: no libcuda"):
         peers.Driver()

@@ -205,7 +205,7 @@ class CapturedStep:
 
     def _known_optimizer(self) -> Optimizer:
         if (optimizer := self._optimizer()) is None:
-            raise CaptureError("the captured step has lost its optimizer: keep a reference to it")
+            raise CaptureError("the optimizer of the captured step was deleted: keep a reference to it")
         return optimizer
 
     def _current(self) -> StepPlan:
@@ -228,7 +228,7 @@ class CapturedStep:
             group, index = self._listed[place]
             own = basis.groups[group]["params"]
             if index >= len(own) or own[index] is not basis.params[place]:
-                return "param groups have other parameters"
+                return "the parameters of the param groups have changed"
         for place in _in_turn(len(self._gradients), turn):
             recorded = self._gradients[place]
             if recorded is not None and engine.holders[place].grad is not recorded():
@@ -243,7 +243,7 @@ def _stale(reason: str) -> CaptureError:
 def _require_unscaled(optimizer: Optimizer) -> None:
     if optimizer.control.gradients_scaled:
         raise GradientError(
-            "the gradients still carry a loss scale, and the captured step does not know it: capture the scaler's "
+            "the gradients still carry a loss scale, and the captured step does not unscale them: capture the scaler's "
             "calls, capture(optimizer, lambda: (scaler.step(optimizer), scaler.update()))"
         )
 

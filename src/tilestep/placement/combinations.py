@@ -22,7 +22,7 @@ from ..devices.garbage import living, reachable
 DDP, FSDP1, FSDP2, DP = "DistributedDataParallel", "FullyShardedDataParallel", "fully_shard", "DataParallel"
 
 _SUMS = "which reduces gradients: do not wrap the model of a sharded optimizer, since shard() already reduces them"
-_FLAT = "whose parameters are pieces of flat ones: shard the model with fully_shard instead"
+_FLAT = "whose parameters are views of flat parameters: shard the model with fully_shard instead"
 
 WRAPPED = "a framework's wrapper"
 _WRAPPER = "this is a framework's wrapper, as Lightning's or Fabric's: {} the optimizer itself, before it is wrapped"
@@ -37,15 +37,14 @@ REFUSED: dict[tuple[str, str], str] = {
     (
         "capture",
         "joint norm",
-    ): "the host computes a joint norm once for all of its optimizers, which a CUDA graph cannot hold",
+    ): "the host computes a joint norm once for all its optimizers, which a CUDA graph cannot capture",
     ("shard with narrower parameters", "track_changes"): (
-        "track_changes=True, but with this param_sync_dtype each rank keeps exact weights, from which the model's are "
-        "rounded: use a dtype that holds the parameters exactly"
+        "track_changes=True, but with this param_sync_dtype each rank keeps exact weights and the model's weights are "
+        "rounded from them: use a dtype that holds the parameters exactly"
     ),
     ("shard", "shard"): "the optimizer is sharded already",
     ("shard", "overlap"): (
-        "the optimizer is overlapped already, and shard() overlaps communication by itself: pass shard() the optimizer "
-        "without overlap()"
+        "the optimizer is overlapped already, and shard() overlaps communication by itself: do not call overlap()"
     ),
     ("shard", "offload"): "the optimizer is offloaded already: shard it first, then offload it",
     ("shard", DDP): f"is a DistributedDataParallel, {_SUMS}",
@@ -55,8 +54,8 @@ REFUSED: dict[tuple[str, str], str] = {
     ("overlap", "shard"): "shard() overlaps communication by itself: do not call overlap() on its optimizers",
     ("overlap", "overlap"): "the optimizer is overlapped already",
     ("overlap", "offload of gradients"): (
-        "gradients of this optimizer go to the host during backward: to overlap its updates, offload it without "
-        'gradients=True; during="backward" frees gradients too'
+        "gradients of this optimizer are copied to the host during backward: to overlap its updates, offload it "
+        'without gradients=True; during="backward" also frees gradients'
     ),
     ("overlap", "offload to the CPU"): (
         "updates of this optimizer run on the CPU: to overlap them, offload it with where='gpu'"
@@ -68,15 +67,16 @@ REFUSED: dict[tuple[str, str], str] = {
         "the optimizer is overlapped already: offload it first, with where='gpu', then overlap it"
     ),
     ("offload of gradients", "shard"): (
-        "gradients=True, but a sharded optimizer keeps this rank's part of them on the device: offload its state only"
+        "gradients=True is not supported for a sharded optimizer, which keeps its gradients on the device: offload its "
+        "state only"
     ),
     ("offload of gradients", DDP): (
-        "is a DistributedDataParallel, which reduces gradients after they have gone to the host: offload without "
+        "is a DistributedDataParallel, which reduces gradients after they are copied to the host: offload without "
         "gradients=True"
     ),
     ("offload of gradients", FSDP1): f"is a FullyShardedDataParallel, {_FLAT}",
     ("offload to the CPU", "shard"): (
-        "where='cpu', but shards of parameters are updated on the device: use where='gpu'"
+        "where='cpu' is not supported for a sharded optimizer, which updates shards on the device: use where='gpu'"
     ),
     (
         "park",
@@ -84,13 +84,13 @@ REFUSED: dict[tuple[str, str], str] = {
     ): "the optimizer is offloaded: its state is in host memory already, and park() has nothing to do",
     ("capture", "overlap"): "a step that overlaps other work cannot be captured in a CUDA graph",
     ("a norm of the gradients", FSDP1): (
-        "belongs to a FullyShardedDataParallel, where each rank has other pieces of the gradients: a clip, a skipped "
-        "step and a scaler's overflows would be this rank's alone. Clip with the module's clip_grad_norm_(), scale "
-        "losses with torch's ShardedGradScaler, or shard the model with fully_shard, which needs neither"
+        "belongs to a FullyShardedDataParallel, where each rank has a different piece of the gradients: clipping, "
+        "skipped steps and found_inf would be decided by each rank alone. Clip with the module's clip_grad_norm_() and "
+        "scale losses with torch's ShardedGradScaler, or shard the model with fully_shard, which needs neither"
     ),
     ("a reduction", FSDP1): (
-        "belongs to a FullyShardedDataParallel, whose parameters are pieces of flat ones, and its rule reduces over a "
-        "parameter or works on matrices: shard the model with fully_shard, where reductions go over all ranks"
+        "belongs to a FullyShardedDataParallel, whose parameters are views of flat parameters, and its rule reduces "
+        "over a parameter or works on matrices: shard the model with fully_shard, where reductions include all ranks"
     ),
 }
 """What is added, what is present, and why they are refused, with the remedy. All other combinations are correct."""
@@ -140,9 +140,9 @@ def refuse_replaced(model: nn.Module, params: Iterable[torch.Tensor], sharded: i
     present = own.intersection(map(id, model.parameters()))
     if own and (not present or (len(present) < len(own) and count_sharded(model) > sharded)):
         raise RuntimeError(
-            f"{'not all' if present else 'none'} of the optimizer's parameters {'are' if present else 'is one'} of the "
-            "model's any more, so no step would change it: fully_shard, for one, replaces parameters; make the "
-            "optimizer after that, and then shard() or overlap() it"
+            f"{'not all' if present else 'none'} of the optimizer's parameters belong to the model any more, so no "
+            "step would update it: create the optimizer after fully_shard or other calls that replace parameters, then "
+            "call shard() or overlap()"
         )
 
 

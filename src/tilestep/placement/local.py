@@ -49,10 +49,10 @@ def checked_part(label: str, param: torch.Tensor) -> torch.Tensor:
     if any(placement.is_partial() for placement in param.placements):  # type: ignore[attr-defined]
         raise GradientError(f"{label} is {_placed(param)}: a partial sum cannot be updated; redistribute it first")
     if param.device_mesh.get_coordinate() is None:  # type: ignore[attr-defined]
-        raise GradientError(f"{label} lies on {param.device_mesh}, to which this rank does not belong")  # type: ignore[attr-defined]
+        raise GradientError(f"this rank does not belong to {param.device_mesh} of {label}")  # type: ignore[attr-defined]
     part = local_part(param)
     if type(part) not in (torch.Tensor, torch.nn.Parameter):
-        raise GradientError(f"{label} is a DTensor of {type(part).__name__}; only those of plain tensors are supported")
+        raise GradientError(f"{label} is a DTensor of {type(part).__name__}; only plain local tensors are supported")
     dtype = getattr(param, "grad_dtype", param.dtype)
     if dtype != getattr(part, "grad_dtype", param.dtype):
         part.grad_dtype = dtype
@@ -154,8 +154,8 @@ def first_index(like: Any, label: str) -> int:
         first = int(along[0])
         if int(along[-1]) - first != len(along) - 1:
             raise StateError(
-                f"{label} is {_placed(like)}: what of it is here lies apart in the whole tensor, and random bits are "
-                "counted along that: leave out rounding='stochastic' in its group, or shard it evenly"
+                f"{label} is {_placed(like)}: its local part is not contiguous in the whole tensor, whose elements "
+                "index the random bits. Leave out rounding='stochastic' in its group, or shard it evenly"
             )
         index += first * stride
     return index
@@ -174,7 +174,7 @@ def local_state(
     if not is_distributed(param):
         for name, value in state.items():
             if type(value) is not torch.Tensor and is_distributed(value):
-                raise StateError(f"state {name!r} of {label} is a DTensor, and the parameter is none")
+                raise StateError(f"state {name!r} of {label} is a DTensor, but the parameter is a plain tensor")
         return dict(state)
     parts = dict(state)
     for name in buffers:
@@ -284,7 +284,7 @@ class LocalGradients:
         param, cut = self._params[place], self._cuts[place]
         if param.is_complex() and gradient.dtype is not param.dtype:
             raise GradientError(
-                f"the gradient of {self._labels[place]} has dtype {gradient.dtype}, the parameter has {param.dtype}"
+                f"the gradient of {self._labels[place]} has dtype {gradient.dtype}, but the parameter has {param.dtype}"
             )
         plain = resolved(gradient)
         if plain is not gradient and param.grad is gradient:
@@ -298,17 +298,17 @@ class LocalGradients:
         label = self._labels[place]
         if layout is None or self._layouts[place] is None:
             kinds = ("a plain tensor", "a DTensor") if layout is None else ("a DTensor", "a plain tensor")
-            raise GradientError(f"the gradient of {label} is {kinds[0]}, and the parameter {kinds[1]}")
+            raise GradientError(f"the gradient of {label} is {kinds[0]}, but the parameter is {kinds[1]}")
         if gradient.device_mesh != param.device_mesh:
             raise GradientError(
-                f"the gradient of {label} lies on {gradient.device_mesh}, the parameter on {param.device_mesh}"
+                f"the gradient of {label} is on {gradient.device_mesh}, but the parameter is on {param.device_mesh}"
             )
         try:
             param.grad = gradient.redistribute(placements=param.placements)
         except (RuntimeError, NotImplementedError) as error:
             raise GradientError(
-                f"the gradient of {label} has placements {gradient.placements}, its parameter has {param.placements}, "
-                f"and torch cannot redistribute it: {error}"
+                f"cannot redistribute the gradient of {label} from placements {gradient.placements} to the "
+                f"parameter's {param.placements}: {error}"
             ) from error
         return param.grad
 

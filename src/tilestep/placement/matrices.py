@@ -125,8 +125,8 @@ class MatrixExchange:
         here = [range(size)[span] for size, span in zip(shape[lead:], bounds[self.rank][lead:])]
         if [list(along) for along in here] != [along.tolist() for along in logical_coordinates(param)[lead:]]:
             raise GradientError(
-                f"{label} is a DTensor with placements {tuple(placements)}, and its rule takes whole matrices; "
-                "they cannot be put together from such parts yet; give it to another rule in a param group of its own"
+                f"{label} is a DTensor with placements {tuple(placements)}, and its rule requires whole matrices; "
+                "they cannot be gathered from such shards: use another rule for it, in a separate param group"
             )
         return Layout(shape, bounds, copies)
 

@@ -73,7 +73,7 @@ class OwnMemory(SymmetricMemory):
 
 def _require_nvidia(device: torch.device) -> None:
     if not has_streams(device) or torch.version.cuda is None:
-        raise RuntimeError(f"only NVIDIA's GPUs read each other's memory, and the parameters are on {device}")
+        raise RuntimeError(f"only NVIDIA GPUs read each other's memory, and the parameters are on {device}")
 
 
 PeerMemory = MappedMemory | OwnMemory
@@ -89,7 +89,7 @@ def share_memory(
     All ranks decide together: if a rank cannot, no rank has it. The ways are tried in order.
     """
     hosts = set(gather_in(ranks.shard, socket.gethostname()))
-    apart = f"ranks that split the state are on {len(hosts)} hosts" if len(hosts) > 1 else ""
+    apart = f"the ranks that shard the state are on {len(hosts)} hosts" if len(hosts) > 1 else ""
     first = next(filter(None, ranks.gather_objects(apart)), "")
     for way in () if first else ways:
         # All ranks finish each step before the next.
@@ -136,7 +136,7 @@ def _verify(made: PeerMemory, ranks: Ranks) -> None:
     made.meet()
     sample.zero_()
     if any(wrong):
-        raise RuntimeError(f"rank {ranks.rank} does not read what the other GPUs of the host have written")
+        raise RuntimeError(f"rank {ranks.rank} does not read the values that other GPUs of the host wrote")
 
 
 class _Handle(ctypes.Structure):
@@ -154,7 +154,7 @@ class Driver:
             self._open = self._library.cuIpcOpenMemHandle_v2
             self._open.argtypes = [ctypes.POINTER(ctypes.c_uint64), _Handle, ctypes.c_uint]
         except (OSError, AttributeError) as error:
-            raise RuntimeError(f"CUDA's driver shares no memory between processes: {error}") from error
+            raise RuntimeError(f"the CUDA driver cannot share memory between processes: {error}") from error
 
     def export(self, memory: torch.Tensor) -> bytes:
         """The offer of a tensor: its offset in its allocation, and the allocation's IPC handle."""
@@ -167,7 +167,7 @@ class Driver:
             )
             # Fails for expandable segments and cudaMallocAsync.
             self._check(
-                "share memory of torch's allocator as it is set up",
+                "share memory of torch's allocator with this configuration",
                 self._library.cuIpcGetMemHandle(ctypes.byref(handle), base),
             )
         return (address.value - base.value).to_bytes(8, "little") + bytes(handle)

@@ -218,8 +218,8 @@ class ReductionGroup:
             except RuntimeError as error:
                 ranks = dist.get_process_group_ranks(group)
                 raise RuntimeError(
-                    f"ranks {ranks} decide steps together, and others of them did not take part: a rank has failed, or "
-                    "its optimizer has not the same max_grad_norm, skip_above or skip_nonfinite, or does not step "
+                    f"ranks {ranks} decide steps together, and a rank did not join their all-reduce: it has failed, "
+                    "does not step, or does not have the same max_grad_norm, skip_above or skip_nonfinite "
                     f"({error})"
                 ) from error
             if sent is not values:
@@ -232,9 +232,9 @@ class ReductionGroup:
         self._received = Received.begin(expected, tag)
         if not (self._received if before is None or self._received.event is None else before).as_expected():
             raise ValueError(
-                f"ranks {list(self.ranks)} disagree on the optimizer that steps, or on whether step() gets a loss: "
-                "their sums were mixed up. Construct the optimizers of the same ranks in the same order on all of "
-                "them, step them in the same order, and give a loss on all ranks or on none"
+                f"ranks {list(self.ranks)} disagree on which optimizer steps, or on whether step() gets a loss, and "
+                "have reduced different values: create and step optimizers in the same order on all ranks, and pass a "
+                "loss on all ranks or on none"
             )
 
 
@@ -259,9 +259,9 @@ def _ranks_of(meshes: Sequence[Any], labels: Sequence[str]) -> list[int]:
         return sorted(grid[slices].reshape(-1).tolist())
     other = next(place for place, ranks in enumerate(members) if not ranks <= largest)
     raise GradientError(
-        f"{labels[other]} lies on {meshes[other]} and {labels[members.index(largest)]} on "
-        f"{meshes[members.index(largest)]}: neither holds the other and they are not slices of one mesh, so no ranks "
-        "could agree on a norm; make one mesh with init_device_mesh and take slices of it"
+        f"{labels[other]} is on {meshes[other]}, {labels[members.index(largest)]} on "
+        f"{meshes[members.index(largest)]}: neither mesh contains the other and they are not slices of one mesh, so "
+        "ranks cannot agree on a norm; create one mesh with init_device_mesh and use slices of it"
     )
 
 

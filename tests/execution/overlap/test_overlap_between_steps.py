@@ -332,7 +332,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(TypeError, match="not AdamW"):
         tilestep.overlap(torch.optim.AdamW(model.parameters()), model)  # type: ignore[arg-type]
     for during in (None, "forward"):
-        with pytest.raises(ValueError, match="comm_hook is for"):
+        with pytest.raises(ValueError, match="comm_hook requires during"):
             tilestep.overlap(optimizer, model, during, comm_hook=(None, print))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="bucket_cap_mb"):
         tilestep.overlap(optimizer, model, bucket_cap_mb=0)

@@ -62,7 +62,7 @@ def test_a_second_backward_before_the_step_is_refused_where_it_would_be_wrong() 
     model = small()
     optimizer = tilestep.overlap(adamw(model.parameters()), model, "backward", bucket_cap_mb=TINY)
     loss_of(model, 0).backward()
-    with pytest.raises(RuntimeError, match=r"gradient of parameter \d+ of group 0 \(.*\) came .* optimizer.no_sync"):
+    with pytest.raises(RuntimeError, match=r"gradient of parameter \d+ of group 0 \(.*\) arrived .* optimizer.no_sync"):
         loss_of(model, 1).backward()
     optimizer.zero_grad()
     loss_of(model, 2).backward()
@@ -79,7 +79,7 @@ def test_gradients_that_come_after_the_update_are_not_dropped_in_silence(by_hand
     else:
         with optimizer.no_sync():
             loss_of(model, 1).backward()
-    with pytest.raises(RuntimeError, match=r"gradient of parameter \d+ of group 0 \(.*\) came .* optimizer.no_sync"):
+    with pytest.raises(RuntimeError, match=r"gradient of parameter \d+ of group 0 \(.*\) arrived .* optimizer.no_sync"):
         optimizer.step()
     loss_of(model, 2).backward()
     optimizer.step()
@@ -124,7 +124,7 @@ def test_an_exception_in_backward(during: str, make: Make) -> None:
     groups = [group for group in twins.optimizer.execution.grouping.groups if group.name in applied]
     assert changed == {name for group in groups for name in _names(twins, group)}
     if eager:
-        with pytest.raises(RuntimeError, match=f"broken off when it had updated {applied[0]}.*zero_grad"):
+        with pytest.raises(RuntimeError, match=f"failed after it had updated {applied[0]}.*zero_grad"):
             twins.optimizer.step()
     twins.optimizer.zero_grad()
     assert twins.optimizer.applied_groups == ()
@@ -148,7 +148,7 @@ def test_a_second_backward_that_reaches_a_part_of_an_updated_group_raises_at_onc
     data = torch.ones(1, 2)
     model[1](model[0](data)).sum().backward()
     assert len(optimizer.applied_groups) == 1
-    with pytest.raises(RuntimeError, match=r"1\.weight.* came after .* was updated in backward"):
+    with pytest.raises(RuntimeError, match=r"1\.weight.* arrived after .* was updated in backward"):
         model[1](data).sum().backward()
 
 

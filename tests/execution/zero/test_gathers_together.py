@@ -162,7 +162,7 @@ def what_is_converted_is_sent_from_such_memory_too() -> None:
             data = inputs(5, 7)
             train(pair, [lambda model, data=data: (model(data) * data).sum()])
             assert len(sent) == len(pair.optimizer.execution.sharding.buckets)
-            assert pair.optimizer.describe_gathers() == [f"float32: {SENT} (it is converted on the way)"]
+            assert pair.optimizer.describe_gathers() == [f"float32: {SENT} (its dtype is converted)"]
     assert Files.made == before + 1, "by itself it takes such memory only for what is fetched from it"
 
 
@@ -226,7 +226,7 @@ def where_one_rank_cannot_all_of_them_send() -> None:
         NoMemory: "of expandable segments",
         NotFound: "not mapped",
         NotMet: "no signals",
-        Garbled: "rank 1 does not read what the other GPUs of the host have written",
+        Garbled: "rank 1 does not read the values that other GPUs of the host wrote",
     }
     with fetched() as sent, pytest.MonkeyPatch.context() as patch:
         for way, reason in reasons.items():
@@ -245,7 +245,7 @@ def where_one_rank_cannot_all_of_them_send() -> None:
             patch.setattr(shard_buckets, "WAYS", (way, way))
             model = Elementwise(12)
             before = [param.data_ptr() for param in model.parameters()]
-            with pytest.raises(ValueError, match=f"param_buffer='peers': {reason}; take 'auto'"):
+            with pytest.raises(ValueError, match=f"param_buffer='peers': {reason}; use 'auto'"):
                 tilestep.shard(sgd(model.parameters()), model, param_buffer="peers")
             assert [param.data_ptr() for param in model.parameters()] == before
 
@@ -254,7 +254,7 @@ def ranks_of_two_hosts_send() -> None:
     with fetched() as sent, pytest.MonkeyPatch.context() as patch:
         patch.setattr(peers.socket, "gethostname", lambda: f"host{dist.get_rank()}")
         pair = Pair(Elementwise(12), sgd, bucket_cap_mb=TINY)
-        assert pair.optimizer.describe_gathers() == [f"float32: {SENT} (ranks that split the state are on 2 hosts)"]
+        assert pair.optimizer.describe_gathers() == [f"float32: {SENT} (the ranks that shard the state are on 2 hosts)"]
         data = inputs(5, 7)
         train(pair, [lambda model, data=data: (model(data) * data).sum()])
         pair.compare()
@@ -263,7 +263,7 @@ def ranks_of_two_hosts_send() -> None:
 
 def others_are_chosen() -> None:
     for options, reason in (
-        ({}, "it is on cpu"),
+        ({}, "the parameters are on cpu"),
         ({"param_buffer": "contiguous"}, "param_buffer='contiguous'"),
         ({"param_buffer": "bucket"}, "param_buffer='bucket'"),
     ):
@@ -275,7 +275,7 @@ def memory_of_a_cpu_is_refused_on_all_ranks_and_nothing_is_changed() -> None:
     model = Elementwise()
     optimizer = sgd(model.parameters())
     before = [param.data_ptr() for param in model.parameters()]
-    with pytest.raises(ValueError, match=r"param_buffer='peers': only NVIDIA's GPUs .* on cpu; take 'auto'"):
+    with pytest.raises(ValueError, match=r"param_buffer='peers': only NVIDIA GPUs .* on cpu; use 'auto'"):
         tilestep.shard(optimizer, model, param_buffer="peers")
     assert [param.data_ptr() for param in model.parameters()] == before
     for param in model.parameters():

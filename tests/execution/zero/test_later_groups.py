@@ -116,14 +116,14 @@ def what_cannot_be_added() -> None:
             optimizer.add_param_group(group)
         assert len(optimizer.param_groups) == 1 and len(optimizer.param_groups[0]["params"]) == 6
 
-    refused({"params": [nn.Parameter(torch.zeros(2))]}, "not one of the model's")
+    refused({"params": [nn.Parameter(torch.zeros(2))]}, "does not belong to the model")
     refused({"params": params[5:7]}, "more than one parameter group")
     refused({"params": params[6:7] * 2}, "list it once")
     refused({"params": params[6:7], "lr": -1.0 if other else 0.1}, r"Invalid lr|rank 1 cannot add.*Invalid lr")
     refused({"params": params[6:7], "lr": 0.2 if other else 0.1}, r"ranks disagree.*lr=0\.1")
     refused({"params": params[7:8] if other else params[6:7]}, "ranks disagree")
     model(inputs(5, 7)).sum().backward()
-    refused({"params": params[6:7]}, "there are gradients now")
+    refused({"params": params[6:7]}, "parameters have gradients")
     optimizer.zero_grad()
     before = [param.detach().clone() for param in params]
     model(inputs(5, 7)).sum().backward()

@@ -243,10 +243,9 @@ class OverlapExecution(Execution):
             and not any(map(is_distributed, params_of(self._optimizer())))
         ):
             warnings.warn(
-                'overlap(during="backward"): there are several ranks, and each has updated with its own gradients, '
-                "which are let go before they could be summed by hand: a loop that all-reduces `param.grad` after "
-                "backward finds None. Wrap the model in DistributedDataParallel or FSDP2, use tilestep.shard, or take "
-                'during="forward"; where every rank trains a model of its own, ignore this',
+                'overlap(during="backward") updated with the gradients of each rank alone and freed them: a loop that '
+                "all-reduces `param.grad` after backward finds None. Wrap the model in DistributedDataParallel or "
+                'FSDP2, use tilestep.shard, or pass during="forward"; ignore this if each rank trains a separate model',
                 stacklevel=6,
             )
 
@@ -262,8 +261,8 @@ class OverlapExecution(Execution):
             updates.forget()
         elif updates.applied:
             raise RuntimeError(
-                "backward has updated parameters already, so these gradients cannot be dropped: call step() first; "
-                'to decide after backward whether there is a step use during="forward"'
+                "backward has already updated parameters, so these gradients cannot be dropped: call step() first; "
+                'to decide about a step after backward, use during="forward"'
             )
         elif updates.timeline.is_open:
             self.lane.join()
@@ -271,7 +270,7 @@ class OverlapExecution(Execution):
 
     def _require_no_update(self, method: str) -> None:
         if self.updates.applied:
-            raise RuntimeError(f"backward has updated parameters already: call step() before {method}")
+            raise RuntimeError(f"backward has already updated parameters: call step() before {method}")
 
     def load_state_dict(self, state_dict: Mapping[str, Any], plain: Callable[[Mapping[str, Any]], None]) -> None:
         """Load a checkpoint, between a step and the next backward or after an interrupted backward."""
@@ -415,9 +414,11 @@ def overlap(
         raise TypeError(f"overlap() requires a tilestep optimizer, not {type(optimizer).__name__}")
     refuse("overlap", optimizer.attached)
     if during not in ("backward", "forward", None):
-        raise ValueError(f'Invalid during: {during!r}; it is "backward" or "forward", or left out')
+        raise ValueError(f'Invalid during: {during!r}; it must be "backward" or "forward"')
     if comm_hook is not None and during != "backward":
-        raise ValueError('comm_hook is for during="backward": else register it with DistributedDataParallel itself')
+        raise ValueError(
+            'comm_hook requires during="backward": otherwise use DistributedDataParallel.register_comm_hook'
+        )
     if not bucket_cap_mb > 0:
         raise ValueError(f"Invalid bucket_cap_mb: {bucket_cap_mb}; it must be positive")
     require_listed_once("overlap()", optimizer)
@@ -433,12 +434,12 @@ def overlap(
             devices[param.device] = label
     if len(devices) > 1:
         (first, label), (second, other), *_ = devices.items()
-        raise ValueError(f"{label} is on {first}, {other} on {second}: overlap() takes parameters of one device")
+        raise ValueError(f"overlap() requires all parameters on one device: {label} is on {first}, {other} on {second}")
     device = next(iter(devices), torch.device("cpu"))
     if during is None:
         warnings.warn(
-            'overlap() without during= leaves updates in step(): pass during="backward" to free gradients during '
-            'backward, or during="forward" to update while the next forward runs',
+            'overlap() without during= updates in step(): pass during="backward" to free gradients during backward, '
+            'or during="forward" to update while the next forward runs',
             stacklevel=2,
         )
         optimizer.attach(("overlap",), offers={"no_sync": nullcontext, "synchronize": _no_wait})

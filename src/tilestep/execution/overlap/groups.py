@@ -80,7 +80,7 @@ class Grouping:
             found.append((title, [param for module in joined for _, param in by_module[module]], joined, False))
         found += [(f"all tensors of rule {name}", params, (), True) for name, params in by_rule.items()]
         if outside := [param for key, param in own.items() if key not in in_model and key not in together]:
-            found.append(("parameters outside of the model", outside, (), False))
+            found.append(("parameters outside the model", outside, (), False))
         # Backward completes a group with the gradient of the parameter that was registered first.
         found.sort(key=lambda one: min(in_model.get(id(param), -1) for param in one[1]), reverse=True)
         self.groups = [Group(index, *one, in_model.keys()) for index, one in enumerate(found)]

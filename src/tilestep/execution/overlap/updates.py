@@ -37,13 +37,13 @@ def follow_reductions(updates: GroupUpdates, wrapper: DistributedDataParallel) -
     if wrapper.find_unused_parameters or wrapper.static_graph:
         option = "static_graph" if wrapper.static_graph else "find_unused_parameters"
         raise ValueError(
-            f"DistributedDataParallel with {option}=True finds unused parameters at the end of backward, and sets "
-            'their gradients to zero before: use during="forward"'
+            f"DistributedDataParallel with {option}=True finds unused parameters only at the end of backward: use "
+            'during="forward"'
         )
     if any(param.is_complex() for param in wrapper.module.parameters()):
         raise ValueError(
-            "buckets of DistributedDataParallel hold complex gradients in another layout than their parameters: "
-            'use during="forward"'
+            "DistributedDataParallel's buckets store complex gradients in another layout than the parameters: use "
+            'during="forward"'
         )
     state, reduce = updates.comm_hook or (wrapper.process_group, _mean)
     # The updates hold the module; a strong reference back would be a cycle.
@@ -63,8 +63,8 @@ def follow_reductions(updates: GroupUpdates, wrapper: DistributedDataParallel) -
         wrapper.register_comm_hook(None, reduce_and_note)
     except RuntimeError as error:
         raise ValueError(
-            "DistributedDataParallel has a comm hook already, and takes only one: give it to overlap(), as "
-            "comm_hook=(state, hook), before it is registered"
+            "DistributedDataParallel has a comm hook already, and supports only one: do not register it, pass it to "
+            "overlap() as comm_hook=(state, hook)"
         ) from error
     ignored = set(wrapper.parameters_to_ignore)
     named = wrapper.module.named_parameters()
@@ -87,8 +87,8 @@ class GroupUpdates(Row):
     accumulates = False
     choice = "overlap"
     taken_by = (
-        'overlap(during="backward") has consumed it during backward: set max_grad_norm on the optimizer, which clips '
-        'inside the step, or use during="forward" and clip before step()'
+        'overlap(during="backward") has consumed it: set max_grad_norm on the optimizer, which clips inside the step, '
+        'or use during="forward" and clip before step()'
     )
 
     def __init__(
@@ -251,10 +251,10 @@ class GroupUpdates(Row):
         label = next(label for label, _, _, candidate in iter_params(self._optimizer()) if candidate is param)
         name = next((name for name, candidate in self._grouping.model.named_parameters() if candidate is param), None)
         return RuntimeError(
-            f"a gradient of {label if name is None or label.endswith(')') else f'{label} ({name})'} came after "
-            f"{group.name} was updated in backward: run all but the last backward before a step inside "
-            "optimizer.no_sync(); after a backward that raised an error call zero_grad() first; for parameters that "
-            'reentrant checkpoints share use during="forward"'
+            f"a gradient of {label if name is None or label.endswith(')') else f'{label} ({name})'} arrived after "
+            f"{group.name} was updated in backward: run all but the last backward of a step inside "
+            "optimizer.no_sync(); after a backward that raised an error, call zero_grad() first; for parameters that "
+            'reentrant checkpoints share, use during="forward"'
         )
 
     def _update(self, group: Group) -> None:
@@ -311,8 +311,8 @@ class GroupUpdates(Row):
         optimizer = self._optimizer()
         if self.timeline.running and self.applied:
             raise RuntimeError(
-                f"backward was broken off when it had updated {_listed([group.name for group in self.applied])}: "
-                "call zero_grad() to drop the other gradients and go on"
+                f"backward failed after it had updated {_listed([group.name for group in self.applied])}: "
+                "call zero_grad() to drop the remaining gradients"
             )
         while self._reductions:
             self._reductions.popleft()[1]()
@@ -348,8 +348,8 @@ class GroupUpdates(Row):
         self.forget()
         if changed:
             raise RuntimeError(
-                f"hyperparameters have changed since backward, which has updated {_listed(changed)} with those before: "
-                "set them before backward, or after step()"
+                f"hyperparameters have changed since backward, which used the earlier values to update "
+                f"{_listed(changed)}: set them before backward, or after step()"
             )
         if late is not None:
             raise late
@@ -392,6 +392,6 @@ def _listed(names: Sequence[str]) -> str:
 
 
 UNTOLD_SCALE = (
-    "updates are made in backward, and the gradients carry a loss scale: tell overlap() of the scaler, "
-    "overlap(optimizer, model, scaler=scaler), and updates wait for its decision; nothing was updated"
+    "updates run in backward, but the gradients carry a loss scale: pass the scaler to overlap(), "
+    "overlap(optimizer, model, scaler=scaler), and updates wait for its found_inf; nothing was updated"
 )

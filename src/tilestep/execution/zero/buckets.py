@@ -137,12 +137,12 @@ def padding_advice(items: Sequence[Item], layouts: Sequence[BucketLayout], cap_b
     ranks = layouts[0].ranks
     padding = f"{1 - used / total:.0%} padding ({(total - used) / 2**10:.1f} KiB)"
     if cap_bytes is not None and _bytes(items, plan_buckets(items, ranks, math.inf)) < 0.75 * total:
-        return f"buckets of bucket_cap_mb={cap_bytes / 2**20:.2g} are {padding}: a larger bucket_cap_mb makes fewer"
+        return f"buckets of bucket_cap_mb={cap_bytes / 2**20:.2g} are {padding}: use a larger bucket_cap_mb"
     if total - used < LEAST_PADDING:
         return ""
     return (
-        f"buckets are {padding}: parameters that are not cut fill a few of the sections of {ranks} ranks; split the "
-        'state over fewer, by mesh=, with two dimensions called "replicate" and "shard"'
+        f"buckets are {padding}: parameters that cannot be split fill the sections of few of the {ranks} ranks; shard "
+        'over fewer ranks, with a mesh of two dimensions "replicate" and "shard"'
     )
 
 
@@ -251,9 +251,9 @@ class Options:
         grad, param = self.sync_dtypes(group)
         for name, dtype in (("grad_sync_dtype", grad), ("param_sync_dtype", param)):
             if dtype is not None and not isinstance(dtype, torch.dtype):
-                raise ValueError(f"Invalid {name}: {dtype!r}; it must be a torch.dtype, or None for the parameter's")
+                raise ValueError(f"Invalid {name}: {dtype!r}; it must be a torch.dtype or None")
         if grad is not None and not grad.is_floating_point:
-            raise ValueError(f"Invalid grad_sync_dtype: {grad}; sums need a floating-point type")
+            raise ValueError(f"Invalid grad_sync_dtype: {grad}; it must be a floating-point dtype")
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -366,9 +366,9 @@ class Bucket:
         for param, view in moved:
             if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
                 raise RuntimeError(
-                    f"a parameter was {tuple(view.shape)}, {view.dtype} on {view.device} when shard() was called, "
-                    f"and is {tuple(param.shape)}, {param.dtype} on {param.device} now: move and convert a model "
-                    "before sharding its optimizer"
+                    f"a parameter has changed since shard() from {tuple(view.shape)}, {view.dtype} on {view.device} "
+                    f"to {tuple(param.shape)}, {param.dtype} on {param.device}: move and convert a model before "
+                    "sharding its optimizer"
                 )
             view.copy_(param)
             param.data = view
@@ -408,16 +408,16 @@ def _shared(
     """
     kind = options.param_buffer
     if ranks.size == 1:
-        return None, "one rank has all of it"
+        return None, "there is only one rank"
     if kind in _BUFFERS:
         return None, f"param_buffer={kind!r}"
     if kind == "auto" and not (has_streams(device) and numel):
-        return None, f"it is on {device.type}"
+        return None, f"the parameters are on {device.type}"
     if kind == "auto" and not fetches:
-        return None, "it is converted on the way"
+        return None, "its dtype is converted"
     made, reason = share_memory(numel, dtype, device, ranks, WAYS[:1] if kind == "auto" else WAYS)
     if reason and kind == "peers":
-        raise ValueError(f"param_buffer='peers': {reason}; take 'auto', which sends messages where it must")
+        raise ValueError(f"param_buffer='peers': {reason}; use 'auto'")
     return made, reason
 
 

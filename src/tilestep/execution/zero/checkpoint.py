@@ -80,7 +80,7 @@ def full_state_dict(
     """The full state in CPU memory; `packed` is this rank's state_dict. See `ShardedOptimizer.full_state_dict`."""
     ranks = sharding.ranks
     if rank is not None and rank not in range(ranks.size):
-        raise ValueError(f"Invalid rank: {rank!r}; {ranks.size} ranks share the optimizer, counted from 0")
+        raise ValueError(f"Invalid rank: {rank!r}; it must be from 0 to {ranks.size - 1}")
     wants = rank is None or ranks.rank == rank
     numbers = [number for group in packed["param_groups"] for number in group["params"]]
     params = params_of(optimizer)
@@ -163,7 +163,7 @@ def save_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str], *, ke
         >>> torch.distributed.destroy_process_group()
     """
     if keep is not None and keep < 1:
-        raise ValueError(f"Invalid keep: {keep}; at least the new checkpoint stays")
+        raise ValueError(f"Invalid keep: {keep}; it must be at least 1, the new checkpoint")
     import torch.distributed.checkpoint as dcp
 
     root = Path(folder)
@@ -209,7 +209,7 @@ def load_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> Pa
     root = Path(folder)
     newest = _from_first_rank(_newest, root)
     if newest is None:
-        raise FileNotFoundError(f"there is no finished checkpoint in {root}")
+        raise FileNotFoundError(f"no finished checkpoint in {root}")
     dcp.load(state, checkpoint_id=root / newest, planner=LoadPlanner())
     return root / newest
 

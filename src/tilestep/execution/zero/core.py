@@ -39,11 +39,10 @@ def items_of(optimizer: Optimizer, options: Options) -> dict[torch.Tensor, Item]
         if spec.has_blocks and not needs_whole:
             item = _in_blocks(param, item)
         if program.global_reductions and (needs_whole or item.whole):
-            why = "needs whole tensors" if needs_whole else "has states in blocks that cannot be cut"
+            why = "requires whole tensors" if needs_whole else "has states in blocks that cannot be split"
             raise RuleError(
-                f"{label}: rule {graph.title} {why}, which would be spread over the ranks, and reduces "
-                "over all of them; that is not supported by shard()"
-                + ("" if needs_whole else ": keep the states of this parameter in another state_dtype")
+                f"{label}: rule {graph.title} {why} and reduces over all tensors, which is not supported by shard()"
+                + ("" if needs_whole else ": use another state_dtype for this parameter")
             )
         if not needs_whole:
             items[param] = item
@@ -153,9 +152,9 @@ class Member:
             own_range = own_range if value.shape == shape else (0, value.numel())
             if value.own_range != own_range:
                 raise StateError(
-                    f"state {name!r} of {self.name} is the piece {value.own_range} of another rank or of another "
-                    f"layout, this rank has {own_range}: load it with torch.distributed.checkpoint, or load what "
-                    "full_state_dict() gives"
+                    f"state {name!r} of {self.name} is the piece {value.own_range} of another rank or layout, but "
+                    f"this rank has {own_range}: load it with torch.distributed.checkpoint, or load the result of "
+                    "full_state_dict()"
                 )
             mine = value.local
             if value.shape != shape:
@@ -163,8 +162,8 @@ class Member:
         elif self.is_whole or not is_cut:
             return value
         elif value.shape != shape:
-            shapes = f"{tuple(value.shape)} in the checkpoint, it needs {shape}"
-            raise StateError(f"state {name!r} of {self.name} has shape {shapes}")
+            found = tuple(value.shape)
+            raise StateError(f"state {name!r} of {self.name} has shape {found} in the checkpoint, it needs {shape}")
         else:
             flat = value.detach().permute(order).reshape(-1)
             mine = flat[slice(*own_range)].to(self.piece.device, copy=True)
@@ -306,14 +305,14 @@ class Sharding(Placement):
         """Raise if parameters or rules of param groups have changed since `shard` or `add_param_group`."""
         if [set(map(id, group["params"])) for group in optimizer.param_groups] != self._listed:
             raise RuntimeError(
-                "param groups of the sharded optimizer have other parameters than shard() has divided over the ranks: "
-                "undo that; freeze a parameter instead of removing it, add others with add_param_group(), or load what "
-                "full_state_dict() gives into a new optimizer and shard that; nothing was updated"
+                "param groups of the sharded optimizer have other parameters than shard() divided over the ranks: undo "
+                "the change; freeze parameters instead of removing them, add parameters with add_param_group(), or "
+                "load full_state_dict() into a new optimizer and shard that; nothing was updated"
             )
         if [group.get("rule") for group in optimizer.param_groups] != self.rules:
             raise RuntimeError(
-                "the rule of a param group of the sharded optimizer was changed, and shard() has divided parameters "
-                "for the one before: undo that, or shard a new optimizer; nothing was updated"
+                "the rule of a param group of the sharded optimizer was changed, but shard() divided parameters for "
+                "the earlier rule: undo the change, or shard a new optimizer; nothing was updated"
             )
 
     def note_stepped(self, params: Iterable[torch.Tensor], has_gradient: Iterable[bool], trains: Iterable[int]) -> None:

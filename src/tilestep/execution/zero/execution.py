@@ -158,8 +158,8 @@ class ReduceScatter(Row):
 
     choice = "shard"
     taken_by = (
-        "shard() has reduced it over the ranks during backward: set max_grad_norm on the optimizer, which clips inside "
-        "the step, or call clip_grad_norm_() of the optimizer"
+        "shard() has reduced it over the ranks in backward: set max_grad_norm on the optimizer, which clips inside "
+        "the step, or call the optimizer's clip_grad_norm_()"
     )
 
     def __init__(self, sharding: Sharding, channel: SideStream, message: StepMessage) -> None:
@@ -305,9 +305,9 @@ class ReduceScatter(Row):
             left_behind = has_one or member.param.grad is not None
             if left_behind and not is_trained and section_of[member.bucket] is None:
                 raise GradientError(
-                    f"{member.name} has a gradient and is frozen, as all parameters of its bucket: the gradient is "
-                    "not summed over the ranks. Freeze parameters after the backward outside of no_sync() or after "
-                    "step(), or set their .grad to None"
+                    f"{member.name} has a gradient and is frozen with its whole bucket, so the gradient was not reduced over "
+                    "the ranks: freeze parameters after step() or after a backward outside no_sync(), or set their "
+                    ".grad to None"
                 )
         self._sections, self.has_gradient, self.given_as, self.unmoved = sections, has_gradient, trains, False
         for member, has_one, is_trained in zip(members, has_gradient, trains):
@@ -349,7 +349,7 @@ class ReduceScatter(Row):
             if not has_one and (trained or params[place].requires_grad)
         ]
         if unsure and self._sharding.ranks.count > 1:
-            require(not is_capturing(), "a parameter has no gradient here, and only the device knows of other ranks")
+            require(not is_capturing(), "a parameter has no gradient on this rank but may have on another rank")
             counts = self.message.sums[self.message.PARTS :].tolist()  # per parameter: ranks that have a gradient
             for place in unsure:
                 had[place] = counts[place] > 0
@@ -566,7 +566,7 @@ class ShardedExecution(Execution):
         """The sharded optimizer."""
         optimizer = self._reference()
         if optimizer is None:
-            raise RuntimeError("the sharded optimizer is gone: keep a reference to it")
+            raise RuntimeError("the sharded optimizer was deleted: keep a reference to it")
         return optimizer
 
     def making_plan(self) -> AbstractContextManager[None]:
@@ -581,8 +581,8 @@ class ShardedExecution(Execution):
             raise evaluating("step()")
         if hasattr(optimizer, "found_inf") and not self._overflows_are_shared:
             raise GradientError(
-                "a scaler has looked for overflows on this rank alone, and scales of ranks would drift apart: use "
-                "tilestep.GradScaler or torch.amp.GradScaler, which ask all of them; nothing was updated"
+                "a scaler has computed found_inf on this rank alone, so the scales of ranks would differ: use "
+                "tilestep.GradScaler or torch.amp.GradScaler, which reduce it over the ranks; nothing was updated"
             )
         self._overflows_are_shared = False
         sharding, gradients = self.sharding, self.gradients
@@ -592,8 +592,8 @@ class ShardedExecution(Execution):
         captures = is_capturing()
         if captures:
             able = sharding.ranks.can_be_captured
-            require(able, "its ranks communicate by a backend that graphs cannot hold; NCCL can")
-            require(not self.parameters.publication.tickets, f"parameters are still on their way; {PREPARE}")
+            require(able, "CUDA graphs cannot capture the process group's backend; use NCCL")
+            require(not self.parameters.publication.tickets, f"all-gathers of parameters are unfinished; {PREPARE}")
         versions, params = gradients.finish(captures), self.parameters
         if params.publication.tickets or params.is_exact or versions != params.writes.total or params.fixed.look(1):
             self.sync_masters(optimizer, versions)
@@ -602,7 +602,7 @@ class ShardedExecution(Execution):
         if captures:
             require(
                 self._captures_alone or gradients.summed_in_graph,
-                "its gradients were summed before the graph: capture backward too, or use tilestep.capture(optimizer)",
+                "its gradients were reduced before the graph: capture backward too, or use tilestep.capture(optimizer)",
             )
         # Only this execution can change the pieces and their gradients, so `unmoved` tells whether they are unchanged
         # since the last step. A capture checks every tensor.
@@ -694,7 +694,9 @@ class ShardedExecution(Execution):
             if optimizer.is_evaluating:
                 raise evaluating("add_param_group()")
             if self.gradients.timeline.is_open or any(self.gradients.timeline.taken):
-                raise RuntimeError("add param groups right after step() or zero_grad(): there are gradients now")
+                raise RuntimeError(
+                    "parameters have gradients: call add_param_group() right after step() or zero_grad()"
+                )
             plain(param_group)
             require_listed_once("shard()", optimizer)
 

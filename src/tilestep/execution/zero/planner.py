@@ -61,8 +61,9 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             others = [other for other in MASTER_KEYS if f"{place}.{other}" in saved]
             if name in MASTER_KEYS and others and key not in saved:
                 raise StateError(
-                    f"the checkpoint keeps {place} with {others[0]}, this optimizer with {name}: load it in place into "
-                    "an optimizer with the checkpoint's master_weights, and that one's full_state_dict() into this one"
+                    f"the checkpoint stores {place} with {others[0]}, but this optimizer uses {name}: load it in place "
+                    "into an optimizer with the checkpoint's master_weights, and load its full_state_dict() into this "
+                    "optimizer"
                 )
             state = str(key).removesuffix("_codes")
             theirs = [array for array in (state, *block_names(state)) if array in saved]
@@ -71,9 +72,9 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             is_in_blocks = [any(array in keys for array in block_names(state)) for keys in (self.state_dict, saved)]
             if any(is_in_blocks) and theirs and (key not in saved or dtypes[0] is not dtypes[1]):
                 raise StateError(
-                    f"the checkpoint has {' and '.join(theirs)}, and it is to be read into {key} of {dtypes[0]}: load "
-                    "it into the state_dict() of the optimizer, not flattened, which takes other formats by value, or "
-                    "give the optimizer the state_dtype of the checkpoint"
+                    f"the checkpoint has {' and '.join(theirs)}, but the optimizer has {key} of {dtypes[0]}: load into "
+                    "the optimizer's state_dict(), not flattened, which converts formats, or use the checkpoint's "
+                    "state_dtype"
                 )
         counts = any(str(key).endswith(".step") for key in saved)
         places = {str(key).rpartition(".")[0] for key in saved}

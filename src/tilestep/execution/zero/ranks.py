@@ -31,7 +31,7 @@ _sharded = itertools.count()  # the sharded optimizers of this process
 def ranks_of(mesh: Any) -> Ranks:
     """The ranks of a mesh, for a new sharded optimizer; all ranks must call it."""
     if not dist.is_available() or not dist.is_initialized():
-        raise ValueError("shard() needs torch.distributed: call torch.distributed.init_process_group() first")
+        raise ValueError("shard() requires torch.distributed: call torch.distributed.init_process_group() first")
     shard, replicate = (dist.group.WORLD, None) if mesh is None else _groups_of(mesh)
     ranks = Ranks(shard, replicate)
     ranks.name = ranks.gather_objects((dist.get_rank(), next(_sharded)))[0]
@@ -41,7 +41,7 @@ def ranks_of(mesh: Any) -> Ranks:
 def _groups_of(mesh: Any) -> tuple[Any, Any]:
     """The process group that shards the state, and the group that replicates it, or None."""
     if mesh.ndim not in (1, 2):
-        raise ValueError(f"shard() takes a mesh of one or two dimensions, not {mesh.ndim}: slice it, mesh['dp']")
+        raise ValueError(f"shard() requires a mesh of one or two dimensions, not {mesh.ndim}: slice it, mesh['dp']")
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} does not belong to {mesh}; only ranks of the mesh may call shard()")
     if mesh.ndim == 1:
@@ -53,8 +53,8 @@ def _groups_of(mesh: Any) -> tuple[Any, Any]:
     sides += [1 - dim for dim, name in enumerate(bare) if name.startswith("replicate")]
     if names and not sides:
         raise ValueError(
-            f"which dimension of a mesh {tuple(names)} splits the state and which replicates it? Call them 'shard' and "
-            "'replicate'"
+            f"mesh dimensions {tuple(names)} do not tell which shards the state and which replicates it: name them "
+            "'shard' and 'replicate'"
         )
     shard = sides[0] if sides else 1
     return mesh.get_group(shard), mesh.get_group(1 - shard)
@@ -83,15 +83,15 @@ def validate_locally(optimizer: Optimizer, model: nn.Module, options: Options) -
     for param, index in groups.items():
         refuse("shard", [split_kind(param)], "the wrapper of the optimizer's parameters")
         if param not in names:
-            raise ValueError(f"a parameter of shape {tuple(param.shape)} in group {index} is not one of the model's")
+            raise ValueError(f"a parameter of shape {tuple(param.shape)} in group {index} does not belong to the model")
         if is_distributed(param):
-            raise ValueError(f"{names[param]} is a DTensor already: shard() takes plain parameters")
+            raise ValueError(f"{names[param]} is a DTensor already: shard() requires plain parameters")
         if param.is_meta:
-            raise ValueError(f"{names[param]} is on the meta device: give it memory and values first")
+            raise ValueError(f"{names[param]} is on the meta device: materialize it first")
     devices = {param.device: names[param] for param in groups}
     if len(devices) > 1:
         described = " and ".join(f"{name} on {device}" for device, name in devices.items())
-        raise ValueError(f"shard() takes parameters on one device for each rank, not {described}")
+        raise ValueError(f"shard() requires all parameters of a rank on one device, not {described}")
     return {param: name for param, name in names.items() if param in groups}
 
 
@@ -145,7 +145,7 @@ def _described(
     optimizer: Optimizer, model: nn.Module, names: dict[Any, str], ranks: Ranks, options: Options
 ) -> Iterator[str]:
     """One line for each property that must be the same on all ranks."""
-    yield f"{ranks.size} ranks that split the state and {ranks.copies} copies"
+    yield f"{ranks.size} ranks that shard the state and {ranks.copies} replicas"
     for name, value in vars(options).items():
         yield f"{name}={value}"
     for name, value in vars(optimizer.control.policy).items():
@@ -155,12 +155,12 @@ def _described(
         trains = "trains" if param.requires_grad else "frozen"
         yield (
             f"parameter {name} {tuple(param.shape)} {param.dtype} on {param.device.type} in group {groups[param]}, "
-            f"{trains}, in memory by dimensions {memory_order(param)}"
+            f"{trains}, memory order of dimensions {memory_order(param)}"
         )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor not in names:
             described = f"{name} {tuple(tensor.shape)} {tensor.dtype} on {tensor.device.type}"
-            yield f"beside the optimizer's parameters {described}"
+            yield f"not in the optimizer: {described}"
     for index, group in enumerate(optimizer.param_groups):
         rule = optimizer.rule_of(group)
         yield f"group {index} rule={rule.name}"
@@ -303,7 +303,7 @@ class StepMessage:
             return f"{first_difference(lines_of)}; nothing was updated"
         lines += [line for line in trains if line.endswith(" frozen")]
         return (
-            "ranks step with other hyperparameters or frozen parameters than each other, or other optimizers, for a "
-            "step or two by now: a scheduler, or a clip, that one rank alone has changed, or optimizers that ranks do "
-            f"not step in the same order; rank {self._ranks.rank} has {', '.join(lines)}"
+            "ranks have stepped with different hyperparameters, frozen parameters or optimizers for a step or two: a "
+            "scheduler or clip that one rank alone changed, or optimizers that ranks do not step in the same order; "
+            f"rank {self._ranks.rank} has {', '.join(lines)}"
         )

@@ -88,7 +88,7 @@ class ShardedMethods:
         for bucket in self._sharding.buckets:
             how = "ranks fetch it from each other's memory by copy engines"
             if bucket.peers is None or bucket.sync_dtype != bucket.flat.dtype:
-                how = f"the process group's all-gathers send it ({bucket.unshared or 'it is converted on the way'})"
+                how = f"the process group's all-gathers send it ({bucket.unshared or 'its dtype is converted'})"
             lines[f"{str(bucket.flat.dtype).removeprefix('torch.')}: {how}"] = None
         return list(lines)
 
@@ -170,7 +170,7 @@ class ShardedMethods:
         """The 2-norm of reduced gradients over all ranks and further process groups, and this rank's pieces of them."""
         listed = [params] if isinstance(params, torch.Tensor) else list(params)
         if not all(param in self._sharding.member_of for param in listed):
-            raise ValueError("grad_norm_of() takes parameters of this optimizer, and was given another tensor")
+            raise ValueError("grad_norm_of() requires parameters of this optimizer")
         self._execution.complete_gradients(self._execution.optimizer)
         pieces, device = [self._sharding.member_of[param].piece for param in listed], self._sharding.device
         gradients = [piece.grad for piece in pieces if piece is not None and piece.grad is not None]
@@ -402,11 +402,11 @@ def _prepared(optimizer: Any, model: Any, mesh: Any) -> tuple[Optimizer, nn.Modu
     require_shapes("shard()", ((label, param) for label, _, _, param in iter_params(made)))
     for label, _, _, param in iter_params(made):
         if param.is_complex():
-            raise GradientError(f"{label} is complex, and shard() splits real arrays: {REAL_INSTEAD}")
+            raise GradientError(f"{label} is complex, which shard() does not support: {REAL_INSTEAD}")
     device = next((param.device for param in params_of(made)), torch.device("cpu"))
     if mesh is not None and mesh.device_type != device.type:
-        raise ValueError(f"{mesh} is of {mesh.device_type} devices, and the parameters are on {device}")
+        raise ValueError(f"{mesh} has devices of type {mesh.device_type}, but the parameters are on {device}")
     model = uncompiled(model)
     if not isinstance(model, nn.Module):
-        raise TypeError(f"shard() takes the module that is trained, not {type(model).__name__}")
+        raise TypeError(f"shard() requires the trained module, not {type(model).__name__}")
     return made, model

@@ -106,9 +106,9 @@ class ShardedTensorPiece(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "a piece of a sharded optimizer's state cannot be pickled or copied, as torch.save would: use "
-            "torch.distributed.checkpoint, or full_state_dict(); where one rank saves state_dict(), call "
-            "consolidate_state_dict() on all ranks before it"
+            "a piece of a sharded optimizer's state cannot be pickled or copied, for example by torch.save: use "
+            "torch.distributed.checkpoint or full_state_dict(); if one rank saves state_dict(), call "
+            "consolidate_state_dict() on all ranks first"
         )
 
     @classmethod
@@ -119,8 +119,8 @@ class ShardedTensorPiece(torch.Tensor):
             return cls._like(piece, torch.empty(piece.local.shape, **made))
         if piece is None or not is_copy(function):
             raise TypeError(
-                f"{function}: nothing is computed with a piece of a sharded optimizer's state; full_state_dict() gives "
-                "ordinary tensors"
+                f"{function} is not supported for a piece of a sharded optimizer's state: use full_state_dict(), which "
+                "returns ordinary tensors"
             )
         kwargs = {key: value for key, value in (kwargs or {}).items() if key != "memory_format"}
         return cls._like(piece, function(piece.local, **kwargs))
