@@ -305,9 +305,9 @@ class ReduceScatter(Row):
             left_behind = has_one or member.param.grad is not None
             if left_behind and not is_trained and section_of[member.bucket] is None:
                 raise GradientError(
-                    f"{member.name} has a gradient and is frozen with its whole bucket, so the gradient was not reduced over "
-                    "the ranks: freeze parameters after step() or after a backward outside no_sync(), or set their "
-                    ".grad to None"
+                    f"{member.name} has a gradient and is frozen with its whole bucket, so its gradient was not "
+                    "reduced over the ranks: freeze parameters after step() or after a backward outside no_sync(), or "
+                    "set their .grad to None"
                 )
         self._sections, self.has_gradient, self.given_as, self.unmoved = sections, has_gradient, trains, False
         for member, has_one, is_trained in zip(members, has_gradient, trains):
