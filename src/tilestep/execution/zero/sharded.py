@@ -408,5 +408,5 @@ def _prepared(optimizer: Any, model: Any, mesh: Any) -> tuple[Optimizer, nn.Modu
         raise ValueError(f"{mesh} has devices of type {mesh.device_type}, but the parameters are on {device}")
     model = uncompiled(model)
     if not isinstance(model, nn.Module):
-        raise TypeError(f"shard() takes the module that is trained, not {type(model).__name__}")
+        raise TypeError(f"shard() requires the module that is trained, not {type(model).__name__}")
     return made, model
