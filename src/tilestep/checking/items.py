@@ -19,7 +19,7 @@ from ..graph import GLOBAL_REDUCTIONS, Graph
 from ..kernels.cache import compile_count
 from ..optimizer import Optimizer
 from ..optimizer.masters import MASTER_KEYS, exact_values, master_kind
-from ..optimizer.states import TRAINING, shape_of
+from ..optimizer.states import TRAINING, compute_dtype, shape_of
 from ..rules import Rule
 from ..rules.protocol import at_step
 from ..rules.scalars import precision_of
@@ -29,6 +29,7 @@ from ..storage import (
     MASTER_FORMATS,
     STATE_FORMATS,
     Storage,
+    entries_of,
     is_coarse,
     kept_in_blocks,
     shape_of_entries,
@@ -69,7 +70,7 @@ class Snapshot:
         assert param.grad is not None
         own = {"step", *MASTER_KEYS, TRAINING}
         blocks = states_in_blocks(state)
-        arrays = {array.name for name, storage in blocks.items() for array in storage.arrays(name)}
+        arrays = entries_of(state, blocks)
         names = [name for name, value in state.items() if isinstance(value, torch.Tensor)]
         buffers = {
             name: _numbers(param, state, name).detach().clone()
@@ -82,13 +83,12 @@ class Snapshot:
     def first(cls, param: torch.Tensor, rule: Rule, group: Mapping[str, Any]) -> Snapshot:
         """A snapshot before the first step, with initial states as declared by the rule."""
         assert param.grad is not None
-        wide = torch.float64 if param.dtype is torch.float64 else torch.float32
         buffers = {}
         for name, start in rule.states.items():
             if start.shape not in ("param", "scalar") and param.dim() < 2:
                 continue
             shape = () if start.shape == "scalar" else shape_of(start, param, param.shape)
-            buffer = param.detach().new_empty(shape, dtype=start.dtype or wide)
+            buffer = param.detach().new_empty(shape, dtype=start.dtype or compute_dtype(param))
             if start.init == "param":
                 buffers[name] = buffer.copy_(param.detach())
             else:
@@ -154,7 +154,7 @@ def compare(
     """Raise if a parameter or its state after a step differs from the formula."""
     if not param.numel():
         return  # formulas with extrema are undefined there
-    compute = torch.float64 if param.dtype is torch.float64 else torch.float32
+    compute = compute_dtype(param)
     wanted = expected(rule, before, hyperparameters, torch.float64)
     if not wanted["param"].isfinite().all() and before.param.isfinite().all():
         text = f"the rule's own code, in float64, makes {label} infinite or NaN at step {before.step:g}"

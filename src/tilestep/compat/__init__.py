@@ -34,6 +34,9 @@ from ..errors import BuildInterrupted
 TensorDispatch = TorchDispatchMode  # base class of the tracer: sees every ATen call
 
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # types of tensors whose memory kernels read as it is
+
+
 def fake_tensors() -> Any:
     """A mode in which tensors have shapes and dtypes but no data; without it rules are traced on tiny real tensors."""
     try:
@@ -122,7 +125,7 @@ def tensor_guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 def description(tensor: torch.Tensor) -> tuple[Any, ...]:
     """The metadata of a tensor that kernels depend on, apart from its address."""
-    subclass = None if type(tensor) in (torch.Tensor, torch.nn.Parameter) else type(tensor)
+    subclass = None if type(tensor) in PLAIN else type(tensor)
     if tensor.layout is not torch.strided or tensor.is_nested:
         return subclass, tensor.dtype, tensor.device, tensor.layout, tensor.is_nested
     lazy = tensor.is_neg(), tensor.is_conj(), is_zero_tensor(tensor)
@@ -595,7 +598,7 @@ def local_parts(tensors: Iterable[Any]) -> list[Any]:
 
 def ready(part: Any) -> Any:
     """The result of an `AsyncCollectiveTensor`, for which the current stream waits; other tensors unchanged."""
-    wait = getattr(part, "wait", None) if type(part) not in (torch.Tensor, torch.nn.Parameter) else None
+    wait = getattr(part, "wait", None) if type(part) not in PLAIN else None
     return part if wait is None else wait()
 
 

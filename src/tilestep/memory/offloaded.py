@@ -24,6 +24,7 @@ from ..placement.local import distribute, local_part
 from ..runtime import Stale, grad_dtype, is_dense
 from ..runtime.passes import Passes
 from ..runtime.segment import TileRange, same_walk
+from ..storage import INTEGERS
 from ..timeline.side_stream import Event, Held, SideStream
 from ..timeline.timeline import Row, Timeline
 from .copies import check_device
@@ -110,7 +111,6 @@ def traffic_of(spec: KernelSpec, index: int) -> tuple[tuple[str, ...], tuple[str
     return tuple(name for name in moved if name in touched), tuple(name for name in moved if name in written)
 
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROW, _TOGETHER = 1024, 2**25  # elements per row, and the most elements of a concatenated batch
 
 
@@ -128,7 +128,7 @@ def checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    return tensor.view(_BITS[tensor.element_size()]).reshape(-1)
+    return tensor.view(INTEGERS[tensor.element_size()]).reshape(-1)
 
 
 def _batches(flats: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

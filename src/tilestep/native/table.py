@@ -22,6 +22,7 @@ import torch
 from .. import devices, native
 from ..compat import (
     DTENSOR_PARTS,
+    PLAIN,
     addresses_equal,
     description,
     distributed_tensor_type,
@@ -323,7 +324,7 @@ def taken_gradients(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Remove the gradients from parameters and return them."""
     # `params` of a param group is a list, unless a user has replaced it.
     module = native.module(len(params)) if type(params) is list else None
-    taken = None if module is None else module.take(params, (*_PLAIN, distributed_tensor_type()))
+    taken = None if module is None else module.take(params, (*PLAIN, distributed_tensor_type()))
     if taken is not None:
         return taken  # type: ignore[no-any-return]
     gradients = [param.grad for param in params]
@@ -404,6 +405,3 @@ class Writes:
             counted = self._versions_of(chosen) - before
             self.total += int(counted.sum()) if self.total >= 0 else 0
             self.versions[[self._places[id(param)] for param in chosen]] += counted
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)

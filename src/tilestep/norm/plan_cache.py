@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ..backends.decision import clip_coefficient
+from ..compat import PLAIN
 from ..devices import has_streams, upload
 from ..errors import GradientError
 from ..native import build
@@ -171,8 +172,7 @@ def find_recipe(tensors: list[torch.Tensor], positions: Positions | None = None)
 
 def _plain(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether kernels can read the memory of all tensors."""
-    plain = (torch.Tensor, torch.nn.Parameter)
-    return all(type(tensor) in plain and tensor.device.type in ("cpu", "cuda") for tensor in tensors)
+    return all(type(tensor) in PLAIN and tensor.device.type in ("cpu", "cuda") for tensor in tensors)
 
 
 def name_of(place: int, positions: Positions | None) -> str:

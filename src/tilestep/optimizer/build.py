@@ -12,7 +12,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ..backends.registry import build_passes, load_ahead
-from ..compat import fake_mode_is_active, has_memory, is_fake, resolved
+from ..compat import PLAIN, fake_mode_is_active, has_memory, is_fake, resolved
 from ..devices import upload
 from ..devices.garbage import without_collections
 from ..errors import GradientError, MatrixError
@@ -137,7 +137,6 @@ def build_engines(
 _AT_ONCE = 16
 """Parameters per run of copies from the host, which begins before the next parameters are planned."""
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS = (float, int, type(None))
 
 
@@ -184,7 +183,7 @@ class Planned:
     def shown(self) -> dict[str, Any]:
         """The state as users see it: buffers are DTensors or complex like the parameter, scalars are plain tensors."""
         param, state, graph = self.share.holder, self.state, self.kind.graph
-        if (type(param) in _PLAIN or not is_distributed(param)) and not param.is_complex():
+        if not is_distributed(param) and not param.is_complex():
             return state
         overs, entries = graph.slice_states, entries_of(state, graph.states)
         buffers = {*MASTER_KEYS, *graph.states, *entries}.difference(graph.scalar_states, graph.matrix_states)
@@ -292,7 +291,7 @@ class Builder:
         """Return a share with kernels and state; `values` and `live` are the arguments of `StateTemplate.begin`."""
         label, group, param, memory = share.label, share.group, share.holder, self._optimizer.memory
         # Plain tensors, the common case, were checked when they were added.
-        is_plain = type(param) in _PLAIN and not param.is_meta and not param.is_complex()
+        is_plain = type(param) in PLAIN and not param.is_meta and not param.is_complex()
         local = param if is_plain and live is not None else _checked(self._optimizer, label, param)
         part = local if is_plain else as_real(local)
         share.local = part = part if memory.on_device else memory.part(param, part)
@@ -600,7 +599,7 @@ def _is_active(share: Share, state: Mapping[Any, Any], *, all_that_train: bool) 
 
 def is_fake_or_meta(tensor: Any) -> bool:
     """Whether a tensor has a shape but no data: fake, or on the meta device."""
-    if type(tensor) in _PLAIN:
+    if type(tensor) in PLAIN:
         return tensor.is_meta
     return isinstance(tensor, torch.Tensor) and (tensor.is_meta or is_fake(tensor))
 

@@ -21,6 +21,7 @@ from ..storage import (
     Storage,
     block_names,
     dtype_name,
+    entries_of,
     kept_in_blocks,
     shape_of_entries,
     states_in_blocks,
@@ -81,7 +82,7 @@ def full_precision(state_dict: Mapping[str, Any], rule: str = "") -> dict[str, A
 def _widened(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a parameter's state in float32."""
     blocks = states_in_blocks(values)
-    arrays = {array.name for name, storage in blocks.items() for array in storage.arrays(name)}
+    arrays = entries_of(values, blocks)
     widened = {name: value for name, value in values.items() if name not in arrays and name not in MASTER_KEYS}
     for name, value in widened.items():
         if not isinstance(value, torch.Tensor):

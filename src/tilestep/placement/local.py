@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..compat import (
+    PLAIN,
     distributed_like,
     distributed_tensor_type,
     dtensors_have_parts,
@@ -26,12 +27,11 @@ if TYPE_CHECKING:
 
 
 Over = tuple[int, int]  # a half-open range of dimensions
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_distributed(tensor: Any) -> bool:
     """Whether `tensor` is a DTensor."""
-    if type(tensor) in _PLAIN:
+    if type(tensor) in PLAIN:
         return False
     kind = distributed_tensor_type()
     return kind is not None and isinstance(tensor, kind)
@@ -51,7 +51,7 @@ def checked_part(label: str, param: torch.Tensor) -> torch.Tensor:
     if param.device_mesh.get_coordinate() is None:  # type: ignore[attr-defined]
         raise GradientError(f"this rank does not belong to {param.device_mesh} of {label}")  # type: ignore[attr-defined]
     part = local_part(param)
-    if type(part) not in (torch.Tensor, torch.nn.Parameter):
+    if type(part) not in PLAIN:
         raise GradientError(f"{label} is a DTensor of {type(part).__name__}; only plain local tensors are supported")
     dtype = getattr(param, "grad_dtype", param.dtype)
     if dtype != getattr(part, "grad_dtype", param.dtype):
@@ -237,7 +237,7 @@ def copy_into(target: torch.Tensor, value: torch.Tensor) -> None:
         target.copy_(value)
 
 
-_PLAIN_GRADIENTS = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
+_PLAIN_GRADIENTS = {*PLAIN, type(None)}
 
 
 class LocalGradients:

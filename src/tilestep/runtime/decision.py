@@ -31,10 +31,12 @@ class StepHistory:
         """Return the numbers of a limit on a device, float64[numbers]; a new device starts with a copy of another's."""
         key = (limit, device)
         if key not in self._numbers:
-            elsewhere = next((numbers for (other, _), numbers in self._numbers.items() if other == limit), None)
-            first = _first(limit, device)
-            self._numbers[key] = first if elsewhere is None else first.copy_(elsewhere)
+            first, elsewhere = _first(limit, device), self._held(limit)
+            self._numbers[key] = first.copy_(elsewhere[0]) if elsewhere else first
         return self._numbers[key]
+
+    def _held(self, limit: Limit) -> list[torch.Tensor]:
+        return [numbers for (other, _), numbers in self._numbers.items() if other == limit]
 
     @property
     def numbers(self) -> list[torch.Tensor]:
@@ -43,12 +45,7 @@ class StepHistory:
 
     def save(self, limits: Iterable[Limit]) -> dict[str, torch.Tensor]:
         """Copy the numbers of these limits, by the name of their class; the host does not read them."""
-        saved = {}
-        for limit in limits:
-            numbers = next((numbers for (other, _), numbers in self._numbers.items() if other == limit), None)
-            if numbers is not None:
-                saved[type(limit).__name__] = numbers.clone()
-        return saved
+        return {type(limit).__name__: numbers.clone() for limit in limits for numbers in self._held(limit)[:1]}
 
     def load(self, limits: Iterable[Limit], saved: Mapping[str, Any]) -> None:
         """Load the result of `save`; limits that are missing in it, or differ in size, are reset."""
@@ -56,7 +53,7 @@ class StepHistory:
             numbers = saved.get(type(limit).__name__)
             if not isinstance(numbers, torch.Tensor) or numbers.numel() != len(first_numbers(limit)):
                 numbers = None
-            own = [tensor for (other, _), tensor in self._numbers.items() if other == limit]
+            own = self._held(limit)
             if not own and numbers is not None:
                 own = [self.of(limit, numbers.device)]
             for tensor in own:

@@ -11,7 +11,7 @@ from ..devices import is_host
 from ..kernels.outputs import Traced, traced
 from ..kernels.spec import Output
 from ..native.table import survey
-from ..storage import Leaf, evaluated, values_of
+from ..storage import INTEGERS, Leaf, evaluated, values_of
 from .segment import Segment
 
 WORD = 32  # elements per word: a bit each
@@ -127,7 +127,7 @@ class OutputTables:
         """Return an array of a buffer as integers of the same bits, on the parameter's device."""
         name = self._segment.spec.storages[buffer].arrays(buffer)[array].name
         tensor = self._arrays[position][name].detach()
-        return tensor.view(_INTEGERS[tensor.dtype.itemsize]).to(self._segment.device)
+        return tensor.view(INTEGERS[tensor.dtype.itemsize]).to(self._segment.device)
 
     def _number(self, position: int, buffer: str) -> torch.Tensor:
         """Return a buffer's numbers, in float64 on the parameter's device."""
@@ -178,9 +178,6 @@ class OutputTables:
             laid.as_strided(param.shape, param.stride()).copy_(flags)
             lanes = torch.arange(WORD, dtype=torch.int32, device=bits.device)
             bits |= (laid.view(-1, WORD) << lanes).sum(1, dtype=torch.int32)
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def chunks_of(counts: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:

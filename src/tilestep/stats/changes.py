@@ -20,7 +20,7 @@ from ..kernels.spec import Output
 from ..native.table import Writes, address_of, addresses_of, survey
 from ..placement.local import is_distributed, local_part, logical_coordinates
 from ..runtime.outputs import WORD, extent_of
-from ..storage import Stored
+from ..storage import INTEGERS, Stored
 
 Change = tuple[str, torch.Tensor, torch.Tensor]  # a parameter's name, flat indices of weights, and their values
 
@@ -36,7 +36,6 @@ class Names(NamedTuple):
 
 
 _LARGEST = 2**31 - 1
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
@@ -416,7 +415,7 @@ class _Run:
         indices = torch.empty(total, dtype=index_dtype(self.members[0].handle), device=self._device)
         values = torch.empty(total, dtype=self._dtype, device=self._device)
         if total:
-            bits = values.view(_INTEGERS[self._dtype.itemsize])
+            bits = values.view(INTEGERS[self._dtype.itemsize])
             self._list(self._bits, self._blocks, self._cumulated, indices, bits)
         return zip(indices.split(counts), values.split(counts))
 

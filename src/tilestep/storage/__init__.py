@@ -10,6 +10,7 @@ from pkgutil import iter_modules
 
 from .blocks import BLOCK, entries_before, lie_in_rows, rows_of, shape_of_entries
 from .format import (
+    INTEGERS,
     Array,
     Codec,
     Storage,

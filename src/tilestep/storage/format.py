@@ -235,10 +235,10 @@ def _apply(loads: Mapping[Any, torch.Tensor], compute: torch.dtype, value: Value
         return args[0].to(getattr(torch, value.dtype))
     if operation == "bits":
         is_number = args[0].is_floating_point()
-        return (args[0].view(_OF_SIZE[args[0].dtype.itemsize]) if is_number else args[0]).to(torch.int32)
+        return (args[0].view(INTEGERS[args[0].dtype.itemsize]) if is_number else args[0]).to(torch.int32)
     if operation == "of_bits":
         dtype, bits = getattr(torch, value.dtype or "float32"), args[0]
-        return bits.to(_OF_SIZE[dtype.itemsize]).view(dtype) if dtype.is_floating_point else bits.to(dtype)
+        return bits.to(INTEGERS[dtype.itemsize]).view(dtype) if dtype.is_floating_point else bits.to(dtype)
     if operation == "whole":
         return args[0].to(torch.int32)
     if operation == "real":
@@ -283,4 +283,4 @@ def _wide(number: torch.Tensor | float) -> Any:
     return number.double() if isinstance(number, torch.Tensor) else number
 
 
-_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element

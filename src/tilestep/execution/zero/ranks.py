@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...compat import PLAIN
 from ...graph import Graph, ancestors
 from ...native.table import survey
 from ...optimizer import Optimizer
@@ -196,7 +197,6 @@ def apart_from_others(ranks: Ranks, model: nn.Module) -> Ranks:
 
 
 _BITS = 11  # bits per part of a digest: float32 sums of thousands of parts are exact
-_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class StepMessage:
@@ -262,7 +262,7 @@ class StepMessage:
             for value in map(group.get, self._keys[name]):
                 # Compare the elements: a list with a replaced element is the same list.
                 values += value if isinstance(value, (tuple, list)) else (value,)
-        if not _TENSORS.isdisjoint(map(type, values)):
+        if not set(PLAIN).isdisjoint(map(type, values)):
             # A tensor that was written to is the same tensor: hash the values again.
             self._values = None
         if values != self._values or self.trains != self._trained:
