@@ -823,8 +823,8 @@ def of_tracing() -> None:
     >>> is_update_kernel("adamw_tile_pass_0"), is_update_kernel("triton_poi_fused_add_0")
     (True, False)
 
-    >>> from tilestep.tracing.lanes import read_events
-    >>> read_events([{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1.0, "dur": 2.0, "tid": 7}]).calls
+    >>> from tilestep.tracing.lanes import Events
+    >>> Events([{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1.0, "dur": 2.0, "tid": 7}]).calls
     [Call(name='aten::mm', start=1.0, stop=3.0, thread=7, is_range=False)]
 
     >>> from tilestep.tracing.lanes import Lanes

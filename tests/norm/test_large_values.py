@@ -18,7 +18,7 @@ MOST = sys.float_info.max**0.5
 
 def squares(tensors: list[torch.Tensor], *, eager: bool, root: bool = True) -> float:
     sizes = [tensor.numel() for tensor in tensors], [tensor.dtype for tensor in tensors]
-    table: EagerNorm = EagerNorm(cut(*sizes, 16384)) if eager else cpu_norm(*sizes)
+    table: EagerNorm = EagerNorm(cut(*sizes, 16384)[0]) if eager else cpu_norm(*sizes)
     out = torch.empty(1, dtype=torch.float64)
     table.launch(torch.tensor([tensor.data_ptr() for tensor in tensors]), out, 2.0, root)
     return out.item()
@@ -112,7 +112,7 @@ def test_what_is_not_finite_stays_so_beside_large_values(bad: float, dtype: torc
 def test_a_norm_above_the_range_of_float32_is_infinite_there_as_in_torch(eager: bool) -> None:
     tensors = [torch.full((4,), 3e38), torch.ones(7)]
     sizes = [tensor.numel() for tensor in tensors], [tensor.dtype for tensor in tensors]
-    table: EagerNorm = EagerNorm(cut(*sizes, 16384)) if eager else cpu_norm(*sizes)
+    table: EagerNorm = EagerNorm(cut(*sizes, 16384)[0]) if eager else cpu_norm(*sizes)
     out = torch.empty(1)
     table.launch(torch.tensor([tensor.data_ptr() for tensor in tensors]), out, 2.0, True)
     assert out.item() == math.inf

@@ -319,7 +319,7 @@ def compute(graph: Graph, numbers: dict[str, Any]) -> dict[str, Any]:
         elif node.operation == "constant":
             results[id(node)] = node.attribute
         else:
-            function = OPERATIONS[node.operation].evaluate
+            function = OPERATIONS[node.operation]
             assert function is not None
             results[id(node)] = function(*(results[id(arg)] for arg in node.args))
     return {name: results[id(value)] for name, value in graph.outputs.items()}

@@ -248,7 +248,7 @@ def _evaluate(graph: Graph, numbers: dict[str, float]) -> dict[str, float]:
         elif node.operation in ("load", "hyper"):
             evaluated[id(node)] = numbers[node.attribute]
         else:
-            evaluate = OPERATIONS[node.operation].evaluate
+            evaluate = OPERATIONS[node.operation]
             assert evaluate is not None, f"{node.operation} needs more than one element"
             evaluated[id(node)] = evaluate(*(evaluated[id(arg)] for arg in node.args))
     return {name: float(evaluated[id(value)]) for name, value in graph.outputs.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tilestep.tracing.lanes import Sorting, covers, read_events
+from tilestep.tracing.lanes import Events, covers
 
 # Four H200s, torch 2.11, Triton 3.6: names, launches and times of the first rank, without the host's operators.
 EVENTS = json.loads((Path(__file__).parent / "h200_kernels.json").read_text(encoding="utf-8"))
@@ -13,9 +13,9 @@ OURS = {"norm_tiles", "norm_finish", "decide", "adamw_scalar_pass_0", "adamw_til
 
 
 def test_every_kernel_has_its_launch_and_its_lane() -> None:
-    events = read_events(EVENTS)
+    events = Events(EVENTS)
     assert len(events.works) == 40 and all(work.launched is not None for work in events.works)
-    lanes = Sorting(events).lanes()
+    lanes = events.lanes()
     assert {work.name for work in events.works} >= OURS
     for work in events.works:
         middle = (work.start + work.stop) / 2

@@ -89,7 +89,7 @@ class Number(Term):
         first, *others = map(like._like, args)
         if name == "isfinite":
             return abs(first) < math.inf
-        if name not in OPERATIONS or OPERATIONS[name].evaluate is None or kwargs:
+        if OPERATIONS.get(name) is None or kwargs:
             raise _refuse(f"{name} is not supported in `decide`")
         return first.function(name, *others)
 

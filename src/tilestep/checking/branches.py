@@ -70,7 +70,7 @@ def _near(value: Value, numbers: Mapping[str, float]) -> list[int]:
 def _compared(value: Value, numbers: Mapping[str, float], count: int) -> bool | None:
     """The result of a comparison at a step, or whether an extremum is its first operand; None if unknown."""
     operation = value.operation if value.is_bool else "le"
-    function = OPERATIONS[operation].evaluate
+    function = OPERATIONS[operation]
     assert function is not None
     try:
         return bool(function(*(evaluate(arg, {**numbers, "step": float(count)}) for arg in value.args)))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
@@ -617,19 +617,15 @@ def distributed_like(
         return part
 
 
-class Layout(NamedTuple):
-    """How a DTensor is distributed."""
-
-    mesh: Any
-    placements: Any
-
-
 def layouts(tensors: Iterable[Any]) -> list[Any]:
     """For each DTensor an object with its `mesh` and `placements`, possibly shared; None for other tensors."""
     kind = distributed_tensor_type()
     if kind is None or dtensors_have_parts():
         return [getattr(tensor, "_spec", None) for tensor in tensors]
-    return [Layout(spec.device_mesh, spec.placements) if isinstance(spec, kind) else None for spec in tensors]
+    return [
+        SimpleNamespace(mesh=tensor.device_mesh, placements=tensor.placements) if isinstance(tensor, kind) else None
+        for tensor in tensors
+    ]
 
 
 # Memory of other GPUs, and memory that torch has not allocated.

@@ -402,7 +402,7 @@ def _guards(request: Request) -> list[str]:
         for place, entry in enumerate(value)
         if not _is_number(entry)
     ]
-    guards += [condition(guard) for kind in request.kinds for guard in kind.graph.guards]
+    guards += [condition(*guard) for kind in request.kinds for guard in kind.graph.guards]
     lines = []
     for guard in dict.fromkeys(guards):
         words = re.sub(r'group\["(\w+)"\]', r"\1", guard)

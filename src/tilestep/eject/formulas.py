@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..backends.emit import SIGNS, Names, Writer
-from ..graph import GLOBAL_REDUCTIONS, SCALAR_LEVELS, Graph, Guard, Value, ancestors, size_from_end
+from ..graph import GLOBAL_REDUCTIONS, SCALAR_LEVELS, Graph, Value, ancestors, size_from_end
 from ..storage import Codec
 
 _OF_TORCH = """
@@ -203,10 +203,10 @@ _CONDITIONS = {name: f"({{0}} {sign} {{1}})" for name, sign in SIGNS.items()}
 _CONDITIONS |= {"and": "({0} and {1})", "or": "({0} or {1})", "not": "(not {0})", "neg": "(-{0})", "div": "({0} / {1})"}
 
 
-def condition(guard: Guard) -> str:
-    """A guard as an expression of a param group, in plain Python."""
-    text = re.sub(r"^\((.*)\)$", r"\1", _condition(guard.condition))
-    if guard.outcome:
+def condition(value: Value, outcome: bool) -> str:
+    """A condition as an expression of a param group, in plain Python."""
+    text = re.sub(r"^\((.*)\)$", r"\1", _condition(value))
+    if outcome:
         return text
     return text.replace("!=", "==") if re.fullmatch(r"\S+ != \S+", text) else f"not ({text})"
 

@@ -13,14 +13,6 @@ from typing import Any
 import torch
 
 
-@dataclass(frozen=True)
-class Operation:
-    """An operation: its evaluation on Python numbers (None for reductions), and whether the result is a truth value."""
-
-    evaluate: Callable[..., Any] | None
-    is_bool: bool = False
-
-
 def _maximum(left: float, right: float) -> float:
     return left if left > right or math.isnan(left) else right
 
@@ -132,11 +124,12 @@ a minimum that only corrects rounding errors; `fused` is a product and a sum, ro
 first argument, or compute the same bits from the second with a hardware instruction.
 """
 
-OPERATIONS: dict[str, Operation] = {
-    **{name: Operation(evaluate) for name, evaluate in _NUMERIC.items()},
-    **{name: Operation(evaluate, is_bool=True) for name, evaluate in _TRUTHS.items()},
-    **{name: Operation(None) for name in (*sorted(REDUCTIONS | GLOBAL_REDUCTIONS), *_OF_FORMATS.split())},
+OPERATIONS: dict[str, Callable[..., Any] | None] = {
+    **_NUMERIC,
+    **_TRUTHS,
+    **dict.fromkeys((*sorted(REDUCTIONS | GLOBAL_REDUCTIONS), *_OF_FORMATS.split())),
 }
+"""How to evaluate an operation on Python numbers; None for reductions, and operations of formats and matrices."""
 
 
 class Level(IntEnum):
@@ -190,7 +183,7 @@ class Value:
     def is_measured(self) -> bool:
         """Whether the device computes it from data: it loads a buffer or reduces."""
         return self.operation not in ("hyper", "constant") and (
-            self.operation == "load" or OPERATIONS[self.operation].evaluate is None
+            self.operation == "load" or OPERATIONS[self.operation] is None
         )
 
     def __repr__(self) -> str:
@@ -198,12 +191,7 @@ class Value:
         return f"<{self.name or '_'} = {self.operation}({inside}) {self.level.name.lower()}>"
 
 
-@dataclass(frozen=True)
-class Guard:
-    """A branch of the rule on its hyperparameters: the graph is valid while `condition` evaluates to `outcome`."""
-
-    condition: Value
-    outcome: bool
+Condition = tuple[Value, bool]  # a truth value of hyperparameters, sizes or the step, and its required value
 
 
 @dataclass(eq=False)
@@ -212,7 +200,7 @@ class Graph:
 
     title: str  # the rule's name
     outputs: dict[str, Value]  # new value of each buffer that changes, by buffer name (the parameter's name is `param`)
-    guards: list[Guard] = field(default_factory=list)
+    guards: list[Condition] = field(default_factory=list)  # the rule's branches: the graph is valid while all hold
     states: tuple[str, ...] = ()  # names of the state buffers that are read or written, in the rule's order
     scalar_states: tuple[str, ...] = ()  # the states that hold a number per tensor
     slice_states: dict[str, Over] = field(default_factory=dict)
@@ -232,7 +220,7 @@ class Graph:
     @cached_property
     def branches_on_sizes(self) -> bool:
         """Whether a guard reads the parameter's sizes."""
-        return any(guard.condition.level is Level.TENSOR for guard in self.guards)
+        return any(condition.level is Level.TENSOR for condition, _ in self.guards)
 
     @cached_property
     def slice_ends(self) -> set[int]:
@@ -282,7 +270,7 @@ def evaluate(value: Value, numbers: Mapping[str, float]) -> float | bool:
     def apply(node: Value, args: list[Any]) -> Any:
         if node.operation in ("constant", "hyper"):
             return node.attribute if node.operation == "constant" else numbers[node.attribute]
-        function = OPERATIONS[node.operation].evaluate
+        function = OPERATIONS[node.operation]
         if function is None:
             raise KeyError(f"{node.operation} is not a number before the step")
         return function(*args)
@@ -351,9 +339,9 @@ class Builder:
         dtype: str = "",
     ) -> Value:
         """Return an operation on values, folded if its operands are constants or it is an identity."""
-        described = OPERATIONS[operation]
-        if described.evaluate and args and all(arg.operation == "constant" and not arg.dtype for arg in args):
-            return self.constant(described.evaluate(*(arg.attribute for arg in args)))
+        function = OPERATIONS[operation]
+        if function and args and all(arg.operation == "constant" and not arg.dtype for arg in args):
+            return self.constant(function(*(arg.attribute for arg in args)))
         unchanged = _identity(operation, args)
         if unchanged is not None:
             return unchanged
@@ -362,7 +350,7 @@ class Builder:
         if level is None:
             level, over = join(args)
         space = next((arg.space for arg in args if arg.level is Level.MATRIX), None) if level is Level.MATRIX else None
-        return self._intern(Value(operation, args, attribute, level, described.is_bool, space, over, dtype=dtype))
+        return self._intern(Value(operation, args, attribute, level, operation in _TRUTHS, space, over, dtype=dtype))
 
     def _divided_slices(self, product: Value, divisor: Value) -> Value | None:
         """Rewrite `(row * column) / number` as `(row / number) * column`: a division per row instead of per element."""

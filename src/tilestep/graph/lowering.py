@@ -14,7 +14,7 @@ import torch
 from ..errors import MatrixError
 from ..linalg import MATRIX_OPERATIONS
 from ..linalg.operations import PARAMETER, Space
-from .ir import OPERATIONS, SCALAR_LEVELS, Builder, Level, Operation, Over, Value
+from .ir import OPERATIONS, SCALAR_LEVELS, Builder, Level, Over, Value
 from .terms import Term, where
 
 ALTERNATIVE = (
@@ -405,7 +405,7 @@ def _magnitude(value: Value) -> float:
 
 LOWERINGS: dict[str, Lowering] = {
     # Operations of the graph have ATen's names; operations with more arguments in ATen follow.
-    **{name: _numeric(name) for name, described in OPERATIONS.items() if described.evaluate},
+    **{name: _numeric(name) for name, function in OPERATIONS.items() if function},
     "logical_and": _logical("and"),
     "logical_or": _logical("or"),
     "logical_not": _logical("not"),
@@ -651,7 +651,7 @@ def _listed(name: str) -> Any:
     return lower
 
 
-OPERATIONS.update({name: Operation(None) for name in MATRIX_OPERATIONS})
+OPERATIONS.update(dict.fromkeys(MATRIX_OPERATIONS))
 LOWERINGS.update({"mm": lambda build, *factors: _apply(build, "matmul", factors), "addmm": _plus_product})
 LOWERINGS.update({name: _transposed for name in ("t", "transpose", "permute")})
 LOWERINGS.update({name: _listed(name) for name in MATRIX_OPERATIONS if name not in ("matmul", "transpose")})

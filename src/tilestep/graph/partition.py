@@ -10,7 +10,7 @@ import torch
 
 from ..errors import RuleError
 from ..linalg import MATRIX_OPERATIONS
-from .ir import GLOBAL_REDUCTIONS, REDUCTIONS, SCALAR_LEVELS, Graph, Level, Over, Value, ancestors
+from .ir import GLOBAL_REDUCTIONS, REDUCTIONS, SCALAR_LEVELS, Condition, Graph, Level, Over, Value, ancestors
 from .lowering import is_matrix_work
 
 
@@ -258,9 +258,6 @@ class SliceCutter:
 
 def _extent(over: Over | None) -> int:
     return 0 if over is None else over[1] - over[0]
-
-
-Condition = tuple[Value, bool]  # a truth value of hyperparameters and the step, and its required value
 
 
 @dataclass

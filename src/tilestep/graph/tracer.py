@@ -31,7 +31,7 @@ from ..rules import Rule, State
 from ..rules.protocol import at_step, changes
 from ..rules.scalars import ScalarCalls, global_reduce, precision_of
 from . import lowering
-from .ir import IF_NOT_ZERO, Builder, Graph, Guard, Level, Over, Value, ancestors, outcome
+from .ir import IF_NOT_ZERO, Builder, Condition, Graph, Level, Over, Value, ancestors, outcome
 from .lowering import ALTERNATIVE, LOWERINGS, RANDOM, Unsupported, nearest
 
 
@@ -294,7 +294,7 @@ class Recorder(TensorDispatch):
         self.values: dict[int, Value] = {}  # the value of each tensor, by the tensor's identity
         self.reductions = itertools.count()  # numbers of the rule's reductions over all tensors, in order
         self.computed: list[Value] = []  # results of all operations of the rule, in order
-        self.guards: dict[int, Guard] = {}
+        self.guards: dict[int, Condition] = {}
         self.named: dict[tuple[str, str], Value] = {}
         self.moving: set[int] = set()  # hyperparameters that are functions of the step, by identity
         self.casts = False  # whether the current function is a cast written in the rule
@@ -493,7 +493,7 @@ class Recorder(TensorDispatch):
         if goes is None:
             raise self.read_error(tensor)
         if value.operation != "constant":
-            self.guards[id(value)] = Guard(value, goes)
+            self.guards[id(value)] = value, goes
         return goes
 
 

@@ -33,7 +33,7 @@ class Traced:
         """Whether an element contributes nothing if all its leaves are 0 or false, so that no mask is needed."""
         results: dict[int, object] = {}
         for value in self._values:
-            evaluate = OPERATIONS[value.operation].evaluate if value.operation in OPERATIONS else None
+            evaluate = OPERATIONS.get(value.operation)
             if value.operation == "load":
                 results[id(value)] = False if value.is_bool else 0.0
             elif value.operation == "constant":

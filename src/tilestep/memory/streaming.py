@@ -18,14 +18,6 @@ from .copies import cut_chunks
 from .offloaded import ChunkedPasses, Mirrors, StateOnHost, host_arrays, traffic_of
 
 
-class Buffer:
-    """Device memory for one chunk at a time."""
-
-    def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self.free: Event = None  # after the last chunk was copied out
-
-
 class StreamedState(StateOnHost):
     """State in page-locked host memory, streamed through buffers on the device at each update."""
 
@@ -33,7 +25,9 @@ class StreamedState(StateOnHost):
         mirrors = Mirrors(HostMemory(device, "the gradients"), has_parameters=False)
         super().__init__(device, chunk_bytes, keeps_gradients, HostMemory(device), mirrors)
         self.replaces_gradients = keeps_gradients
-        self.buffers = [Buffer() for _ in range(buffers)]
+        self.buffers = [torch.empty(0, dtype=torch.uint8, device="cpu")] * buffers
+        """Device memory for one chunk at a time."""
+        self.free: list[Event] = [None] * buffers  # per buffer, after its last chunk was copied out
         self.buffer_size = 0  # bytes of the largest chunk
         self._chunks = 0
         self._returning: set[int] = set()  # parts whose gradients are copied back, for matrix operations
@@ -145,28 +139,31 @@ class StreamedUpdate(ChunkedPasses):
         """Make the host wait for the updates so far, and for gradients on it."""
         self._home.settle()
 
-    def _buffer(self, position: int) -> Buffer:
-        buffers = self._home.buffers
-        return buffers[(self._number + position) % len(buffers)]
+    def _place(self, position: int) -> int:
+        """The place of a chunk's buffer."""
+        return (self._number + position) % len(self._home.buffers)
+
+    def _memory(self, position: int) -> torch.Tensor:
+        return self._home.buffers[self._place(position)]
 
     def prepare(self) -> None:
         """Allocate buffers, and make tables that point into them."""
         if self._ready:
             return
         passes, home, self._ready = self._passes, self._home, True
-        for buffer in home.buffers:
+        for place, buffer in enumerate(home.buffers):
             # As large as the largest chunk; the contents of smaller buffers are not needed.
-            if buffer.memory.numel() < home.buffer_size:
-                buffer.memory = torch.empty(home.buffer_size, dtype=torch.uint8, device=home.device)
-                home.inward.keep(buffer.memory)
-                home.outward.keep(buffer.memory)
+            if buffer.numel() < home.buffer_size:
+                home.buffers[place] = buffer = torch.empty(home.buffer_size, dtype=torch.uint8, device=home.device)
+                home.inward.keep(buffer)
+                home.outward.keep(buffer)
                 # Kernels that used this memory before may still be running.
-                buffer.free = home.compute.mark()
+                home.free[place] = home.compute.mark()
         if not self._in_slices:
-            self.tile_ranges = [chunk.tile_range(self._buffer(place).memory) for place, chunk in enumerate(self.chunks)]
+            self.tile_ranges = [chunk.tile_range(self._memory(place)) for place, chunk in enumerate(self.chunks)]
             return
         (chunk,), self.tile_ranges = self.chunks, (None,)
-        memory = self._buffer(0).memory
+        memory = self._memory(0)
         for name, begins in chunk.begins.items():
             for place, begin in zip(chunk.tensors, begins.tolist()):
                 arrays = passes.segment.entries[place].arrays
@@ -178,23 +175,24 @@ class StreamedUpdate(ChunkedPasses):
 
     def copy_in(self, index: int, position: int) -> None:
         """Copy a chunk into its buffer."""
-        home, buffer = self._home, self._buffer(position)
-        home.inward.follow(buffer.free)
+        home = self._home
+        home.inward.follow(home.free[self._place(position)])
         home.inward.copy(self._copied(self._traffic[index][0], position))
         home.compute.follow(home.inward.mark())
 
     def copy_out(self, index: int, position: int) -> None:
         """Copy the written arrays of a chunk to the host."""
-        home, buffer = self._home, self._buffer(position)
-        buffer.free = home.compute.mark()
+        home = self._home
+        free = home.compute.mark()
         if self._traffic[index][1]:
-            home.outward.follow(buffer.free)
+            home.outward.follow(free)
             home.outward.copy([(host, own) for own, host in self._copied(self._traffic[index][1], position)])
-            buffer.free = home.outward.mark()
+            free = home.outward.mark()
+        home.free[self._place(position)] = free
 
     def _copied(self, names: Sequence[str], position: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Pairs of memory of a chunk, in its buffer and on the host."""
-        memory, runs = self._buffer(position).memory, self.chunks[position].runs
+        memory, runs = self._memory(position), self.chunks[position].runs
         return [
             (memory[run.place : run.place + run.stop - run.start], run.host) for name in names for run in runs[name]
         ]

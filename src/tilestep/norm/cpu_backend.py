@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from .. import devices
@@ -17,7 +18,7 @@ from ..backends.cpp.support import ELEMENTS, STANDARD
 from ..backends.decision import clip_coefficient
 from ..errors import BuildError
 from ..kernels.spec import LARGEST_SUM
-from .tiles import DTYPES, NormTiles, Order, combine, cut, order_of
+from .tiles import DTYPES, Order, combine, cut, order_of
 
 TILE = 16384  # elements per tile; a partial result does not depend on its thread
 
@@ -231,19 +232,19 @@ def with_signatures(library: ctypes.CDLL) -> ctypes.CDLL:
 
 def cpu_norm(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> EagerNorm:
     """The CPU backend that this machine supports."""
-    tiles = cut(numels, dtypes, TILE)
+    rows, tensor_of = cut(numels, dtypes, TILE)
     try:
-        return CpuNorm(_library(), tiles, partial(_library, True))
+        return CpuNorm(_library(), rows, tensor_of, partial(_library, True))
     except BuildError as error:
         warn_of_failure(error)
-        return EagerNorm(tiles)
+        return EagerNorm(rows)
 
 
 class EagerNorm:
     """The norm and the scaling by torch's operations, a tensor at a time."""
 
-    def __init__(self, tiles: NormTiles) -> None:
-        self._tiles = tiles
+    def __init__(self, rows: np.ndarray) -> None:
+        self._rows = rows
 
     def launch(
         self, addresses: torch.Tensor, out: torch.Tensor, norm_type: float = 2.0, root: bool = False
@@ -266,7 +267,7 @@ class EagerNorm:
                 tensor.mul_(coefficient)
 
     def _tensors(self, addresses: torch.Tensor) -> Iterator[torch.Tensor]:
-        for address, (length, _, code) in zip(addresses.tolist(), self._tiles.rows.tolist()):
+        for address, (length, _, code) in zip(addresses.tolist(), self._rows.tolist()):
             if address and length:
                 dtype = DTYPES[code]
                 memory = (ctypes.c_char * (length * dtype.itemsize)).from_address(address)
@@ -276,12 +277,19 @@ class EagerNorm:
 class CpuNorm(EagerNorm):
     """Tables in memory and the built library; `whole` returns a library of all orders if it has the 2-norm only."""
 
-    def __init__(self, library: ctypes.CDLL, tiles: NormTiles, whole: Callable[[], ctypes.CDLL] | None = None) -> None:
-        super().__init__(tiles)
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        rows: np.ndarray,
+        tensor_of: np.ndarray,
+        whole: Callable[[], ctypes.CDLL] | None = None,
+    ) -> None:
+        super().__init__(rows)
         self._library, self._whole = library, whole
-        self._partials = torch.empty(max(1, len(tiles.tensor_of)), dtype=torch.float64, device="cpu")
-        self._most_threads = max(1, int(tiles.rows[:, 0].sum()) // PER_THREAD)
-        self._tile_tables = tiles.rows.ctypes.data, tiles.tensor_of.ctypes.data, len(tiles.tensor_of)
+        self._partials = torch.empty(max(1, len(tensor_of)), dtype=torch.float64, device="cpu")
+        self._most_threads = max(1, int(rows[:, 0].sum()) // PER_THREAD)
+        self._tensor_of = tensor_of  # kept for its address
+        self._tile_tables = rows.ctypes.data, tensor_of.ctypes.data, len(tensor_of)
         self._partials_address = self._partials.data_ptr()
 
     def launch(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -55,17 +54,12 @@ def combine(parts: torch.Tensor, norm_type: float, *, root: bool = True) -> torc
     return torch.where(total >= LARGEST_SUM, math.inf, norm) if order is Order.SQUARES else norm
 
 
-@dataclass(frozen=True)
-class NormTiles:
-    """Tensors cut into tiles."""
+def cut(numels: Sequence[int], dtypes: Sequence[torch.dtype], tile: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cut tensors of these lengths into tiles; an empty tensor has none.
 
-    rows: np.ndarray  # int64[N, 3], each tensor's length in elements, its first tile, its dtype's place in `DTYPES`
-    tensor_of: np.ndarray  # int32[number of tiles]
-    dtypes: tuple[torch.dtype, ...]  # occurring dtypes, in the order of `DTYPES`
-
-
-def cut(numels: Sequence[int], dtypes: Sequence[torch.dtype], tile: int) -> NormTiles:
-    """Cut tensors of these lengths into tiles; an empty tensor has none."""
+    Returns int64[tensors, 3], each tensor's length in elements, its first tile and its dtype's place in `DTYPES`, and
+    int32[tiles], the tensor of each tile.
+    """
     codes = {dtype: code for code, dtype in enumerate(DTYPES)}
     for index, dtype in enumerate(dtypes):
         if dtype not in codes:
@@ -75,5 +69,4 @@ def cut(numels: Sequence[int], dtypes: Sequence[torch.dtype], tile: int) -> Norm
     tiles = cut_tiles(numels, tile)
     rows = np.empty((len(dtypes), 3), dtype=np.int64)
     rows[:, 0], rows[:, 1], rows[:, 2] = tiles.numel, tiles.first_tile, [codes[dtype] for dtype in dtypes]
-    present = set(dtypes)
-    return NormTiles(rows, tiles.tile_tensor, tuple(dtype for dtype in DTYPES if dtype in present))
+    return rows, tiles.tile_tensor

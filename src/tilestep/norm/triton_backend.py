@@ -10,7 +10,7 @@ import torch
 
 from ..devices import upload
 from ..kernels.launch import Launch, Launcher, load_module
-from .tiles import Order, cut, order_of
+from .tiles import DTYPES, Order, cut, order_of
 from .triton_source import FINISH_BLOCK, norm_source, scale_source, tile_shape
 
 FINISH_WARPS = 32
@@ -22,12 +22,13 @@ class TritonNorm:
     def __init__(self, device: torch.device, numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
         self._device = device
         self._tile, self._step, self._warps = tile_shape(sum(numels))
-        self._tiles = tiles = cut(numels, dtypes, self._tile)
-        self._count = len(tiles.tensor_of)
-        sizes = np.array([self._count, len(tiles.rows)], dtype=np.int64)
-        table = upload(np.concatenate((tiles.rows.reshape(-1), sizes)), device)
+        rows, tensor_of = cut(numels, dtypes, self._tile)
+        self._count, self._tensors = len(tensor_of), len(rows)
+        self._dtypes = tuple(dtype for dtype in DTYPES if dtype in dtypes) or (torch.float32,)
+        sizes = np.array([self._count, self._tensors], dtype=np.int64)
+        table = upload(np.concatenate((rows.reshape(-1), sizes)), device)
         self._table, self._tile_size, self._tensor_size = table, table[-2:-1], table[-1:]
-        self._tensor_of = upload(tiles.tensor_of, device)
+        self._tensor_of = upload(tensor_of, device)
         self.partials = torch.empty(max(1, self._count), dtype=torch.float64, device=device)  # the tiles' sums
         self._flags: torch.Tensor | None = None
         self._norms: dict[tuple[Order, bool, torch.dtype], tuple[Launcher, Launcher]] = {}
@@ -43,7 +44,7 @@ class TritonNorm:
         partials, size = self.partials, self._tile_size
         if order is Order.NONZERO:
             if self._flags is None:  # a number per tensor, zero between launches: the finish clears it
-                self._flags = torch.zeros(max(1, len(self._tiles.rows)), dtype=torch.float64, device=self._device)
+                self._flags = torch.zeros(max(1, self._tensors), dtype=torch.float64, device=self._device)
             partials, size = self._flags, self._tensor_size
         tiles(addresses, self._table, self._tensor_of, partials, norm_type)
         finish(partials, size, out, norm_type)
@@ -60,14 +61,14 @@ class TritonNorm:
         limit = limit if isinstance(limit, torch.Tensor) else float(limit)
         key = (norm.dtype, limit.dtype if isinstance(limit, torch.Tensor) else None)
         if key not in self._scales:
-            source = scale_source(self._tiles.dtypes or (torch.float32,), limit_on_device=key[1] is not None)
+            source = scale_source(self._dtypes, limit_on_device=key[1] is not None)
             self._scales[key] = self._over_tiles(load_module("scale", source).scale_tiles)
         self._scales[key](addresses, self._table, self._tensor_of, norm, limit)
 
     def _norm_launchers(self, order: Order, root: bool, dtype: torch.dtype) -> tuple[Launcher, Launcher]:
         key = (order, root, dtype)
         if key not in self._norms:
-            module = load_module("norm", norm_source(self._tiles.dtypes or (torch.float32,), order))
+            module = load_module("norm", norm_source(self._dtypes, order))
             finish = {"ROOT": root, "BLOCK": FINISH_BLOCK}
             self._norms[key] = (
                 self._over_tiles(module.norm_tiles),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import Any
 
 import torch
 
-from ..graph import Guard, TilePass, Value
+from ..graph import TilePass, Value
 from ..graph.partition import slice_word
 from ..kernels.outputs import traced
 from ..kernels.spec import KernelSpec, Traffic, tile_traffic
@@ -117,7 +118,7 @@ def describe(
         backend=backend,
         equations=inspect.cleandoc(rule.__doc__ or "No docstring."),
         states=_states(rule, spec, master_kind(kind.get("dtype", torch.float32), kind)),
-        specialized=tuple(map(_as_it_holds, spec.program.graph.guards)),
+        specialized=tuple(starmap(_as_it_holds, spec.program.graph.guards)),
         outputs=_outputs(spec),
         passes=tuple(_passes(spec, backend)),
         source=source,
@@ -202,12 +203,11 @@ _LONGEST = 40
 _OPPOSITE = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le", "eq": "ne", "ne": "eq"}
 
 
-def _as_it_holds(guard: Guard) -> str:
+def _as_it_holds(condition: Value, outcome: bool) -> str:
     """A guard as the condition that holds."""
-    condition = guard.condition
     if condition.operation not in _OPPOSITE:
-        return f"{_in_words(condition)} is {guard.outcome}"
-    operation = condition.operation if guard.outcome else _OPPOSITE[condition.operation]
+        return f"{_in_words(condition)} is {outcome}"
+    operation = condition.operation if outcome else _OPPOSITE[condition.operation]
     left, right = map(_in_words, condition.args)
     return f"{left} {_SIGNS[operation]} {right}"
 

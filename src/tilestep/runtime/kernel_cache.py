@@ -142,7 +142,7 @@ def guards_hold(graph: Graph, hyperparameters: Mapping[str, Any], shape: Sequenc
     numbers, unread = known_numbers(hosted)
     if graph.branches_on_sizes:
         numbers.update(sizes_of(shape))
-    return all(outcome(guard.condition, numbers, unread) is guard.outcome for guard in graph.guards)
+    return all(outcome(condition, numbers, unread) is required for condition, required in graph.guards)
 
 
 def kernel_spec(

@@ -21,7 +21,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from ..compat import ITERATION
-from .lanes import Intervals, Iteration, exported, length, read_events, split
+from .lanes import Events, Intervals, Iteration, exported, length, split
 from .shown import OTHER_COLOUR, OURS_COLOUR, picture, table
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Report:
 
 def report_on(trace: Sequence[Mapping[str, Any]]) -> Report:
     """Read a trace's events."""
-    events = read_events(trace)
+    events = Events(trace)
     iterations = split(events)
     if not iterations:
         raise ValueError("nothing ran inside the block: run at least one training iteration")

@@ -8,7 +8,6 @@ import tempfile
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -122,20 +121,6 @@ class Work:
     launched: tuple[Any, float] | None  # thread and moment of its launch; None if unknown
 
 
-@dataclass(frozen=True)
-class Events:
-    """Events of host and devices, each sorted by time."""
-
-    calls: list[Call]
-    works: list[Work]
-
-    @property
-    def extent(self) -> Interval:
-        """The first and the last moment."""
-        every: list[Call | Work] = [*self.calls, *self.works]
-        return min((event.start for event in every), default=0.0), max((event.stop for event in every), default=0.0)
-
-
 def exported(profiler: Any) -> dict[str, Any]:
     """The Chrome trace of one of torch's profilers, which has its events as `traceEvents`."""
     with tempfile.TemporaryDirectory() as folder:
@@ -147,26 +132,6 @@ def exported(profiler: Any) -> dict[str, Any]:
 _CALLS = ("cpu_op", "user_annotation")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _COPIES = ("gpu_memcpy", "gpu_memset")
-
-
-def read_events(trace: Iterable[Mapping[str, Any]]) -> Events:
-    """Read the `traceEvents` of a Chrome trace that `torch.profiler` has exported."""
-    timed = [event for event in trace if event.get("ph") == "X"]
-    launches = {
-        event["args"]["correlation"]: (event.get("tid"), float(event["ts"]))
-        for event in timed
-        if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
-    }
-    calls, works = [], []
-    for event in timed:
-        start = float(event["ts"])
-        stop, category, name = start + float(event["dur"]), event.get("cat"), event["name"]
-        if category in _CALLS:
-            calls.append(Call(name, start, stop, event.get("tid"), category == "user_annotation"))
-        elif category == "kernel" or category in _COPIES:
-            launched = launches.get(event.get("args", {}).get("correlation"))
-            works.append(Work(name, start, stop, category != "kernel", launched))
-    return Events(sorted(calls, key=attrgetter("start")), sorted(works, key=attrgetter("start")))
 
 
 @dataclass(frozen=True)
@@ -195,12 +160,11 @@ def split(events: Events) -> list[Iteration]:
     # afterwards: updates that overlap the next forward belong to the next iteration.
     if not events.calls and not events.works:
         return []
-    sorting = Sorting(events)
-    lanes = sorting.lanes()
+    lanes = events.lanes()
     start, stop = events.extent
     ends = _ends(events) or [stop]
     if events.works:
-        ends = _on_device(sorting.computations(), ends, max(work.stop for work in events.works))
+        ends = _on_device(events.computations(), ends, max(work.stop for work in events.works))
         start = events.works[0].start
     iterations = []
     for end in ends:
@@ -257,60 +221,81 @@ def _spans(calls: Iterable[Call | Work]) -> Intervals:
     return union((call.start, call.stop) for call in calls)
 
 
-class _Contexts:
-    """Work of a host thread over time; the rest is forward."""
+def _of_thread(calls: Sequence[Call]) -> Lanes:
+    """Backward, communication and updates of a host thread; the rest is forward."""
 
-    def __init__(self, calls: Sequence[Call]) -> None:
-        def named(names: re.Pattern[str], is_range: bool) -> Intervals:
-            return _spans(call for call in calls if call.is_named(names, is_range=is_range))
+    def named(names: re.Pattern[str], is_range: bool) -> Intervals:
+        return _spans(call for call in calls if call.is_named(names, is_range=is_range))
 
-        self.backward = _spans(call for call in calls if call.runs_backward)
-        self.communication = named(_COMMUNICATION_OPERATORS, is_range=False)
-        # Packing gradients for other ranks uses the same operators as optimizers.
-        operators = minus(named(_UPDATE_OPERATORS, is_range=False), union(self.backward, self.communication))
-        self.update = union(named(_UPDATE_RANGES, is_range=True), operators)
-
-
-_NOWHERE = _Contexts(())
+    backward = _spans(call for call in calls if call.runs_backward)
+    communication = named(_COMMUNICATION_OPERATORS, is_range=False)
+    # Packing gradients for other ranks uses the same operators as optimizers.
+    operators = minus(named(_UPDATE_OPERATORS, is_range=False), union(backward, communication))
+    update = union(named(_UPDATE_RANGES, is_range=True), operators)
+    return Lanes(backward=backward, communication=communication, update=update)
 
 
-class Sorting:
-    """Sorts the events of a trace by name, and by the work of the host at their launch."""
+class Events:
+    """The `traceEvents` of a Chrome trace that `torch.profiler` has exported, and their lanes.
 
-    def __init__(self, events: Events) -> None:
-        self._events = events
+    Lanes follow from the names of events, and from the work of the host at their launch.
+    """
+
+    def __init__(self, trace: Iterable[Mapping[str, Any]]) -> None:
+        timed = [event for event in trace if event.get("ph") == "X"]
+        launches = {
+            event["args"]["correlation"]: (event.get("tid"), float(event["ts"]))
+            for event in timed
+            if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
+        }
+        self.calls: list[Call] = []
+        self.works: list[Work] = []
+        for event in sorted(timed, key=lambda event: float(event["ts"])):
+            start = float(event["ts"])
+            stop, category, name = start + float(event["dur"]), event.get("cat"), event["name"]
+            if category in _CALLS:
+                self.calls.append(Call(name, start, stop, event.get("tid"), category == "user_annotation"))
+            elif category == "kernel" or category in _COPIES:
+                launched = launches.get(event.get("args", {}).get("correlation"))
+                self.works.append(Work(name, start, stop, category != "kernel", launched))
         self._threads: dict[Any, list[Call]] = {}
-        for call in events.calls:
+        for call in self.calls:
             self._threads.setdefault(call.thread, []).append(call)
-        self._contexts = {thread: _Contexts(calls) for thread, calls in self._threads.items()}
+        self._contexts = {thread: _of_thread(calls) for thread, calls in self._threads.items()}
+
+    @property
+    def extent(self) -> Interval:
+        """The first and the last moment."""
+        every: list[Call | Work] = [*self.calls, *self.works]
+        return min((event.start for event in every), default=0.0), max((event.stop for event in every), default=0.0)
 
     def lanes(self) -> Lanes:
         """The lanes of the whole trace."""
-        return self._of_devices() if self._events.works else self._of_host()
+        return self._of_devices() if self.works else self._of_host()
 
     def computations(self) -> list[tuple[float, float]]:
         """Launch and start of each kernel of forward and backward, in order of launches."""
         return sorted(
             (work.launched[1], work.start)
-            for work in self._events.works
+            for work in self.works
             if work.launched is not None and self._lanes_of(work)[0] in ("forward", "backward")
         )
 
     def _of_devices(self) -> Lanes:
         by_lane: dict[str, list[Call | Work]] = {lane.name: [] for lane in fields(Lanes)}
-        for work in self._events.works:
+        for work in self.works:
             for lane in self._lanes_of(work):
                 by_lane[lane].append(work)
-        by_lane["host"] += self._events.calls
+        by_lane["host"] += self.calls
         for lane in ("update", "optimizer"):
-            by_lane[lane] += [call for call in self._events.calls if call.is_range and call.name == HOST_UPDATE]
+            by_lane[lane] += [call for call in self.calls if call.is_range and call.name == HOST_UPDATE]
         lanes = {name: _spans(events) for name, events in by_lane.items()}
         return Lanes(**lanes | {"host_update": union(*(context.update for context in self._contexts.values()))})
 
     def _lanes_of(self, work: Work) -> list[str]:
         """The lanes of a kernel or copy, by its name, and by the work of the host at its launch."""
         thread, moment = work.launched or (None, 0.0)
-        context = self._contexts.get(thread, _NOWHERE)
+        context = self._contexts.get(thread, Lanes())
         by_optimizer = covers(context.update, moment)
         if work.is_copy:
             lane = "copies"
@@ -356,6 +341,6 @@ class Sorting:
             backward=union(*backward),
             communication=communication,
             update=update,
-            host=minus([self._events.extent], everything),
+            host=minus([self.extent], everything),
             optimizer=union(update, optimizer),
         )

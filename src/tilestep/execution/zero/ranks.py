@@ -175,7 +175,7 @@ def _described(
 def _steps(graph: Graph) -> Iterator[str]:
     """The operations of a rule: rules with the same name, and functions of the step, may differ in constants."""
     places: dict[int, int] = {}
-    for value in (*graph.values(), *ancestors(guard.condition for guard in graph.guards)):
+    for value in (*graph.values(), *ancestors(condition for condition, _ in graph.guards)):
         if id(value) in places:
             continue
         places[id(value)] = len(places)
