@@ -256,7 +256,7 @@ def of_norm() -> None:
     tensor(5., dtype=torch.float64)
 
     >>> from tilestep.norm.tiles import cut
-    >>> cut([5, 0, 9], [torch.float32] * 3, 4).tensor_of.tolist()
+    >>> cut([5, 0, 9], [torch.float32] * 3, 4)[1].tolist()
     [0, 0, 2, 2, 2]
 
     >>> from tilestep.norm.triton_source import Order, norm_source

@@ -385,6 +385,8 @@ def test_limits_that_are_not_whole_are_refused() -> None:
             kind(frozen, decide=decide)()
     with pytest.raises(tilestep.RuleError, match="limit Own has no method `decide"):
         kind()()
+    with pytest.raises(TypeError, match="Own: memory"):
+        kind(decide=decide, memory={}, __annotations__={"memory": dict})
     for memory in (["mean"], {"mean": "a"}, {"mean": None}):
         with pytest.raises(tilestep.RuleError, match=r"Own\(\): memory=.*; it must map names to numbers or Windows"):
             tilestep.SGD(parameters(), max_grad_norm=kind(decide=decide, memory=memory)())

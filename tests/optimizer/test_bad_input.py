@@ -208,6 +208,7 @@ def test_parameters_that_interleave_are_no_overlap() -> None:
         ({"lr": torch.ones(2)}, ValueError, r"Invalid lr: a tensor of shape \(2,\); it must have one element"),
         ({"betas": (0.9, 1.0)}, ValueError, r"Invalid betas\[1\]: 1.0; it must be in \[0, 1\)"),
         ({"betas": (0.9,)}, ValueError, r"Invalid betas: \(0.9,\); it must have 2 values"),
+        ({"betas": ((torch.tensor(0.9),), 0.9)}, TypeError, r"Invalid betas: .*nested list"),
         ({"lr": "fast"}, TypeError, "Invalid lr: 'fast'; it must be a number"),
         ({"lr": None}, TypeError, "Invalid lr: None"),
         ({"betas": (0.9, None)}, TypeError, r"Invalid betas\[1\]: None"),

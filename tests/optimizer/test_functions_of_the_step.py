@@ -279,6 +279,10 @@ def test_a_warmup_without_an_end_is_refused(arguments: tuple[float, int, int]) -
     for make in (schedule.warmup_cosine, schedule.warmup_linear):
         with pytest.raises(ValueError, match="Invalid warmup"):
             make(*arguments)
+    with pytest.raises(ValueError, match="Invalid warmup: 0"):
+        schedule.inverse_sqrt(1.0, 0)
+    with pytest.raises(ValueError, match=r"Invalid pct_start: 0\.9"):
+        schedule.one_cycle(1.0, 1, 0.9)
     with pytest.raises(ValueError, match="Invalid points"):
         schedule.Piecewise(((2, 0.0, "linear"), (1, 1.0, "linear")))
     with pytest.raises(ValueError, match="Invalid shape"):

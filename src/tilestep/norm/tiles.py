@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..errors import GradientError
 from ..kernels.spec import LARGEST_SUM, cut_tiles
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -61,11 +60,6 @@ def cut(numels: Sequence[int], dtypes: Sequence[torch.dtype], tile: int) -> tupl
     int32[tiles], the tensor of each tile.
     """
     codes = {dtype: code for code, dtype in enumerate(DTYPES)}
-    for index, dtype in enumerate(dtypes):
-        if dtype not in codes:
-            raise GradientError(
-                f"tensor {index} has dtype {dtype}: a norm is made of bfloat16, float16, float32, float64"
-            )
     tiles = cut_tiles(numels, tile)
     rows = np.empty((len(dtypes), 3), dtype=np.int64)
     rows[:, 0], rows[:, 1], rows[:, 2] = tiles.numel, tiles.first_tile, [codes[dtype] for dtype in dtypes]
