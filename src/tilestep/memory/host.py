@@ -131,10 +131,10 @@ class HostState(StateOnHost):
 class HostUpdate(ChunkedPasses):
     """Runs the tile passes of a segment on the host."""
 
-    def __init__(self, home: HostState, passes: Passes) -> None:
-        super().__init__(passes, home.chunk_bytes)
-        self._home, segment = home, passes.segment
-        self._mirrors = [home.mirrors[entry.share.holder] for entry in segment.entries]
+    def __init__(self, state: HostState, passes: Passes) -> None:
+        super().__init__(passes, state.chunk_bytes)
+        self._state, segment = state, passes.segment
+        self._mirrors = [state.mirrors[entry.share.holder] for entry in segment.entries]
         program = segment.spec.program
         self._writes = [
             any(array.name == "param" for array in pass_traffic(segment.spec, index).writes)
@@ -145,10 +145,10 @@ class HostUpdate(ChunkedPasses):
 
     def settle(self) -> None:
         """Wait for gradients; the state is on the host."""
-        self._home.copies.wait(self._mirrors)
+        self._state.copies.wait(self._mirrors)
 
     def copy_in(self, index: int, position: int) -> None:
-        self._home.copies.wait([self._mirrors[place] for place in self.chunks[position].tensors])
+        self._state.copies.wait([self._mirrors[place] for place in self.chunks[position].tensors])
 
     def copy_out(self, index: int, position: int) -> None:
         if not self._writes[index]:
@@ -166,4 +166,4 @@ class HostUpdate(ChunkedPasses):
                         for tensor in (target, source)
                     )
                 pairs.append((target, source))
-        self._home.inward.copy(pairs)
+        self._state.inward.copy(pairs)

@@ -251,8 +251,8 @@ class HostCopies:
         if mirror.same_stream:
             # The gradient belongs to the current stream; another stream may be current when it is freed. Computation
             # waits only for copies that are some chunks behind.
-            home = self._lane.current()
-            self._held.hold(ordered, self._lane.next_mark(), () if home is None else (home,), ordered.nbytes)
+            stream = self._lane.current()
+            self._held.hold(ordered, self._lane.next_mark(), () if stream is None else (stream,), ordered.nbytes)
             self._held.give_back(_BEHIND * self._step)
         else:
             self._lane.keep(ordered)

@@ -127,38 +127,38 @@ class StreamedState(StateOnHost):
 class StreamedUpdate(ChunkedPasses):
     """Runs the tile passes of a segment with state on the host."""
 
-    def __init__(self, home: StreamedState, passes: Passes, names: Sequence[str], number: int) -> None:
-        super().__init__(passes, home.chunk_bytes)
+    def __init__(self, state: StreamedState, passes: Passes, names: Sequence[str], number: int) -> None:
+        super().__init__(passes, state.chunk_bytes)
         segment = passes.segment
-        self._home, self._number = home, number
+        self._state, self._number = state, number
         self.chunks = cut_chunks(passes, names, self._room)
         self._traffic = [traffic_of(segment.spec, index) for index in range(len(segment.spec.program.tiles))]
         self._ready = False
 
     def settle(self) -> None:
         """Make the host wait for the updates so far, and for gradients on it."""
-        self._home.settle()
+        self._state.settle()
 
     def _place(self, position: int) -> int:
         """The place of a chunk's buffer."""
-        return (self._number + position) % len(self._home.buffers)
+        return (self._number + position) % len(self._state.buffers)
 
     def _memory(self, position: int) -> torch.Tensor:
-        return self._home.buffers[self._place(position)]
+        return self._state.buffers[self._place(position)]
 
     def prepare(self) -> None:
         """Allocate buffers, and make tables that point into them."""
         if self._ready:
             return
-        passes, home, self._ready = self._passes, self._home, True
-        for place, buffer in enumerate(home.buffers):
+        passes, state, self._ready = self._passes, self._state, True
+        for place, buffer in enumerate(state.buffers):
             # As large as the largest chunk; the contents of smaller buffers are not needed.
-            if buffer.numel() < home.buffer_size:
-                home.buffers[place] = buffer = torch.empty(home.buffer_size, dtype=torch.uint8, device=home.device)
-                home.inward.keep(buffer)
-                home.outward.keep(buffer)
+            if buffer.numel() < state.buffer_size:
+                state.buffers[place] = buffer = torch.empty(state.buffer_size, dtype=torch.uint8, device=state.device)
+                state.inward.keep(buffer)
+                state.outward.keep(buffer)
                 # Kernels that used this memory before may still be running.
-                home.free[place] = home.compute.mark()
+                state.free[place] = state.compute.mark()
         if not self._in_slices:
             self.tile_ranges = [chunk.tile_range(self._memory(place)) for place, chunk in enumerate(self.chunks)]
             return
@@ -175,20 +175,20 @@ class StreamedUpdate(ChunkedPasses):
 
     def copy_in(self, index: int, position: int) -> None:
         """Copy a chunk into its buffer."""
-        home = self._home
-        home.inward.follow(home.free[self._place(position)])
-        home.inward.copy(self._copied(self._traffic[index][0], position))
-        home.compute.follow(home.inward.mark())
+        state = self._state
+        state.inward.follow(state.free[self._place(position)])
+        state.inward.copy(self._copied(self._traffic[index][0], position))
+        state.compute.follow(state.inward.mark())
 
     def copy_out(self, index: int, position: int) -> None:
         """Copy the written arrays of a chunk to the host."""
-        home = self._home
-        free = home.compute.mark()
+        state = self._state
+        free = state.compute.mark()
         if self._traffic[index][1]:
-            home.outward.follow(free)
-            home.outward.copy([(host, own) for own, host in self._copied(self._traffic[index][1], position)])
-            free = home.outward.mark()
-        home.free[self._place(position)] = free
+            state.outward.follow(free)
+            state.outward.copy([(host, own) for own, host in self._copied(self._traffic[index][1], position)])
+            free = state.outward.mark()
+        state.free[self._place(position)] = free
 
     def _copied(self, names: Sequence[str], position: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Pairs of memory of a chunk, in its buffer and on the host."""

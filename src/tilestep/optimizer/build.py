@@ -160,7 +160,7 @@ class Planned:
     state: dict[str, Any]  # in the layout of the kernels
     is_fake_or_meta: bool
 
-    def exchange(self, exchanges: dict[Any, MatrixExchange]) -> None:
+    def join_exchanges(self, exchanges: dict[Any, MatrixExchange]) -> None:
         """Join the exchanges of matrices that other ranks hold parts of, if the rule needs whole matrices."""
         share, lead, program = self.share, self.kind.lead, self.kind.specs[0].program.matrices
         holder = share.holder
@@ -180,7 +180,7 @@ class Planned:
             for _, matrices in self.kind.views
         ]
 
-    def shown(self) -> dict[str, Any]:
+    def user_state(self) -> dict[str, Any]:
         """The state as users see it: buffers are DTensors or complex like the parameter, scalars are plain tensors."""
         param, state, graph = self.share.holder, self.state, self.kind.graph
         if not is_distributed(param) and not param.is_complex():
@@ -392,12 +392,12 @@ def build_plan(optimizer: Optimizer, arrivals: ExitStack, *, ahead: bool) -> Ste
     build, exchanges = Builder(optimizer), dict[Any, MatrixExchange]()
     planned = build.planned(stepped, state, arrivals)
     for one in planned:
-        one.exchange(exchanges)
+        one.join_exchanges(exchanges)
     masters = [one for one in build.requests if one.array.name in MASTER_KEYS]
     fresh = {id(one.state[one.array.name]) for one in masters if one.source is None}
     unreal = [one for one in planned if one.is_fake_or_meta]
     for one in unreal:
-        state[one.share.param] = state.entry(one.shown())
+        state[one.share.param] = state.entry(one.user_state())
     planned = [one for one in planned if not one.is_fake_or_meta]
     sharded = [(one.share.label, one.share.param) for one in planned if is_distributed(one.share.param)]
     mesh_ranks = ReductionGroup.of_tensors(sharded, optimizer.control.number) if sharded else None
@@ -407,7 +407,7 @@ def build_plan(optimizer: Optimizer, arrivals: ExitStack, *, ahead: bool) -> Ste
         is_ahead = ahead or (share.holder.grad is None and not together)
         if before:
             is_ahead = isinstance(before, ParameterState) and before.is_ahead
-        state[share.param] = state.entry(one.shown(), is_ahead=is_ahead)
+        state[share.param] = state.entry(one.user_state(), is_ahead=is_ahead)
     engines, places = _engines(optimizer, planned, mesh_ranks)
     check_reductions(engines)
     members = [(one.share.holder, one.share.group, one.state) for one in planned]
@@ -420,7 +420,7 @@ def build_plan(optimizer: Optimizer, arrivals: ExitStack, *, ahead: bool) -> Ste
         hypers=[Hypers(engine, groups, keys) for engine in engines],
         deciders=Deciders(engines, memory),
         masters=Masters(members, fresh, memory),
-        home=memory,
+        memory=memory,
         mesh_ranks=mesh_ranks,
         sharers=mesh_ranks,
         places=places,
@@ -449,7 +449,7 @@ def create_early_states(optimizer: Optimizer) -> None:
     ]
     state = _watched(optimizer)
     for one in Builder(optimizer).planned(shares, {}, ExitStack()):
-        state[one.share.param] = state.entry(one.shown(), is_ahead=True)
+        state[one.share.param] = state.entry(one.user_state(), is_ahead=True)
 
 
 def _watched(optimizer: Optimizer) -> WatchedState:
@@ -486,7 +486,7 @@ def loaded_states(
     If the checkpoint has a state on any rank (`has_states`), all parameters that train together get a state.
     """
     together = creates_all_states(optimizer)
-    begun = [
+    active = [
         one
         for one in shares_of(optimizer)
         if one.param in saved
@@ -496,11 +496,12 @@ def loaded_states(
             and _is_active(one, {}, all_that_train=True)
         )
     ]
-    optimizer.memory.begin([(one.label, one.holder) for one in begun])
-    begun = [one for one in begun if has_states and not one.param.is_meta]
+    optimizer.memory.begin([(one.label, one.holder) for one in active])
+    active = [one for one in active if has_states and not one.param.is_meta]
     with ExitStack() as arrivals:
         return {
-            one.share.param: one.shown() for one in Builder(optimizer).planned(begun, saved, arrivals, optimizer.state)
+            one.share.param: one.user_state()
+            for one in Builder(optimizer).planned(active, saved, arrivals, optimizer.state)
         }
 
 

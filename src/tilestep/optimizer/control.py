@@ -153,16 +153,16 @@ class Deciders:
     Args:
         engines: the plan's engines.
         controls: the control of each device.
-        home: the memory that holds the state.
+        memory: the memory that holds the state.
     """
 
-    def __init__(self, engines: Sequence[DeviceEngine], home: StateMemory) -> None:
+    def __init__(self, engines: Sequence[DeviceEngine], memory: StateMemory) -> None:
         self.engines = engines
         self.controls: list[Any] = list(dict.fromkeys(engine.control for engine in engines))  # one per device
         self.ranks: Any = None  # the ranks that decide together; None for a single rank
         self.sends = False  # whether update passes send messages to other ranks
-        self._norms, self._home = list(dict.fromkeys(engine.norm for engine in engines)), home
-        is_alone = len(self._norms) == 1 and type(home).power_sums is StateMemory.power_sums
+        self._norms, self._memory = list(dict.fromkeys(engine.norm for engine in engines)), memory
+        is_alone = len(self._norms) == 1 and type(memory).power_sums is StateMemory.power_sums
         self.norm = self._norms[0] if is_alone else None  # the norm pass, if a single pass gives the norm
         self.sums_in_tiles = len(self._norms) == 1 and self._norms[0].counts_once
         """Whether the decision's launch may sum the tiles of the norm pass; settled at the first such step."""
@@ -172,7 +172,7 @@ class Deciders:
 
     def power_sum(self) -> torch.Tensor:
         """Return the sum of squares of this rank's gradients, float64[1], on an accelerator if any engine has one."""
-        return combined(self._home.power_sums(self._norms)) if self.norm is None else self.norm.sum_squares()
+        return combined(self._memory.power_sums(self._norms)) if self.norm is None else self.norm.sum_squares()
 
     def power_sum_of_ranks(self) -> torch.Tensor | None:
         """Return the sum of squares of all ranks' gradients, float64[1]; None without engines."""

@@ -43,8 +43,8 @@ class Execution:
         """Make the masters and host copies reflect all updates, and writes of other code to parameters."""
         self.settle()
         if (plan := optimizer.plan) is not None:
-            plan.home.sync_masters()
-            plan.home.note_parameters()
+            plan.memory.sync_masters()
+            plan.memory.note_parameters()
 
     def complete_gradients(self, optimizer: Any) -> None:
         """Make all gradients available to the updates."""

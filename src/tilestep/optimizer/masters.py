@@ -76,15 +76,15 @@ class Masters:
         self,
         members: Sequence[tuple[torch.Tensor, Mapping[str, Any], Mapping[str, Any]]],
         fresh: set[int],
-        home: StateMemory,
+        memory: StateMemory,
     ) -> None:
         self._members = [
             (param, kind, state[kind.key])
             for param, group, state in members
             if (kind := master_kind(param.dtype, group)) is not None and not kind.begins_as_parameter
         ]
-        self._home, self.exist = home, bool(self._members)
-        self.follow = self.exist or type(home).sync_masters is not StateMemory.sync_masters
+        self._memory, self.exist = memory, bool(self._members)
+        self.follow = self.exist or type(memory).sync_masters is not StateMemory.sync_masters
         """Whether masters, or copies on the host, follow writes of other code to parameters."""
         self.writes = Writes([one[0] for one in self._members], [id(buffer) in fresh for _, _, buffer in self._members])
 
@@ -105,9 +105,9 @@ class Masters:
 
     def sync(self) -> None:
         """Apply writes of other code to parameters since the last step, where kernels do not detect them."""
-        self._home.sync_masters()
+        self._memory.sync_masters()
         if not self.writes.are_none():
-            self._home.wait()
+            self._memory.wait()
             for place in self.writes.take():
                 local_part(self._members[place][2]).zero_()
 
@@ -118,5 +118,5 @@ class Masters:
 
     def note(self) -> None:
         """Record the versions of the parameters after a step."""
-        self._home.note_parameters()
+        self._memory.note_parameters()
         self.writes.note()

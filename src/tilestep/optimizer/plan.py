@@ -140,7 +140,7 @@ class StepPlan:
     hypers: list[Hypers]  # per engine
     deciders: Deciders
     masters: Masters
-    home: StateMemory  # the memory that holds the state
+    memory: StateMemory  # the memory that holds the state
     mesh_ranks: ReductionGroup | None = None  # the ranks of the meshes, if some parameters are DTensors
     sharers: Any = None  # the ranks that hold parts of the same parameters, if there are several
     places: Mapping[Any, tuple[int, ...]] = field(default_factory=dict)  # indices of the engines, by part
@@ -156,7 +156,7 @@ class StepPlan:
         self.progress: list[int] = []  # of the last update: length 0, 1 while passes run, 2 after them
         self._calls: dict[tuple[int, ...], Calls] = {}  # calls of the passes of some engines, by the engines' indices
         self._every = tuple(range(len(self.engines)))
-        self._home_finishes = type(self.home).finish is not StateMemory.finish
+        self._memory_finishes = type(self.memory).finish is not StateMemory.finish
         self._on_host = [passes for one in self.engines if is_host(one.device) for passes in one.passes]
         self._threads = 0  # the number of threads of host passes
 
@@ -171,7 +171,7 @@ class StepPlan:
     def gradients(self) -> list[list[torch.Tensor | None]]:
         """Return the gradients of each engine's entries; for DTensors, the local parts."""
         engines = self.engines
-        return self.home.gradients([one.holders for one in engines], [one.find_gradients() for one in engines])
+        return self.memory.gradients([one.holders for one in engines], [one.find_gradients() for one in engines])
 
     def refresh(
         self,
@@ -203,8 +203,8 @@ class StepPlan:
             raise Stale
         deciders = self.deciders
         norm = inputs is not None and inputs.needs_norm and deciders.sums_in_tiles and deciders.ranks is None
-        unmoved = unmoved and self.home.on_device
-        if self.home.replaces_gradients and not gradients:
+        unmoved = unmoved and self.memory.on_device
+        if self.memory.replaces_gradients and not gradients:
             # The gradients of all engines are copied to the host together.
             gradients = self.gradients()
         for place in self._every if places is None else places:
@@ -303,8 +303,8 @@ class StepPlan:
                     engine.table.count_writes()
                     if engine.wrote is not None:
                         engine.wrote(engine.written)
-                if self._home_finishes:
-                    self.home.finish(engine)
+                if self._memory_finishes:
+                    self.memory.finish(engine)
         except BaseException as error:
             in_graph = any(engine.graph_tables.in_use for engine in engines)
             if len(self.progress) not in (0, _WHOLE) and not in_graph:

@@ -384,7 +384,7 @@ class StateTemplate:
         share: Share,
         values: Mapping[str, Any],
         requests: list[BufferRequest],
-        home: StateMemory,
+        memory: StateMemory,
         live: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return a parameter's state: buffers that kernels can use are kept, missing buffers are requested."""
@@ -424,7 +424,7 @@ class StateTemplate:
                 check_shape(label, name, value, shape_of(start, param, full_shape), "", _RESHAPED)
             if fits and all(
                 (live is None or _is_same(buffer, live.get(array.name)))
-                and _is_usable(buffer, array, param, home, is_like_param=is_like_param)
+                and _is_usable(buffer, array, param, memory, is_like_param=is_like_param)
                 for buffer, array in zip(stored, arrays)
             ):
                 state.update({array.name: buffer for buffer, array in zip(stored, arrays)})
@@ -539,7 +539,7 @@ def _write(
         bits.copy_(torch.where(fresh.to(bits.device), begun[key].view(bits.dtype), bits))
 
 
-def fill_buffers(requests: Sequence[BufferRequest], home: StateMemory, arrivals: ExitStack) -> None:
+def fill_buffers(requests: Sequence[BufferRequest], memory: StateMemory, arrivals: ExitStack) -> None:
     """Allocate all requested buffers and write their initial values; `arrivals` waits for values on the host."""
     # Allocate name by name, so that buffers that a pass reads in sequence are adjacent in memory: a CPU's prefetcher
     # continues from one into the next, which saves a quarter of the time for tensors of 8,192 elements.
@@ -559,15 +559,15 @@ def fill_buffers(requests: Sequence[BufferRequest], home: StateMemory, arrivals:
             one.state[one.array.name] = number
     requests = list(chain.from_iterable(by_name.values()))
     # The optimizer's memory holds elementwise buffers; rows, columns and scales are on the parameter's device.
-    at_home = [one.start.shape == "param" and one.array.follows_elements for one in requests]
-    elementwise = list(compress(requests, at_home))
+    in_memory = [one.start.shape == "param" and one.array.follows_elements for one in requests]
+    elementwise = list(compress(requests, in_memory))
     likes = [one.share.local if one.array.elements == 1 else _packed(one) for one in elementwise]
-    made = iter(home.make(likes, [one.array.dtype for one in elementwise]))
+    made = iter(memory.make(likes, [one.array.dtype for one in elementwise]))
     zeros: list[torch.Tensor] = []
     from_host = defaultdict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]](list)
     rest: list[BufferRequest] = []
-    for one, is_at_home in zip(requests, at_home):
-        if is_at_home:
+    for one, is_in_memory in zip(requests, in_memory):
+        if is_in_memory:
             buffer = next(made)
         else:
             param = one.share.local
@@ -675,14 +675,14 @@ _RESHAPED = ": the parameter or this state was changed; change both, or delete t
 
 
 def _is_usable(
-    buffer: torch.Tensor, array: Array, param: torch.Tensor, home: StateMemory, *, is_like_param: bool
+    buffer: torch.Tensor, array: Array, param: torch.Tensor, memory: StateMemory, *, is_like_param: bool
 ) -> bool:
     """Whether kernels can use a buffer: device and layout fit, and its values are materialized."""
     if is_like_param and array.elements == 1:
         layout_ok = buffer.stride() == param.stride() or not is_dense(param)
     else:
         layout_ok = buffer.is_contiguous()
-    is_at_home = is_like_param and array.follows_elements
-    device_ok = home.keeps(buffer, param) if is_at_home else buffer.device == param.device
+    is_in_memory = is_like_param and array.follows_elements
+    device_ok = memory.keeps(buffer, param) if is_in_memory else buffer.device == param.device
     is_lazy = buffer.is_neg() or buffer.is_conj() or is_zero_tensor(buffer)
     return device_ok and layout_ok and not is_lazy
