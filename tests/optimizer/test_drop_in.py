@@ -412,7 +412,7 @@ def test_train_and_eval_end_no_updates_where_no_rule_keeps_averages(
         def ended(*_: Any) -> None:
             raise AssertionError("all updates were waited for")
 
-        monkeypatch.setattr(optimizer.execution, "hold_weights", ended)
+        monkeypatch.setattr(optimizer.execution, "swap_weights", ended)
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
         optimizer.train()

@@ -17,7 +17,7 @@ from ..errors import CaptureError, GradientError
 from ..native.table import SAME, rows_of
 from ..optimizer import Optimizer
 from ..optimizer.graphs import CHANGED, KEEP, note_lost, prepare_capture
-from ..optimizer.parameters import evaluating
+from ..optimizer.parameters import evaluation_error
 from ..optimizer.plan import StepPlan
 from ..placement.combinations import refuse
 from ..runtime import Stale
@@ -166,7 +166,7 @@ class CapturedStep:
         """
         optimizer = self._known_optimizer()
         if optimizer.is_evaluating:
-            raise evaluating("replay()")
+            raise evaluation_error("replay()")
         is_alone = self._table is not None
         if is_alone:
             _require_unscaled(optimizer)

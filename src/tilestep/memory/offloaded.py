@@ -362,7 +362,7 @@ class OffloadedState(StateMemory):
     """The memory of an offloaded optimizer, with its public methods; used directly for parameters on the CPU."""
 
     on_device = False
-    not_copied = "an offloaded optimizer cannot be copied or pickled: save its state_dict()"
+    no_copy = "an offloaded optimizer cannot be copied or pickled: save its state_dict()"
     where = ""  # where updates run, for reports
     reason = ""  # why updates run there
     _owner: Callable[[], Optimizer | None]

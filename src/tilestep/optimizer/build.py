@@ -47,7 +47,7 @@ from ..runtime import READABLE, DeviceEngine, Entry, GradNorm, check_reductions,
 from ..runtime.shared_sums import shared_sums
 from ..storage import dtype_name, entries_of
 from .control import Deciders, DeviceControl
-from .groups import about_group, check_flags, deciding_keys
+from .groups import check_flags, check_in_group, deciding_keys
 from .masters import MASTER_KEYS, Masters, check_master
 from .matrices import RuleView, check_cut, check_matrices, check_patterns, matrix_options, matrix_work, rule_views
 from .memory import BySpec
@@ -371,7 +371,7 @@ def check_params(optimizer: Optimizer) -> None:
 def build_plan(optimizer: Optimizer, arrivals: ExitStack, *, ahead: bool) -> StepPlan:
     """Build the engines of the optimizer's current parameters, and create the state that steps need."""
     for index, group in enumerate(optimizer.param_groups):
-        about_group(index, check_flags, optimizer.rule_of(group), group)
+        check_in_group(index, check_flags, optimizer.rule_of(group), group)
     require_one_group(optimizer)
     state = _watched(optimizer)
     params = params_of(optimizer)

@@ -30,7 +30,7 @@ from ..storage import (
 )
 from .build import loaded_states
 from .control import with_limits
-from .groups import GROUP_OPTIONS, about_group, check_group, find_rule, without_defaults
+from .groups import GROUP_OPTIONS, check_group, check_in_group, find_rule, without_defaults
 from .masters import MASTER_KEYS, master_kind
 from .parameters import Optimizer, iter_params, params_of
 from .states import TRAINING, WatchedState, check_shape, saved_choice, shape_of, starts_of
@@ -283,7 +283,7 @@ def loaded_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> l
             alike = type(value) is type(other) and PYTHON_TYPES.issuperset(kinds) and bool(value == other)
             # The optimizer's current value was checked before.
             if value is not other and not alike:
-                about_group(index, check_group, rule, group)
+                check_in_group(index, check_group, rule, group)
                 break
         without_defaults(group)
     return groups

@@ -168,7 +168,7 @@ class Deciders:
         """Whether the decision's launch may sum the tiles of the norm pass; settled at the first such step."""
         self.built_ahead: set[bool] = set()  # for steps that unscale, and that do not: whether their kernels were built
         self.kind: Any = None  # kind of the last decision: the part of its inputs that passes depend on
-        self.plainly = False  # whether the control numbers are of a step without clip, scale or skip
+        self.is_trivial = False  # whether the control numbers are of a step without clip, scale or skip
 
     def power_sum(self) -> torch.Tensor:
         """Return the sum of squares of this rank's gradients, float64[1], on an accelerator if any engine has one."""
@@ -375,7 +375,7 @@ class StepControl:
                         setattr(own, name, moved(number, control.numbers.device))
             own.overflow = control.overflow if own.check_overflow else None
             control.update(own, captured=captured)
-        deciders.plainly = not captured and not inputs.needs_norm and inputs.is_trivial
+        deciders.is_trivial = not captured and not inputs.needs_norm and inputs.is_trivial
 
     def _mean_loss(self, optimizer: Optimizer, loss: torch.Tensor) -> torch.Tensor:
         """Average the loss over the ranks with copies of the parameters, so that all ranks decide alike."""

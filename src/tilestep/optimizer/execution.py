@@ -19,7 +19,7 @@ class Execution:
 
     # `plain` is always the optimizer's default action, passed in so that an execution can wrap it.
 
-    not_copied = ""  # why an optimizer with this execution cannot be copied or pickled; empty if it can
+    no_copy = ""  # why an optimizer with this execution cannot be copied or pickled; empty if it can
     creates_all_states = False
     """Whether all state is created at the first step, and not at each parameter's first gradient."""
 
@@ -67,7 +67,7 @@ class Execution:
         """Return the part of the optimizer with this parameter; parts can be stepped separately."""
         return None
 
-    def making_plan(self) -> AbstractContextManager[None]:
+    def building_plan(self) -> AbstractContextManager[None]:
         """A block in which the plan is rebuilt."""
         return _NOTHING
 
@@ -85,7 +85,7 @@ class Execution:
         """Add parameters as a new param group."""
         plain(param_group)
 
-    def hold_weights(self, plain: Callable[[], None]) -> None:
+    def swap_weights(self, plain: Callable[[], None]) -> None:
         """Swap training weights and weights to evaluate in the parameters."""
         self.settle_everywhere()
         plain()

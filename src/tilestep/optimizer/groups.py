@@ -199,7 +199,7 @@ def _on_host(value: Any, key: str, depth: int = 0) -> Any:
     return float(value) if is_host(value.device) else value
 
 
-def about_group(index: int, check: Callable[..., None], *args: Any) -> None:
+def check_in_group(index: int, check: Callable[..., None], *args: Any) -> None:
     """Run a check; prefix its error with the group's index."""
     try:
         check(*args)

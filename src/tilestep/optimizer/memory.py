@@ -24,7 +24,7 @@ class StateMemory:
     # an optimizer's memory; a new kind of memory derives from this class.
 
     on_device = True  # whether state is on its parameters' device, and allocated and freed with them
-    not_copied = ""  # why an optimizer with this memory cannot be copied or pickled; empty if it can
+    no_copy = ""  # why an optimizer with this memory cannot be copied or pickled; empty if it can
 
     def part(self, param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         """Return the tensor that kernels update for a parameter."""

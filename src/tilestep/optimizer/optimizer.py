@@ -49,10 +49,10 @@ from .checkpoint import load, mark_codes, save_numbers, states_of_groups, unchan
 from .control import StepControl, skip_policy
 from .execution import AT_STEP, Execution
 from .graphs import Graphs, push, require_checked, step_in_capture
-from .groups import about_group, check_group, current_value, fill_group, find_rule, without_defaults
+from .groups import check_group, check_in_group, current_value, fill_group, find_rule, without_defaults
 from .masters import Masters, MasterWeights, exact_values
 from .memory import StateMemory
-from .parameters import evaluating, param_states, params_of, shares_of
+from .parameters import evaluation_error, param_states, params_of, shares_of
 from .parking import Parking
 from .plan import StepPlan
 from .states import (
@@ -197,7 +197,7 @@ class Optimizer(torch.optim.Optimizer):
         self._masters: Masters | None = None
         self.graphs, self.memory = Graphs(), StateMemory()
         self.is_evaluating = self._ready = False
-        self.held: dict[torch.Tensor, int] = {}  # parameters that hold averages, with their versions at that time
+        self.averages: dict[torch.Tensor, int] = {}  # parameters that hold averages, with their versions then
         self.workspace_limit = operations.limit
         super().__init__(params, defaults)
         self._ready = True
@@ -320,7 +320,7 @@ class Optimizer(torch.optim.Optimizer):
         own = fill_group(group, rule, self._rule, self.defaults, self._given)
         # The optimizer's defaults were checked in the constructor.
         unchecked = {key: group[key] for key in param_group} if rule is self._rule else group
-        about_group(len(self.param_groups), check_group, rule, unchecked)
+        check_in_group(len(self.param_groups), check_group, rule, unchecked)
         super().add_param_group(group)
         if self.reports is not None:
             self.reports.watch(group["params"])
@@ -384,8 +384,8 @@ class Optimizer(torch.optim.Optimizer):
         """Build a plan, and missing state, for the current parameters; see `build_plan`."""
         # State created during an evaluation under inference_mode must be writable in steps.
         if self.plan is not None:
-            self.plan.require_unbroken()
-        with ExitStack() as arrivals, torch.inference_mode(False), torch.no_grad(), self.execution.making_plan():
+            self.plan.require_uninterrupted()
+        with ExitStack() as arrivals, torch.inference_mode(False), torch.no_grad(), self.execution.building_plan():
             self.drop_plan()
             self.control.flat_part = flat_part(self)
             self.control.assign_number(self.param_groups)
@@ -437,7 +437,7 @@ class Optimizer(torch.optim.Optimizer):
         # If a parameter and its master in the checkpoint disagree, the parameter's value wins.
         self._masters = None
         # Averages are not training weights; a parameter written since `eval()` holds the checkpoint's weights.
-        for param, version in self.held.items():
+        for param, version in self.averages.items():
             holder = self.placement.holder(param)
             if TRAINING in self.state[param] and TRAINING not in states.get(param, ()) and _version(holder) == version:
                 copy_into(holder, self.state[param][TRAINING])
@@ -445,7 +445,7 @@ class Optimizer(torch.optim.Optimizer):
         self.state = state = WatchedState(dict)
         state.adopt(states, ahead)
         self.control.load(self.param_groups, groups)
-        self._note_held()
+        self._note_averages()
 
     @property
     def grad_norm(self) -> torch.Tensor:
@@ -690,7 +690,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         plan = self.plan
         if self.is_evaluating:
-            raise evaluating("step()")
+            raise evaluation_error("step()")
         if not unmoved and is_capturing():
             step_in_capture(self, self.reports)
             return
@@ -791,7 +791,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         self.train(False)
 
-    def _hold_weights(self, mode: bool) -> None:
+    def _swap_weights(self, mode: bool) -> None:
         if mode and self.is_evaluating:
             swap_out_averages(self)
         elif not mode:
@@ -824,7 +824,7 @@ class Optimizer(torch.optim.Optimizer):
         # Frameworks call this before every backward; most rules have no averages.
         has_averages = any(self.rule_of(group).evaluation is not None for group in self.param_groups)
         if self.is_evaluating or has_averages:
-            self.execution.hold_weights(partial(self._hold_weights, mode))
+            self.execution.swap_weights(partial(self._swap_weights, mode))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -872,10 +872,10 @@ class Optimizer(torch.optim.Optimizer):
             create_early_states(self)
         initialize(self)
         if self.plan is not None:
-            if self.plan.broken_by:
+            if self.plan.interrupted_by:
                 warnings.warn(
-                    f"state_dict(): {self.plan.broken_by} has interrupted a step between two of its passes, so some "
-                    "values in the checkpoint are updated and some are not",
+                    f"state_dict(): {self.plan.interrupted_by} has interrupted a step between two of its passes, so "
+                    "some values in the checkpoint are updated and some are not",
                     stacklevel=3,
                 )
             # Masters of parameters that other code has written are saved as the next step would read them.
@@ -939,7 +939,7 @@ class Optimizer(torch.optim.Optimizer):
             (tensor(0.), tensor([0., 0.]))
         """
         if self.is_evaluating:
-            raise evaluating("reset_state()")
+            raise evaluation_error("reset_state()")
         self._settle_states()
         initialize(self, again=True)
 
@@ -947,7 +947,7 @@ class Optimizer(torch.optim.Optimizer):
         """Make states reflect all updates, and writes of other code to parameters."""
         self.execution.settle_everywhere()
         if self.plan is not None:
-            self.plan.require_unbroken()
+            self.plan.require_uninterrupted()
             self.plan.masters.catch_up()
 
     @opaque
@@ -1008,7 +1008,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         joint = "an optimizer that shares its norm cannot be copied or pickled: save its state_dict()"
-        if reason := self.execution.not_copied or self.memory.not_copied or joint * (self.control.joint is not None):
+        if reason := self.execution.no_copy or self.memory.no_copy or joint * (self.control.joint is not None):
             raise TypeError(reason)
         if self.plan is not None:
             # As in a checkpoint: a copy does not know which parameters other code has written.
@@ -1030,13 +1030,13 @@ class Optimizer(torch.optim.Optimizer):
             self._ready = True
             self.plan = self._masters = None
             self.memory = StateMemory()
-            self._note_held()
+            self._note_averages()
 
-    def _note_held(self) -> None:
+    def _note_averages(self) -> None:
         """Record the parameters that hold weights to evaluate, with the versions of the tensors that steps update."""
         holder = self.placement.holder
-        self.held = {param: _version(holder(param)) for param, state in param_states(self) if TRAINING in state}
-        self.is_evaluating = bool(self.held)
+        self.averages = {param: _version(holder(param)) for param, state in param_states(self) if TRAINING in state}
+        self.is_evaluating = bool(self.averages)
 
 
 _COMMON = {
@@ -1117,7 +1117,7 @@ def swap_in_averages(optimizer: Optimizer) -> None:
             state[TRAINING] = distribute(local.detach().clone(), param)
             part.copy_(average)
             torch.autograd.graph.increment_version(param)
-            optimizer.held[one.share.param] = _version(param)
+            optimizer.averages[one.share.param] = _version(param)
     optimizer.is_evaluating = True
 
 
@@ -1132,7 +1132,7 @@ def swap_out_averages(optimizer: Optimizer) -> None:
                 copy_into(holder, state[TRAINING])
                 del state[TRAINING]
                 torch.autograd.graph.increment_version(holder)
-    optimizer.held, optimizer.is_evaluating = {}, False
+    optimizer.averages, optimizer.is_evaluating = {}, False
 
 
 class AttachedType(type):

@@ -163,7 +163,7 @@ def require_shapes(caller: str, params: Iterable[tuple[str, torch.Tensor]]) -> N
             )
 
 
-def evaluating(method: str) -> RuntimeError:
+def evaluation_error(method: str) -> RuntimeError:
     """The error of a method that needs the training weights."""
     return RuntimeError(f"the parameters hold the weights to evaluate: call train() before {method}")
 

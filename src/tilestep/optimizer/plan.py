@@ -149,7 +149,7 @@ class StepPlan:
     active_set_changed: bool = (
         True  # whether the set of parameters with gradients changed since the last ownership check
     )
-    broken_by: str = ""  # type of the error that interrupted an update between two of its passes
+    interrupted_by: str = ""  # type of the error that interrupted an update between two of its passes
 
     def __post_init__(self) -> None:
         self.shared_sums: Sequence[Calls] = ()  # per engine, by tile pass: reductions over tensors of several ranks
@@ -248,7 +248,7 @@ class StepPlan:
         try:
             if masters is not None:
                 masters.sync()
-            if inputs is not None or not self.deciders.plainly:
+            if inputs is not None or not self.deciders.is_trivial:
                 optimizer.control.update_control(optimizer, self.deciders, inputs)
             measures = reports is not None and reports.begin(self.engines)
             gradients = [engine.gradients for engine in self.engines] if self.repeat_updates else ()
@@ -308,7 +308,7 @@ class StepPlan:
         except BaseException as error:
             in_graph = any(engine.graph_tables.in_use for engine in engines)
             if len(self.progress) not in (0, _WHOLE) and not in_graph:
-                self.broken_by, self.basis.state_changes = type(error).__name__, -1
+                self.interrupted_by, self.basis.state_changes = type(error).__name__, -1
             raise
         finally:
             for engine in engines:
@@ -319,12 +319,12 @@ class StepPlan:
         every = chain(self.basis.dormant, self.basis.unreal, *(engine.holders for engine in self.engines))
         return (one for one in every if one.grad is None)
 
-    def require_unbroken(self) -> None:
+    def require_uninterrupted(self) -> None:
         """Raise if an update was interrupted between two of its passes; such a plan no longer fits."""
-        if self.broken_by:
+        if self.interrupted_by:
             raise StateError(
-                f"{self.broken_by} has interrupted a step between two of its passes, so some values are updated and "
-                "some are not. Load a checkpoint of model and optimizer, or continue with the present values by "
+                f"{self.interrupted_by} has interrupted a step between two of its passes, so some values are updated "
+                "and some are not. Load a checkpoint of model and optimizer, or continue with the present values by "
                 "optimizer.load_state_dict(optimizer.state_dict())"
             )
 

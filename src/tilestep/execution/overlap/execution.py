@@ -20,7 +20,7 @@ from ...optimizer import Optimizer
 from ...optimizer.checkpoint import unchanged_on_error
 from ...optimizer.execution import Execution
 from ...optimizer.optimizer import Attached, AttachedType
-from ...optimizer.parameters import evaluating, iter_params, params_of, require_listed_once, require_shapes
+from ...optimizer.parameters import evaluation_error, iter_params, params_of, require_listed_once, require_shapes
 from ...optimizer.plan import StepPlan
 from ...placement.combinations import FSDP2, kind_of, refusal, refuse, split_kind
 from ...placement.local import is_distributed
@@ -36,7 +36,7 @@ class OverlapExecution(Execution):
 
     # The arguments are documented at `overlap`; `grouping` holds the groups of parameters that are updated together.
 
-    not_copied = "an overlapped optimizer cannot be copied or pickled: save its state_dict()"
+    no_copy = "an overlapped optimizer cannot be copied or pickled: save its state_dict()"
     creates_all_states = True
 
     def __init__(
@@ -70,7 +70,7 @@ class OverlapExecution(Execution):
         return self.grouping.of[id(param)].index
 
     @contextmanager
-    def making_plan(self) -> Iterator[None]:
+    def building_plan(self) -> Iterator[None]:
         """A block in which no update runs, with groups for the optimizer's current parameters."""
         self.publication.wait_all()
         with self.lane.left():
@@ -144,7 +144,7 @@ class OverlapExecution(Execution):
         """Take a step, or finish the step that backward has begun."""
         optimizer, updates = self._optimizer(), self.updates
         if optimizer.is_evaluating:
-            raise evaluating("step()")
+            raise evaluation_error("step()")
         if is_capturing():
             self.prepare_capture(optimizer)
         if not self._knows_ranks and updates.applied:

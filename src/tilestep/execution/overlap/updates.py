@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...compat import backward_pass, count_scaled_losses, local_parts, opaque, ready, step_is_ordinary
 from ...devices import is_host
 from ...optimizer import Optimizer
-from ...optimizer.parameters import evaluating, iter_params
+from ...optimizer.parameters import evaluation_error, iter_params
 from ...placement.combinations import count_sharded, refuse_replaced, wrappers_around
 from ...placement.local import is_distributed
 from ...runtime import Stale
@@ -198,7 +198,7 @@ class GroupUpdates(Row):
         """Decide whether backward updates; returns the `id`s of parameters that new wrappers reduce."""
         optimizer, timeline = self._optimizer(), self.timeline
         if optimizer.is_evaluating:
-            raise evaluating("backward()")
+            raise evaluation_error("backward()")
         if not timeline.is_alone:
             refuse_another_taker(timeline)
         moved = self.follow_later() if self._later else NONE
@@ -217,9 +217,9 @@ class GroupUpdates(Row):
             plan.begin_states(optimizer, all_of_them=True)
         if optimizer.reports is not None:
             optimizer.reports.begin(plan.engines)
-        if not plan.deciders.plainly or plan.masters.follow:
+        if not plan.deciders.is_trivial or plan.masters.follow:
             with self.publication.lane.after():
-                if not plan.deciders.plainly:
+                if not plan.deciders.is_trivial:
                     control.update_control(optimizer, plan.deciders)
                 if plan.masters.follow:
                     plan.masters.catch_up()

@@ -20,7 +20,7 @@ from ...native.table import SAME, Table, Writes
 from ...optimizer import Optimizer
 from ...optimizer.execution import Execution
 from ...optimizer.graphs import prepare_capture, require_no_waits
-from ...optimizer.parameters import evaluating, require_listed_once
+from ...optimizer.parameters import evaluation_error, require_listed_once
 from ...placement import PeerMemory
 from ...placement.combinations import refuse_replaced
 from ...runtime.capturing import PREPARE, require
@@ -547,7 +547,7 @@ class ParameterSync:
 class ShardedExecution(Execution):
     """Reduces gradients in backward, updates this rank's sections in the step, and all-gathers parameters after it."""
 
-    not_copied = "a sharded optimizer cannot be copied or pickled: save its state_dict() or full_state_dict()"
+    no_copy = "a sharded optimizer cannot be copied or pickled: save its state_dict() or full_state_dict()"
     creates_all_states = True
 
     def __init__(self, optimizer: Optimizer, sharding: Sharding) -> None:
@@ -569,16 +569,16 @@ class ShardedExecution(Execution):
             raise RuntimeError("the sharded optimizer was deleted: keep a reference to it")
         return optimizer
 
-    def making_plan(self) -> AbstractContextManager[None]:
+    def building_plan(self) -> AbstractContextManager[None]:
         self.sharding.require_groups(self.optimizer)
-        return super().making_plan()
+        return super().building_plan()
 
     def step(self, plain: Callable[..., None]) -> None:
         """Update this rank's sections, and start the all-gathers of the parameters."""
         optimizer = self._reference()
         assert optimizer is not None
         if optimizer.is_evaluating:
-            raise evaluating("step()")
+            raise evaluation_error("step()")
         if hasattr(optimizer, "found_inf") and not self._overflows_are_shared:
             raise GradientError(
                 "a scaler has computed found_inf on this rank alone, so the scales of ranks would differ: use "
@@ -587,7 +587,7 @@ class ShardedExecution(Execution):
         self._overflows_are_shared = False
         sharding, gradients = self.sharding, self.gradients
         if [group.get("rule") for group in optimizer.param_groups] != sharding.rules:
-            # Changed parameters need a new plan anyway, and `making_plan` checks them.
+            # Changed parameters need a new plan anyway, and `building_plan` checks them.
             sharding.require_groups(optimizer)
         captures = is_capturing()
         if captures:
@@ -692,7 +692,7 @@ class ShardedExecution(Execution):
         def add() -> None:
             sharding.require_groups(optimizer)
             if optimizer.is_evaluating:
-                raise evaluating("add_param_group()")
+                raise evaluation_error("add_param_group()")
             if self.gradients.timeline.is_open or any(self.gradients.timeline.taken):
                 raise RuntimeError(
                     "parameters have gradients: call add_param_group() right after step() or zero_grad()"
@@ -708,7 +708,7 @@ class ShardedExecution(Execution):
         self.parameters.take_in(buckets)
         self.gradients.has_gradient = ()
 
-    def hold_weights(self, plain: Callable[[], None]) -> None:
+    def swap_weights(self, plain: Callable[[], None]) -> None:
         """Write the training or evaluation weights into this rank's sections, and gather the parameters."""
         # Running all-gathers still read the sections.
         self.sync_masters(self.optimizer)

@@ -19,7 +19,7 @@ from ...graph import Graph, ancestors
 from ...native.table import survey
 from ...optimizer import Optimizer
 from ...optimizer.build import graphs_of
-from ...optimizer.groups import GROUP_OPTIONS, about_group, deciding_keys, described_numbers, plain_value
+from ...optimizer.groups import GROUP_OPTIONS, check_in_group, deciding_keys, described_numbers, plain_value
 from ...optimizer.parameters import iter_params
 from ...placement import Ranks, Received, is_distributed, message_length
 from ...placement.combinations import kind_of, refuse, split_kind, wrappers_around
@@ -70,7 +70,7 @@ def validate_locally(optimizer: Optimizer, model: nn.Module, options: Options) -
     """Raise for arguments that a rank can refuse alone; returns the names of the optimizer's parameters."""
     options.check()
     for index, group in enumerate(optimizer.param_groups):
-        about_group(index, options.check_group, group)
+        check_in_group(index, options.check_group, group)
         if any(loses_bits(param.dtype, options.sync_dtypes(group)[1]) for param in group["params"]):
             refuse("shard with narrower parameters", optimizer.attached)
     for name, module in model.named_modules():

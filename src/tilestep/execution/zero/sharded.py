@@ -371,7 +371,7 @@ def shard(
     execution = ShardedExecution(optimizer, sharding)
     with unchanged_on_error(optimizer):
         optimizer.state.clear()
-        optimizer.held = {}
+        optimizer.averages = {}
         # Drop the numbers that each rank counted alone; the state has the numbers to continue with.
         copies = [] if sharding.ranks.replicate is None else [sharding.ranks.replicate]
         optimizer.control.numbers, optimizer.control.copies = None, ReductionGroup(copies)
