@@ -177,7 +177,7 @@ class CapturedStep:
             except Stale as stale:
                 raise _stale(str(stale)) from None
             with marked(REPLAY) if is_alone else nullcontext():
-                plan.begin_states(optimizer, all_of_them=True)
+                plan.init_states(optimizer, all_of_them=True)
                 if not self._choices.suffices():
                     with torch.no_grad():
                         optimizer.execution.step(optimizer.update)

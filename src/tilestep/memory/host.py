@@ -35,9 +35,9 @@ class HostState(StateOnHost):
         self._entries: list[Entry] = []
         self._norm: GradNorm | None = None  # norm of gradients on the device
 
-    def begin(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def on_build(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Mirror these parameters."""
-        super().begin(params)
+        super().on_build(params)
         parts = [(label, local_part(param)) for label, param in params]
         for label, part in parts:
             check_parameter(part, label)
@@ -67,7 +67,7 @@ class HostState(StateOnHost):
         """Start copies of gradients to the host; returns the tensors on the host."""
         self.require_fitting()
         self.inward.follow(self.compute.mark())
-        self.copies.begin()
+        self.copies.start()
         sent = [[self._sent(self.mirrors[param], own) for param, own in zip(*pair)] for pair in zip(params, gradients)]
         self.copies.close()
         return sent
@@ -105,7 +105,7 @@ class HostState(StateOnHost):
         for mirror in self.mirrors.values():
             mirror.host.copy_(mirror.part.detach())
 
-    def note_parameters(self) -> None:
+    def record_parameters(self) -> None:
         """Note that parameters and copies agree; launches checksums without a wait."""
         if self._writes is None:
             self._writes = Writes(list(self.mirrors))

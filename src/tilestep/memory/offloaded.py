@@ -223,7 +223,7 @@ class HostCopies:
         self._open = 0
         self._held = Held(lane)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Make the copies of a step wait for the computation so far."""
         self._lane.follow(self._compute.mark())
 
@@ -319,7 +319,7 @@ class HostGradients(Row):
         if mirror is None or gradient is None or not mirror.accepts(gradient):
             return  # the step raises its error
         if not mirror.present:
-            self._copies.begin()
+            self._copies.start()
         self._copies.send(mirror, gradient)
         self.timeline.take(param)
         param.grad = None
@@ -375,7 +375,7 @@ class OffloadedState(StateMemory):
         """Become the memory of a complete optimizer."""
         self._owner, self.where, self.reason = weakref.ref(optimizer), where, reason
 
-    def note_gradients(self, params: Sequence[torch.Tensor]) -> None:
+    def record_gradients(self, params: Sequence[torch.Tensor]) -> None:
         """Note whether the step, which consumes gradients, has any."""
         self.had_gradients = any(self.timeline.taken) or any(param.grad is not None for param in params)
 
@@ -437,7 +437,7 @@ class StateOnHost(OffloadedState):
             self.kept.set_params(params)
         return has_new
 
-    def begin(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def on_build(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Check parameters, and wait for copies of earlier segments."""
         for label, param in params:
             self.check(label, param)

@@ -32,12 +32,12 @@ class StreamedState(StateOnHost):
         self._chunks = 0
         self._returning: set[int] = set()  # parts whose gradients are copied back, for matrix operations
 
-    def keeps(self, buffer: torch.Tensor, param: torch.Tensor) -> bool:
+    def contains(self, buffer: torch.Tensor, param: torch.Tensor) -> bool:
         return is_host(buffer.device) and self.memory.holds(buffer)
 
-    def begin(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def on_build(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Drop the chunks of earlier tables."""
-        super().begin(params)
+        super().on_build(params)
         self._chunks = 0
         if self.kept is not None:
             self.set_params([param for _, param in params])

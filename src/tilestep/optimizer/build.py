@@ -288,7 +288,7 @@ class Builder:
         return made
 
     def _plan(self, share: Share, values: Mapping[str, Any], live: Mapping[str, Any] | None) -> Planned:
-        """Return a share with kernels and state; `values` and `live` are the arguments of `StateTemplate.begin`."""
+        """Return a share with kernels and state; `values` and `live` are the arguments of `StateTemplate.create`."""
         label, group, param, memory = share.label, share.group, share.holder, self._optimizer.memory
         # Plain tensors, the common case, were checked when they were added.
         is_plain = type(param) in PLAIN and not param.is_meta and not param.is_complex()
@@ -316,7 +316,7 @@ class Builder:
             [type(value) in _NUMBERS or (type(value) is torch.Tensor and not value.is_meta) for value in stored]
         ):
             values, live = kernel_values(values), None if live is None else kernel_values(live)
-        state = template.begin(share, values, self.requests, memory, live)
+        state = template.create(share, values, self.requests, memory, live)
         return Planned(share, kind, state, unreal)
 
 
@@ -388,7 +388,7 @@ def build_plan(optimizer: Optimizer, arrivals: ExitStack, *, ahead: bool) -> Ste
             stepped.append(share)
         else:
             dormant.append(share.holder)
-    memory.begin([(share.label, share.holder) for share in stepped])
+    memory.on_build([(share.label, share.holder) for share in stepped])
     build, exchanges = Builder(optimizer), dict[Any, MatrixExchange]()
     planned = build.planned(stepped, state, arrivals)
     for one in planned:
@@ -496,7 +496,7 @@ def loaded_states(
             and _is_active(one, {}, all_that_train=True)
         )
     ]
-    optimizer.memory.begin([(one.label, one.holder) for one in active])
+    optimizer.memory.on_build([(one.label, one.holder) for one in active])
     active = [one for one in active if has_states and not one.param.is_meta]
     with ExitStack() as arrivals:
         return {

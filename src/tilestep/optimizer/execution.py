@@ -44,7 +44,7 @@ class Execution:
         self.settle()
         if (plan := optimizer.plan) is not None:
             plan.memory.sync_masters()
-            plan.memory.note_parameters()
+            plan.memory.record_parameters()
 
     def complete_gradients(self, optimizer: Any) -> None:
         """Make all gradients available to the updates."""

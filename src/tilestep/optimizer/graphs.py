@@ -160,7 +160,7 @@ def step_in_capture(optimizer: Optimizer, reports: Reports | None) -> None:
         plan.update((0,), counts_versions=True)
         if reports is not None:
             reports.finish()
-    plan.masters.note()
+    plan.masters.record()
     if optimizer.graphs.kept is not None:
         optimizer.graphs.kept.read(gradients[0])
     optimizer.graphs = replace(optimizer.graphs, captured=optimizer.graphs.captured + 1)
@@ -180,5 +180,5 @@ def push(optimizer: Optimizer) -> None:
     except Stale:
         plan = optimizer.rebuild(ahead=True)
         require_current(optimizer.graphs)
-    plan.begin_states(optimizer, all_of_them=True)
+    plan.init_states(optimizer, all_of_them=True)
     plan.masters.catch_up()

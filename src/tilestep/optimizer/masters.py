@@ -114,9 +114,9 @@ class Masters:
     def catch_up(self) -> None:
         """Sync between two steps, and record the new versions."""
         self.sync()
-        self.note()
+        self.record()
 
-    def note(self) -> None:
+    def record(self) -> None:
         """Record the versions of the parameters after a step."""
-        self._memory.note_parameters()
+        self._memory.record_parameters()
         self.writes.note()

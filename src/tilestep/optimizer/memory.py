@@ -37,14 +37,14 @@ class StateMemory:
             for param, dtype in zip(params, dtypes)
         ]
 
-    def keeps(self, buffer: torch.Tensor, param: torch.Tensor) -> bool:
+    def contains(self, buffer: torch.Tensor, param: torch.Tensor) -> bool:
         """Whether a buffer is in this memory."""
         return buffer.device == param.device
 
     def check(self, label: str, param: torch.Tensor) -> None:
         """Raise for a parameter whose state cannot be in this memory."""
 
-    def begin(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def on_build(self, params: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Called before tables are built: earlier buffers and segments are no longer used."""
 
     def on_entry(self, spec: KernelSpec, entry: Entry) -> None:
@@ -78,7 +78,7 @@ class StateMemory:
     def sync_masters(self) -> None:
         """Called before a step: copy parameters that other code has written."""
 
-    def note_parameters(self) -> None:
+    def record_parameters(self) -> None:
         """Called after a step: record the state of the parameters."""
 
     def drop_gradients(self) -> None:
@@ -87,7 +87,7 @@ class StateMemory:
     def finish(self, engine: DeviceEngine) -> None:
         """Called after the passes of a step."""
 
-    def note_gradients(self, params: Sequence[torch.Tensor]) -> None:
+    def record_gradients(self, params: Sequence[torch.Tensor]) -> None:
         """Called before a step: record whether there are gradients, if this memory holds them."""
 
     had_gradients = False  # whether the last step had gradients and consumed them

@@ -698,7 +698,7 @@ class Optimizer(torch.optim.Optimizer):
         if not ordinary and fake_mode_is_active():
             require_fake(self)
         if self.memory.timeline is not None:
-            self.memory.note_gradients(params_of(self))
+            self.memory.record_gradients(params_of(self))
         inputs = self.control.inputs(self)
         try:
             if plan is None:
@@ -710,7 +710,7 @@ class Optimizer(torch.optim.Optimizer):
             refuse_taken_by_another(plan.without_gradients(), self.memory.timeline)
             plan.active_set_changed = False
         if plan.ahead:
-            plan.begin_states(self, all_of_them=creates_all_states(self))
+            plan.init_states(self, all_of_them=creates_all_states(self))
         plan.run(self, inputs, marked=not ordinary, counts_versions=not unmoved, reports=self.reports)
 
     def prepared(self) -> StepPlan:

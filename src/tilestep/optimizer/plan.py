@@ -160,7 +160,7 @@ class StepPlan:
         self._on_host = [passes for one in self.engines if is_host(one.device) for passes in one.passes]
         self._threads = 0  # the number of threads of host passes
 
-    def begin_states(self, optimizer: Optimizer, *, all_of_them: bool = False) -> None:
+    def init_states(self, optimizer: Optimizer, *, all_of_them: bool = False) -> None:
         """Initialize states that were created ahead anew, from the parameters and groups at their first step."""
         begun, states = [one for one in self.ahead if all_of_them or one.holder.grad is not None], self.basis.state
         initialize(optimizer, begun, states)
@@ -262,13 +262,13 @@ class StepPlan:
                 self.refresh(gradients=own)
                 self.update(self._every, counts_versions=True)
             if masters is not None:
-                masters.note()
+                masters.record()
             if reports is not None:
                 reports.finish()
         except BaseException:
             self.release()
             if self.masters.follow and len(self.progress) == _WHOLE:
-                self.masters.note()
+                self.masters.record()
             raise
 
     def update(

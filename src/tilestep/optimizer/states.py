@@ -374,12 +374,12 @@ class StateTemplate:
             self.arrays[name] = (Array(name, dtype),)
         self.block_names = set(chain.from_iterable(map(block_names, formats)))
         """Names of arrays of blockwise states, in any format."""
-        self.own = {*MASTER_KEYS, *rule.state_names, *chain.from_iterable(map(block_names, rule.state_names))}
+        self.buffer_names = {*MASTER_KEYS, *rule.state_names, *chain.from_iterable(map(block_names, rule.state_names))}
         """Names of state buffers; leftover tensors under these names are dropped."""
         self.names = rule.state_names
-        self.buffers = self.own - numbers  # buffers in the layout of the parameter
+        self.buffers = self.buffer_names - numbers  # buffers in the layout of the parameter
 
-    def begin(
+    def create(
         self,
         share: Share,
         values: Mapping[str, Any],
@@ -445,7 +445,9 @@ class StateTemplate:
                 requests.append(BufferRequest(state, array, start, share, buffer, blocks))
         others = {name: value for name, value in values.items() if name not in state}
         if others:
-            own = self.own.difference([name for name, value in others.items() if not isinstance(value, torch.Tensor)])
+            own = self.buffer_names.difference(
+                [name for name, value in others.items() if not isinstance(value, torch.Tensor)]
+            )
             state.update({name: value for name, value in others.items() if name not in own})
         return state
 
@@ -683,6 +685,6 @@ def _is_usable(
     else:
         layout_ok = buffer.is_contiguous()
     is_in_memory = is_like_param and array.follows_elements
-    device_ok = memory.keeps(buffer, param) if is_in_memory else buffer.device == param.device
+    device_ok = memory.contains(buffer, param) if is_in_memory else buffer.device == param.device
     is_lazy = buffer.is_neg() or buffer.is_conj() or is_zero_tensor(buffer)
     return device_ok and layout_ok and not is_lazy

@@ -184,7 +184,7 @@ class OverlapExecution(Execution):
                 plan.active_set_changed = False
             masters = plan.masters if plan.masters.follow else None
             if plan.ahead:
-                plan.begin_states(optimizer, all_of_them=True)
+                plan.init_states(optimizer, all_of_them=True)
             if masters is not None:
                 masters.sync()
             optimizer.control.update_control(optimizer, plan.deciders)
@@ -196,7 +196,7 @@ class OverlapExecution(Execution):
                 if engine.wrote is not None:
                     engine.wrote(engine.written)
             if masters is not None:
-                masters.note()
+                masters.record()
             # Groups in the order in which the last forward needed them; in reverse order at the first step.
             order = {group: place for place, group in enumerate(publication.needed)}
             groups = sorted(reversed(self.grouping.groups), key=lambda group: order.get(group, len(order)))

@@ -214,7 +214,7 @@ class GroupUpdates(Row):
             return moved
         timeline.when = "ready"
         if plan.ahead:
-            plan.begin_states(optimizer, all_of_them=True)
+            plan.init_states(optimizer, all_of_them=True)
         if optimizer.reports is not None:
             optimizer.reports.begin(plan.engines)
         if not plan.deciders.is_trivial or plan.masters.follow:

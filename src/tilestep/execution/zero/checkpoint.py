@@ -61,7 +61,7 @@ def _state_elsewhere(member: Member, listed: Listed, rule: Rule) -> dict[str, An
     requests: Any = []
     template = StateTemplate(like, group, graph, rule, storages(like, group, graph, rule, label=label))
     share = Share(member.name, label, like, like, index, group, 0, like)
-    state = template.begin(share, {}, requests, StateMemory())
+    state = template.create(share, {}, requests, StateMemory())
     fill_buffers(requests, StateMemory(), ExitStack())
     return _alone(member, {name: value for name, value in state.items() if getattr(value, "is_meta", False)})
 
