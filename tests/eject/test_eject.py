@@ -119,6 +119,11 @@ def test_messages_and_commands_are_a_users(tmp_path: Path) -> None:
         ValueError, match="made for clip_exponent is not None; make another: tilestep eject ADOPT --set"
     ):
         module.ADOPT([torch.nn.Parameter(torch.ones(2))], clip_exponent=None)
+    made_with = Request(tilestep.registry["AdamW"], {"eps": 1e-6}, clip=True, master_weights=True, state_dtype="int8")
+    own = imported(ejected(made_with), tmp_path / "ejected_with_options.py")
+    options = "AdamW --clip --masters true --state-dtype int8 --set eps=1e-06 --set amsgrad=True"
+    with pytest.raises(ValueError, match=f"make another: tilestep eject {options}$"):
+        own.AdamW([torch.nn.Parameter(torch.ones(2))], amsgrad=True)
     header = ejected(Request(tilestep.registry["AdamW"], {"betas": (0.9, 0.95)})).splitlines()[1]
     assert header == "#     tilestep eject AdamW --set 'betas=(0.9,0.95)'"
     with pytest.raises(ValueError, match=r"^betas=0.9: this file was made for betas=\(0.9, 0.999\)$"):

@@ -175,11 +175,11 @@ def ejected(request: Request) -> str:
         "dims": by_dims,
         "classes": by_size,
     }
-    text = _filled("template.py", texts, flags, rule.name)
+    text = _filled("template.py", texts, flags, request)
     return text if request.clip else re.sub(", norm_tile: int, shares: Any|(?<=device), tile, shares", "", text)
 
 
-def _filled(name: str, texts: Mapping[str, str], flags: Mapping[str, bool], rule: str) -> str:
+def _filled(name: str, texts: Mapping[str, str], flags: Mapping[str, bool], request: Request) -> str:
     """A template with the texts and the regions that these flags keep."""
     template = Path(__file__).with_name(name).read_text()
     lines: list[str] = []
@@ -196,7 +196,8 @@ def _filled(name: str, texts: Mapping[str, str], flags: Mapping[str, bool], rule
         else:
             kept.append(flags[mark[1].removeprefix("not_")] is not mark[1].startswith("not_"))
     text = re.sub(r"\n{3,}(?=    )", "\n\n", "\n".join(lines)).rstrip() + "\n"
-    return re.sub(r"  # type: ignore\[[\w-]+\]", "", text).replace("Ejected", rule)
+    text = re.sub(r"  # type: ignore\[[\w-]+\]", "", text).replace("tilestep eject Ejected", request.command)
+    return text.replace("Ejected", request.rule.name)
 
 
 def _header(request: Request) -> str:
@@ -458,7 +459,7 @@ def ejected_test(request: Request, module: str) -> str:
         "clip": request.clip,
         "torch": own is not None and not request.state_dtype,
     }
-    text = _filled("template_for_tests.py", texts, flags, rule.name)
+    text = _filled("template_for_tests.py", texts, flags, request)
     imports = sorted([f"import {module} as ejected", "import pytest", "import torch"])
     return text.replace("import pytest\nimport torch\n\nfrom . import template as ejected", "\n".join(imports))
 

@@ -169,8 +169,8 @@ def numbers_of(group: dict[str, Any]) -> dict[str, float]:
     for name, made in made_for.items():
         value, is_tuple = group[name], isinstance(made, tuple)
         if (not isinstance(value, (tuple, list)) or len(value) != len(made)) if is_tuple else value != made:
-            another = "" if is_tuple else f"; make another: tilestep eject Ejected --set {name}={value}"
-            raise ValueError(f"{name}={value!r}: this file was made for {name}={made!r}{another}")
+            another = f"; make another: tilestep eject Ejected --set {name}={value}"
+            raise ValueError(f"{name}={value!r}: this file was made for {name}={made!r}{'' if is_tuple else another}")
     # fixed}
     # {guards
     # guards}
