@@ -267,6 +267,23 @@ def states_that_one_rank_has_are_named_on_all() -> None:
         assert_same(again.full_state_dict(), optimizer.full_state_dict())
 
 
+def states_go_by_name_on_a_rank_without_any() -> None:
+    """Of one matrix, on one rank: torch's calls would step the other rank's optimizer alone, and wait forever."""
+    for flatten in (False, True):
+        options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+        model = nn.Linear(6, 5, bias=False)
+        optimizer = tilestep.shard(tilestep.Muon(model.parameters(), lr=0.1), model)  # type: ignore[attr-defined]
+        for step in range(2):
+            assert optimizer.state, step
+            saved = get_optimizer_state_dict(model, optimizer, options=options)
+            set_optimizer_state_dict(model, optimizer, saved, options=options)
+            assert optimizer.state, step
+            give_gradients(model, step)
+            optimizer.step()
+        optimizer.reset_state()
+        assert not optimizer.full_state_dict()["state"][0]["momentum_buffer"].any()
+
+
 def full_states_are_for_the_rank_that_asks() -> None:
     """And they are copies, whatever is done with them."""
     model = model_for("muon")
@@ -597,6 +614,7 @@ CHECKS = [
     full_states_go_to_torch_and_back,
     state_by_name_as_torch_gives_it,
     states_that_one_rank_has_are_named_on_all,
+    states_go_by_name_on_a_rank_without_any,
     full_states_are_for_the_rank_that_asks,
     state_that_has_begun_has_begun_on_all_ranks,
     writes_of_other_code_leave_no_remainder_in_what_is_saved,

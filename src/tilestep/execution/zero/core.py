@@ -263,6 +263,8 @@ class Sharding(Placement):
     def take_part(self, plan: Any) -> None:
         """Reduce decisions over all ranks, and rules' reductions over the ranks that shard the state."""
         plan.deciders.ranks, plan.sharers = self.deciders, self.ranks.reductions
+        self.show_begun(plan.basis.state)
+        plan.basis.state_changes = plan.basis.state.count.changes
 
         def first_cut(passes: Any) -> int:
             entries = passes.segment.entries
@@ -270,6 +272,12 @@ class Sharding(Placement):
 
         # The same order on all ranks: the first parameter of a segment may be whole, and on one rank only.
         plan.shared_sums = [shared_sums(plan.sharers, sorted(engine.passes, key=first_cut)) for engine in plan.engines]
+
+    def show_begun(self, state: dict[Any, Any]) -> None:
+        """Make `optimizer.state` true on a rank without state of its own, when state begins on other ranks."""
+        # torch's get_optimizer_state_dict steps an optimizer whose `state` is empty: a rank alone would wait forever.
+        if not state:
+            state[self.members[0].param] = {}
 
     def lay_out(self, optimizer: Optimizer, names: dict[Any, str]) -> list[Bucket]:
         """Put new parameters into new buckets, with rank 0's values, and make this rank's pieces."""

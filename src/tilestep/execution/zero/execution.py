@@ -684,6 +684,8 @@ class ShardedExecution(Execution):
             # Loading a checkpoint with any state makes state for all parameters that train.
             has_state = member.param in begun or (begun and member.param.requires_grad)
             member.has_begun = True if has_state else None
+        if state_dict["state"]:  # after set_optimizer_state_dict with flatten, this rank's entries may be empty
+            self.sharding.show_begun(vars(optimizer)["state"])
 
     def add_param_group(self, param_group: dict[str, Any], plain: Callable[[dict[str, Any]], None]) -> None:
         """Add a param group, in separate buckets; all ranks must call it, while there are no gradients."""
