@@ -107,7 +107,7 @@ def test_nothing_stays_nothing_and_small_is_not_lost() -> None:
         ({"coefficients": "cans", "safety": math.inf}, tilestep.RuleError, "safety=inf; it must be finite"),
         ({"eps": -1e-7}, tilestep.RuleError, "eps=-1e-07; it must be at least 0"),
         ({"coefficients": "cans", "safety": "a"}, tilestep.RuleError, "safety='a'; it must be finite"),
-        ({"safety": None}, tilestep.RuleError, "safety=None is for coefficients='polar_express'"),
+        ({"safety": None}, tilestep.RuleError, "safety=None requires coefficients='polar_express'"),
         ({"eps": math.nan}, tilestep.RuleError, "eps=nan; it must be at least 0"),
         ({"eps": "a"}, tilestep.RuleError, "eps='a'; it must be at least 0"),
         ({"eps": None}, tilestep.RuleError, "eps=None; it must be at least 0"),
