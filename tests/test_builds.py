@@ -35,7 +35,7 @@ MODULES = Path(compile.__file__).parents[3]
 def forget() -> None:
     kernel_folders.forget()
     compile._failures.clear()
-    compile._told.clear()
+    compile._warned.clear()
     cpu_backend._loaded.cache_clear()
 
 

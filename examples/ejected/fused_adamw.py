@@ -1,11 +1,11 @@
 # Made by tilestep 0.1.0:
 #     tilestep eject AdamW --clip
-# Make it anew instead of changing it. It needs torch, and Triton where parameters are on a GPU; not tilestep.
+# Regenerate it instead of editing it. It needs torch, and Triton for parameters on a GPU, but not tilestep.
 """AdamW: Adam with decoupled weight decay.
 
-Parameters of float32 and bfloat16 are updated by a few launches, whatever their number; on CPUs by plain PyTorch.
-From top to bottom: the rule's formulas on torch tensors; Triton functions; the kinds of parameters that there are
-kernels for; the tables that kernels read; the optimizer.
+On a GPU a few launches update all parameters of float32 and bfloat16; on a CPU plain PyTorch does.
+From top to bottom: the rule's formulas on torch tensors; Triton functions; the kinds of parameters that have kernels;
+the tables that kernels read; the optimizer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ libdevice: Any = None
 
 
 def adamw(param, grad, exp_avg, exp_avg_sq, lr, betas_0, betas_1, eps, weight_decay, step, gradient_scale, **_):
-    """The rule, on numbers in float32; hyperparameters and sums are in float64."""
+    """The rule on float32 numbers; hyperparameters and sums are in float64."""
     param_2 = param * (1.0 - (lr * weight_decay))
     bias_correction1 = 1.0 - (betas_0**step)
     grad_2 = grad * gradient_scale
@@ -39,7 +39,7 @@ KERNELS: list[Callable[..., Any]] = []  # the Triton functions of this file
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """Mark a Triton function; it stays as it is until a parameter is on a GPU."""
+    """Mark a Triton function; `load_triton` compiles it, once a parameter is on a GPU."""
     KERNELS.append(function)
     return function
 
@@ -268,13 +268,13 @@ class Kind(NamedTuple):
     """Parameters that have the same kernels."""
 
     formula: Callable[..., Any]
-    buffers: tuple[Any, ...]  # the parameter and its states, as kernels list them: name, what it begins with, dtype
+    buffers: tuple[Any, ...]  # the parameter and its states, in the order of the kernels: name, initial value, dtype
     hypers: tuple[str, ...]  # columns of the table of hyperparameters
-    columns: int  # numbers that the scalar passes leave for the tiles of a tensor
+    columns: int  # numbers per tensor that the scalar passes store for the tile passes
     span: int  # elements that one program updates
     launches: tuple[tuple[str, str, dict[str, Any]], ...]  # kernel, grid, constants and options
 
-    __hash__ = object.__hash__  # kinds are told apart as objects
+    __hash__ = object.__hash__  # compare kinds by identity
 
 
 KINDS: dict[Any, Kind] = {}
@@ -293,7 +293,7 @@ for dtype, *maths in ((torch.float32, "math_0"), (torch.bfloat16, "math_0_bfloat
 
 
 def kind_of(param: Any) -> Kind:
-    """The kind of a parameter; raises for a parameter that there are no kernels for."""
+    """The kind of a parameter; raises for a parameter without kernels."""
     key: Any = param.dtype
     if key not in KINDS:
         raise ValueError(f"{key} parameters are not supported; this file has kernels for {', '.join(map(str, KINDS))}")
@@ -301,7 +301,7 @@ def kind_of(param: Any) -> Kind:
 
 
 def numbers_of(group: dict[str, Any]) -> dict[str, float]:
-    """Hyperparameters as kernels and formulas read them; raises for those that this file was not made for."""
+    """Hyperparameters as kernels and formulas read them; raises for values that this file does not support."""
     made_for: dict[str, Any] = {"betas": (0.9, 0.999), "amsgrad": False, "maximize": False}
     for name, made in made_for.items():
         value, is_tuple = group[name], isinstance(made, tuple)
@@ -329,19 +329,19 @@ def numbers_of(group: dict[str, Any]) -> dict[str, float]:
 
 
 def local(tensor: Any) -> Any:
-    """This rank's part of a DTensor; another tensor as it is."""
+    """The local tensor of a DTensor; other tensors unchanged."""
     return tensor.to_local() if hasattr(tensor, "placements") else tensor
 
 
 def check_state(kind: Kind, param: Any, state: dict[str, Any]) -> None:
-    """Raise where other code has made a parameter or its state other tensors than kernels take."""
+    """Raise if other code replaced a parameter or a state by a tensor that kernels do not support."""
     part = local(param)
     for name, _, dtype in kind.buffers:
         array = local(param if name == "param" else state[name])
-        right = (dtype, part.shape, part.stride(), part.device)
-        found = (array.dtype, array.shape, array.stride(), array.device)
-        if found != right:
-            raise ValueError(f"{name} is {found}, expected {right}: delete the state to reset it")
+        expected = (dtype, part.shape, part.stride(), part.device)
+        actual = (array.dtype, array.shape, array.stride(), array.device)
+        if actual != expected:
+            raise ValueError(f"{name} is {actual}, expected {expected}: delete the state to reset it")
 
 
 def upload(device: torch.device, values: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -351,14 +351,14 @@ def upload(device: torch.device, values: list[Any], dtype: torch.dtype = torch.i
 
 
 def tiles_of(lengths: list[int], size: int) -> tuple[list[int], list[int]]:
-    """Tensors of these lengths in tiles: the first tile of each tensor, and the tensor of each tile."""
+    """Divide tensors of these lengths into tiles: the first tile of each tensor, and the tensor of each tile."""
     counts = [-(-length // size) for length in lengths]
     owners = [place for place, count in enumerate(counts) for _ in range(count)]
     return [0, *accumulate(counts)][:-1], owners
 
 
 class Tables:
-    """What the kernels of one kind read: tensors, tiles, addresses and hyperparameters."""
+    """The tables that the kernels of a kind read: tensors, tiles, addresses and hyperparameters."""
 
     def __init__(self, kind: Kind, members: list[Any], device: torch.device, norm_tile: int, shares: Any) -> None:
         for param, _, state, _ in members:
@@ -383,15 +383,17 @@ class Tables:
             "weights": table([shares[param] for param, *_ in members], torch.float64),
         }
         self.programs = {"blocks": -(-count // 128), "tiles": len(tile_tensor), "norm": len(norm_owner)}
-        # The numbers of all tensors lie side by side for kernels; a state has views of its own.
+        # For kernels, the numbers of all tensors are in one tensor; states are views of it.
         self.tables["step"] = torch.stack([state["step"].to(device, torch.float32) for _, _, state, _ in members])
         for (_, _, state, _), view in zip(members, self.tables["step"].unbind()):
             state["step"] = view
-        self.known: dict[str, list[Any]] = {}  # what changes from step to step, as in its tables
-        self.kept = [list(state.values()) for _, _, state, _ in members]  # alive, so that no address is used again
+        self.known: dict[str, list[Any]] = {}  # the values in tables that change from step to step
+        self.kept = [
+            list(state.values()) for _, _, state, _ in members
+        ]  # keep the tensors alive: kernels read their addresses
 
     def refresh(self, numbers: list[dict[str, float]], members: list[Any]) -> None:
-        """Bring the addresses of gradients and the hyperparameters up to date."""
+        """Update the addresses of gradients and the hyperparameters."""
         grads = [0 if grad is None else grad.data_ptr() or 1 for _, grad, _, _ in members]
         hyper = [own[name] for own in numbers for name in self.kind.hypers]
         for name, values, dtype in (("grads", grads, torch.int64), ("hyper", hyper, torch.float64)):
@@ -399,7 +401,7 @@ class Tables:
                 self.known[name], self.tables[name] = values, upload(self.device, values, dtype)
 
     def launch(self, name: str, grid: str, options: dict[str, Any]) -> None:
-        """Launch a kernel with the tables that its parameters name."""
+        """Launch a kernel with the tables named by its parameters."""
         if self.programs[grid]:
             kernel, math_function = globals()[name], globals().get(options.get("MATH", ""))
             values = {**self.tables, "ELEMENT": getattr(tl, str(self.dtype)[6:]), "MATH": math_function}
@@ -432,16 +434,16 @@ class AdamW(torch.optim.Optimizer):
         )  # fmt: skip
         super().__init__(params, defaults)
 
-    known: list[Any] | None = None  # what the tables of kernels were made for
-    grad_norm: torch.Tensor | None = None  # of the gradients of the last step
+    known: list[Any] | None = None  # the identities of the tensors in the tables
+    grad_norm: torch.Tensor | None = None  # the gradients' norm in the last step
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, as torch's."""
+        """Add a param group; see `torch.optim.Optimizer`."""
         numbers_of({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint, as torch's; states keep the dtypes and the order in memory that they have here."""
+        """Load a checkpoint; see `torch.optim.Optimizer`. States keep this optimizer's dtypes and memory layout."""
         states: dict[Any, Any] = {}
         # Another optimizer's checkpoint does not have every hyperparameter.
         groups = [{**group, **saved} for group, saved in zip(self.param_groups, state_dict["param_groups"])]
@@ -450,18 +452,18 @@ class AdamW(torch.optim.Optimizer):
             numbers_of(whole)
             for param, number in zip(group["params"], whole["params"]):
                 if number in state_dict["state"]:
-                    states[param] = self.begin(param, whole, state_dict["state"][number])
+                    states[param] = self.init_state(param, whole, state_dict["state"][number])
         super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
         self.state.update(states)
 
-    def begin(self, param: Any, group: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-        """The state of a parameter, with the values that a checkpoint has of it."""
+    def init_state(self, param: Any, group: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+        """The state of a parameter: initial values, or the values of a checkpoint."""
         part, kind = local(param).detach(), kind_of(param)
         if torch.empty_like(part).stride() != part.stride():
             raise ValueError(f"a parameter {tuple(part.shape)} has strides {part.stride()}; make it contiguous")
         state = {"step": torch.as_tensor(values.get("step", 0.0), dtype=torch.float32).to(part.device, copy=True)}
-        for name, begins, dtype in kind.buffers[1:]:
-            value = values.get(name, param.detach() if begins == "param" else group.get(str(begins), begins))
+        for name, init, dtype in kind.buffers[1:]:
+            value = values.get(name, param.detach() if init == "param" else group.get(str(init), init))
             state[name] = torch.empty_like(param, dtype=dtype)
             state[name].copy_(value) if isinstance(value, torch.Tensor) else state[name].fill_(value)
         if values and values.keys() - {"step", "param"} != state.keys() - {"step"}:
@@ -494,7 +496,7 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def members(self) -> dict[Kind, list[Any]]:
-        """Parameters with a gradient or a state, by kind; with the local gradient, the state and the group's place."""
+        """Parameters with a gradient or a state, by kind; each with its local gradient, state and group index."""
         found: dict[Kind, list[Any]] = {kind: [] for kind in KINDS.values()}
         for place, group in enumerate(self.param_groups):
             for param in group["params"]:
@@ -502,24 +504,24 @@ class AdamW(torch.optim.Optimizer):
                     continue
                 part, grad = local(param), local(param.grad)
                 if grad is not None:
-                    given, own = (
+                    actual, expected = (
                         (local(one).layout, one.dtype, local(one).shape, getattr(one, "placements", None))
                         for one in (param.grad, param)
                     )
-                    if given != own:
-                        raise ValueError(f"a gradient is {given}, expected {own}")
-                    if grad.stride() != part.stride():  # kernels walk both in the order of their memory
+                    if actual != expected:
+                        raise ValueError(f"a gradient is {actual}, expected {expected}")
+                    if grad.stride() != part.stride():  # kernels iterate over both in memory order
                         grad = torch.empty_like(part).copy_(grad)
                 if not self.state.get(param):
-                    self.state[param] = self.begin(param, group, {})
+                    self.state[param] = self.init_state(param, group, {})
                 found[kind_of(param)].append((param, grad, self.state[param], place))
         return {kind: members for kind, members in found.items() if members}
 
     def shares(self, params: list[Any]) -> dict[Any, float]:
-        """How much this rank's squares of parameters count: each over the ranks that hold the same part of it."""
+        """The weight of each parameter's squares in the norm: 1 / the number of ranks with the same local tensor."""
         everything = [param for group in self.param_groups for param in group["params"]]
         meshes = dict.fromkeys(param.device_mesh for param in everything if hasattr(param, "placements"))
-        mesh: Any = max(meshes, key=lambda mesh: mesh.size(), default=None)  # over which squares are added up
+        mesh: Any = max(meshes, key=lambda mesh: mesh.size(), default=None)  # the mesh over which squares are summed
         self.mesh, shares = mesh, dict.fromkeys(params, 1.0)
         for param in params if mesh is not None else ():
             own, placements = getattr(param, "device_mesh", mesh), getattr(param, "placements", ())
@@ -531,14 +533,14 @@ class AdamW(torch.optim.Optimizer):
             )
         return shares
 
-    def add_up(self, total: torch.Tensor) -> torch.Tensor:
-        """The sum of a number over all ranks of the mesh, in place."""
+    def all_reduce(self, total: torch.Tensor) -> torch.Tensor:
+        """Sum a number over all ranks of the mesh, in place."""
         for group in () if self.mesh is None else self.mesh.get_all_groups():
             torch.distributed.all_reduce(total, group=group)
         return total
 
     def step_in_torch(self, found: dict[Kind, list[Any]], numbers: list[Any], device: torch.device) -> None:
-        """A step tensor by tensor: what CPUs run, and the same numbers as kernels compute."""
+        """A step in plain PyTorch, tensor by tensor, for CPUs; it computes the same numbers as the kernels."""
         members = [(kind, *member) for kind, own in found.items() for member in own if member[1] is not None]
         for kind, param, _, state, _ in members:
             check_state(kind, param, state)
@@ -547,7 +549,7 @@ class AdamW(torch.optim.Optimizer):
             norm = torch.zeros((), dtype=torch.float64, device=device)
             for _, param, grad, *_ in members:
                 norm += grad.double().square().sum() * shares[param]
-            self.grad_norm = norm = self.add_up(norm).sqrt()
+            self.grad_norm = norm = self.all_reduce(norm).sqrt()
         for kind, param, grad, state, place in members:
             state["step"] += 1
             tensors = {**state, "param": local(param).detach()}
@@ -560,7 +562,7 @@ class AdamW(torch.optim.Optimizer):
                 local(tensors[name]).copy_(value)
 
     def step_by_kernels(self, found: dict[Kind, list[Any]], numbers: list[Any], device: torch.device) -> None:
-        """A step by a few launches over all tensors; the host waits for nothing."""
+        """A step by a few launches over all tensors; the host does not synchronize."""
         if tl is None:
             load_triton()
         if self.known != self.identities(found):
@@ -571,13 +573,13 @@ class AdamW(torch.optim.Optimizer):
             for tables in self.tables:
                 tables.launch("norm_tiles", "norm", {"TILE": self.norm_tile, "STEP": 2048, "enable_fp_fusion": True})
             norm_total[(1,)](self.partials, self.count, self.norm, BLOCK=8192, num_warps=32, enable_fp_fusion=False)
-            self.grad_norm = self.add_up(self.norm).sqrt_()[0].clone()
+            self.grad_norm = self.all_reduce(self.norm).sqrt_()[0].clone()
         for tables in self.tables:
             for launch in tables.kind.launches:
                 tables.launch(*launch)
 
     def identities(self, found: dict[Kind, list[Any]]) -> list[Any]:
-        """What tables are made for: the kinds, groups and shapes of parameters, these tensors and their states."""
+        """What the tables depend on: kinds, groups, shapes, and the parameters' and states' tensors."""
         return [
             (kind, place, param.shape, param.stride(), [(id(x), local(x).data_ptr()) for x in (param, *state.values())])
             for kind, members in found.items()
@@ -585,7 +587,7 @@ class AdamW(torch.optim.Optimizer):
         ]
 
     def build(self, found: dict[Kind, list[Any]], device: torch.device) -> None:
-        """Make the tables of these parameters."""
+        """Build the tables of these parameters."""
         params = [param for members in found.values() for param, *_ in members]
         if len(set(params)) < len(params):
             raise ValueError("a parameter appears more than once in its param group")

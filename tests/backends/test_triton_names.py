@@ -15,7 +15,7 @@ import tilestep
 from tilestep.backends.triton import source
 from tilestep.errors import RuleError
 from tilestep.rules import Rule, State, registry
-from tilestep.rules.protocol import NOT_FOR_HYPERPARAMETERS
+from tilestep.rules.protocol import RESERVED_HYPERPARAMETERS
 from tilestep.runtime import graph_for, kernel_spec
 from tilestep.storage import STATE_FORMATS, Plain
 
@@ -117,7 +117,7 @@ def named(param, grad{buffers}, *, {", ".join(f"{name}=0.5" for name in names)})
 def own_names(rule: Rule) -> list[str]:
     """Names that the kernels of a rule use for themselves, if a hyperparameter may be called so."""
     identifiers = {name for function in kernels(rendered(rule, 2)) for name in given(function)}
-    refused = {"step", "param", "grad", "_", *NOT_FOR_HYPERPARAMETERS}
+    refused = {"step", "param", "grad", "_", *RESERVED_HYPERPARAMETERS}
     return sorted(name for name in identifiers if name.isidentifier() and name not in refused)
 
 

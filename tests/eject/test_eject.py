@@ -338,7 +338,7 @@ def test_other_code_may_not_change_what_kernels_read(tmp_path: Path) -> None:
         optimizer.state[param][replaced] = optimizer.state[param][replaced].clone()
         assert optimizer.identities(optimizer.members()) != optimizer.known, replaced
     optimizer.build({}, torch.device("cpu"))  # a rank without gradients joins the sum of the norm
-    assert optimizer.add_up(optimizer.norm).item() == 0
+    assert optimizer.all_reduce(optimizer.norm).item() == 0
     with pytest.warns(UserWarning, match="duplicate"):
         twice = module.AdamW([param, param])
     with pytest.raises(ValueError, match="more than once"):

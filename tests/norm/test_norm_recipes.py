@@ -202,7 +202,7 @@ def test_without_a_compiler_for_other_orders(monkeypatch: pytest.MonkeyPatch) ->
         return load(title, source, flags)
 
     monkeypatch.setattr(cpu_backend, "load_library", refuse)
-    monkeypatch.setattr(compile, "_told", set())
+    monkeypatch.setattr(compile, "_warned", set())
     cpu_backend._loaded.cache_clear()
     tensors = [*drawn([100, 20000, 0], torch.float32), *drawn([9], torch.bfloat16)]
     try:

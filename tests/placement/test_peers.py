@@ -57,7 +57,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     monkeypatch.setattr(peers.torch.cuda, "device", lambda device: torch.no_grad())
     monkeypatch.setattr(peers.torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(peers, "_require_nvidia", lambda device: None)
-    monkeypatch.setattr(peers, "SymmetricMemory", lambda *_: SimpleNamespace(meet_first=lambda group: None))
+    monkeypatch.setattr(peers, "SymmetricMemory", lambda *_: SimpleNamespace(rendezvous=lambda group: None))
     peers.driver_of_this_process.cache_clear()
     yield made
     peers.driver_of_this_process.cache_clear()

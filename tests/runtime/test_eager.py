@@ -30,7 +30,7 @@ def _no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
         cache.forget_directory()
         compile.compiler.cache_clear()
         compile.compiler_version.cache_clear()
-        compile._told.clear()
+        compile._warned.clear()
         # What is first asked for without a compiler would stay without it for the tests that follow: norms, the look.
         cpu_backend._loaded.cache_clear()
         native_build._file_name.cache_clear()

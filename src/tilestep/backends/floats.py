@@ -16,16 +16,16 @@ import numpy as np
 
 from ..errors import RuleError
 from ..graph import OPERATIONS, Builder, Level, Value, ancestors
-from ..graph.tracer import places_of, refusing_chance, rule_place
+from ..graph.tracer import places_of, refusing_randomness, rule_place
 from ..rules.limits import Limit, Window, first_numbers, layout_of
 from ..rules.scalars import scalar_globals
 from ..storage import Term
 
-MOST_WAYS = 256
+MAX_PATHS = 256
 """Ways through a function: each is a part of the kernel's text."""
 
-MOST_BRANCHES = 64
-"""Branches of one way; a loop that ends by what its numbers are has more."""
+MAX_BRANCHES = 64
+"""Branches of one path; a loop that ends by what its numbers are has more."""
 
 
 def _refuse(reason: str) -> RuleError:
@@ -62,7 +62,7 @@ class Number(Term):
         return self.function("number")
 
     def __bool__(self) -> bool:
-        return _way.get().goes(self)
+        return _path.get().answer(self)
 
     def _read(self, *_: Any) -> Any:
         raise _refuse(
@@ -106,7 +106,7 @@ def number_of(build: Builder, number: Any) -> Number:
     return Number(build, build.constant(0.0))._like(number).number()
 
 
-class _Way:
+class _Path:
     """One path through a function: the answers to its conditions."""
 
     def __init__(self, answers: Sequence[bool], most: int) -> None:
@@ -114,7 +114,7 @@ class _Way:
         self.answers, self._most = list(answers), most
         self._known: dict[int, bool] = {}
 
-    def goes(self, condition: Number) -> bool:
+    def answer(self, condition: Number) -> bool:
         """The answer to a condition; true for a condition that is new."""
         value = condition.value if condition.value.is_bool else (condition != 0).value
         if value.operation == "constant":
@@ -123,7 +123,7 @@ class _Way:
             place = len(self.conditions)
             if place == self._most:
                 raise _refuse(
-                    f"more than {MOST_BRANCHES} branches in a row, or {MOST_WAYS} paths in all: use loops of constant "
+                    f"more than {MAX_BRANCHES} branches in a row, or {MAX_PATHS} paths in all: use loops of constant "
                     "length, and sums of products instead of branches"
                 )
             self.conditions.append(value)
@@ -133,35 +133,35 @@ class _Way:
         return self._known[id(value)]
 
 
-_way: ContextVar[_Way] = ContextVar("way")
+_path: ContextVar[_Path] = ContextVar("path")
 
 
 def joined(build: Builder, function: Callable[[], Sequence[Any]]) -> list[Number]:
     """The results of a function of traced numbers, over all paths through its branches."""
-    ways: list[tuple[_Way, list[Value]]] = []
+    paths: list[tuple[_Path, list[Value]]] = []
     answers, like = list[bool](), Number(build, build.constant(0.0))
     while True:
-        way = _Way(answers, len(answers) if len(ways) >= MOST_WAYS - 1 else MOST_BRANCHES)
-        token = _way.set(way)
+        path = _Path(answers, len(answers) if len(paths) >= MAX_PATHS - 1 else MAX_BRANCHES)
+        token = _path.set(path)
         try:
             results = function()
         finally:
-            _way.reset(token)
-        ways.append((way, [like._like(result).value for result in results]))
-        answers = list(way.answers)
+            _path.reset(token)
+        paths.append((path, [like._like(result).value for result in results]))
+        answers = list(path.answers)
         while answers and not answers[-1]:
             answers.pop()
         if not answers:
-            return [Number(build, value) for value in _merged(build, ways, 0)]
+            return [Number(build, value) for value in _merged(build, paths, 0)]
         answers[-1] = False
 
 
-def _merged(build: Builder, ways: Sequence[tuple[_Way, list[Value]]], depth: int) -> list[Value]:
-    first, results = ways[0]
+def _merged(build: Builder, paths: Sequence[tuple[_Path, list[Value]]], depth: int) -> list[Value]:
+    first, results = paths[0]
     if depth == len(first.conditions):
         return results
     condition = first.conditions[depth]
-    sides = [[each for each in ways if each[0].answers[depth] is answer] for answer in (True, False)]
+    sides = [[each for each in paths if each[0].answers[depth] is answer] for answer in (True, False)]
     chosen = (_merged(build, side, depth + 1) for side in sides)
     return [_choice(build, condition, *pair) for pair in zip(*chosen, strict=True)]
 
@@ -255,12 +255,12 @@ class TracedLimit:
         """The limit's decision, over all paths; it changes the memory."""
         before = self.remembered
 
-        def one_way() -> list[Any]:
+        def one_path() -> list[Any]:
             self._take(before)
             results = _results(self.limit, self._traced.ask, norm, loss, memory, skipped)
             return [*results, *self.remembered]
 
-        skips, clip, *after = joined(self._build, one_way)
+        skips, clip, *after = joined(self._build, one_path)
         self._take([number.number() for number in after])
         return skips, clip
 
@@ -334,19 +334,19 @@ class Outcome(NamedTuple):
 def outcome_of(limit: Limit) -> Outcome:
     """The effects that a limit may have; raises `RuleError` for a limit that a device cannot run."""
     kind = type(limit)
-    asked = []
-    with refusing_chance([kind.decide], f"in limit {kind.__name__}"):
+    decisions = []
+    with refusing_randomness([kind.decide], f"in limit {kind.__name__}"):
         for loss in (None, 1.0):
             # Run a first step on the host: Python raises where devices do not, as for a division by zero.
             _results(limit, limit.ask, 1.0, loss, limit.remembered(first_numbers(limit)), False)
             build = Builder()
             traced, given = TracedLimit(build, limit), None if loss is None else input_of(build, "loss")
             results = traced.ask(input_of(build, "norm"), given, traced.memory, input_of(build, "skipped") != 0)
-            asked.append((*results, *traced.remembered))
+            decisions.append((*results, *traced.remembered))
     return Outcome(
-        skips=any(not _is(skips, False) for skips, *_ in asked),
-        clips=any(not _is(clip, math.inf) for _, clip, *_ in asked),
-        reads_loss=any(value.attribute == "loss" for value in ancestors(part.value for part in asked[1])),
+        skips=any(not _is(skips, False) for skips, *_ in decisions),
+        clips=any(not _is(clip, math.inf) for _, clip, *_ in decisions),
+        reads_loss=any(value.attribute == "loss" for value in ancestors(part.value for part in decisions[1])),
     )
 
 

@@ -208,7 +208,7 @@ def run_norm(settings: Settings) -> Result:
     result = Result("norm", environment(settings.device))
     for workload in gpu_workloads(settings.quick):
         settings.say(f"norm: {workload.title}")
-        if not _room(settings, workload, bytes_an_element=2 * workload.dtype.itemsize):
+        if not _room(settings, workload, bytes_per_element=2 * workload.dtype.itemsize):
             result.notes.append(f"skipped for lack of memory: {workload.title}")
             continue
         result.groups.extend(_norm_groups(workload, settings))
@@ -295,7 +295,7 @@ def _step_group(
     weights = ", float32 master weights and moments" if has_masters else ""
     title = f"{'clip + ' if clip else ''}AdamW{weights}, {workload.title}"
     settings.say(f"{result.section}: {title}")
-    room = _room(settings, workload, bytes_an_element=16 if has_masters else 4 * workload.dtype.itemsize)
+    room = _room(settings, workload, bytes_per_element=16 if has_masters else 4 * workload.dtype.itemsize)
     if room < 1:
         result.notes.append(f"skipped for lack of memory: {title}")
         return
@@ -346,7 +346,7 @@ def measured_group(
     return Group(title, [row.note_bandwidth(limit) for row in rows], limit, limit_name)
 
 
-def _room(settings: Settings, workload: Workload, bytes_an_element: int) -> int:
+def _room(settings: Settings, workload: Workload, bytes_per_element: int) -> int:
     """The number of contenders, of so many bytes per element, that fit in memory at once."""
     if has_streams(settings.device):
         free, _ = torch.cuda.mem_get_info(settings.device)
@@ -355,7 +355,7 @@ def _room(settings: Settings, workload: Workload, bytes_an_element: int) -> int:
         free = min(available // 2, 8 << 30)  # a CPU would need minutes for more
     # foreach needs about two more copies of parameters in a step; the rest is buffers of bandwidth and delay.
     passing = 2 * workload.elements * workload.dtype.itemsize + 4 * settings.buffer_bytes
-    return max(0, free - passing) // max(workload.elements * bytes_an_element, 1)
+    return max(0, free - passing) // max(workload.elements * bytes_per_element, 1)
 
 
 def free(device: torch.device) -> None:

@@ -487,7 +487,7 @@ _EVERY_PRE_HOOK = getattr(sys.modules[torch.optim.Optimizer.__module__], "_globa
 _EVERY_POST_HOOK = getattr(sys.modules[torch.optim.Optimizer.__module__], "_global_optimizer_post_hooks", _UNKNOWN)
 
 
-def route_unscaling(concerns: Callable[[Any], bool], route: Callable[..., Any]) -> bool:
+def route_unscaling(handles: Callable[[Any], bool], route: Callable[..., Any]) -> bool:
     """Call `route` with the unscaling method of torch's scalers, and its arguments. Returns whether torch lets us."""
     method = getattr(torch.amp.GradScaler, "_unscale_grads_", None)
     if method is None or hasattr(method, "__wrapped__"):
@@ -496,7 +496,7 @@ def route_unscaling(concerns: Callable[[Any], bool], route: Callable[..., Any]) 
     @functools.wraps(method)
     def routed(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         bound = functools.partial(method, scaler)
-        return route(bound, optimizer, *args, **kwargs) if concerns(optimizer) else bound(optimizer, *args, **kwargs)
+        return route(bound, optimizer, *args, **kwargs) if handles(optimizer) else bound(optimizer, *args, **kwargs)
 
     torch.amp.GradScaler._unscale_grads_ = routed  # type: ignore[assignment,method-assign]
     return True
@@ -543,9 +543,9 @@ def gather_together(group: Any, wholes: Sequence[torch.Tensor], parts: Sequence[
     options = getattr(torch.distributed.distributed_c10d, "AllgatherOptions", None)
     if call is None or options is None:
         return False, None
-    told = options()
-    told.asyncOp = not wholes[0].is_cuda
-    return True, call(list(wholes), list(parts), told)
+    gather_options = options()
+    gather_options.asyncOp = not wholes[0].is_cuda
+    return True, call(list(wholes), list(parts), gather_options)
 
 
 def checkpoint_chunk(offsets: Sequence[int], sizes: Sequence[int]) -> Any:
@@ -645,7 +645,7 @@ class SymmetricMemory:
         self._handle: Any = None
         self._options: dict[str, int] = {}
 
-    def meet_first(self, group: Any) -> None:
+    def rendezvous(self, group: Any) -> None:
         """Exchange handles of memory; all ranks of the group must call it."""
         self._handle = self._rendezvous(self.memory, group.group_name)
         # If a rank is gone, the timeout ends the other processes, as NCCL's watchdog does.
@@ -655,7 +655,7 @@ class SymmetricMemory:
         """Elements of a rank's memory, as a tensor to copy from."""
         return self._handle.get_buffer(rank, (stop - first,), self.memory.dtype, first)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Barrier on the current streams of all ranks."""
         self._handle.barrier(**self._options)
 
@@ -863,12 +863,12 @@ def triton_hash() -> tuple[Callable[[], str], Path] | None:
         compute = cache.triton_key
         if compute.cache_info().currsize:
             return None
-        return functools.partial(_beside_the_driver, compute), Path(cache.__file__).parents[1]
+        return functools.partial(_compute_during_driver_build, compute), Path(cache.__file__).parents[1]
     except (ImportError, AttributeError):
         return None
 
 
-def _beside_the_driver(compute: Callable[[], str]) -> str:
+def _compute_during_driver_build(compute: Callable[[], str]) -> str:
     """Compute the hash while Triton builds its driver's C code; errors of the build recur when the driver is used."""
     from triton.runtime import driver
 

@@ -23,7 +23,7 @@ from ..rules import Interval, Rule
 from ..storage import codec_of, dtype_name
 from .formulas import codec_functions, condition, formula, helpers_of
 from .kernels import NORM, constant_lines, flat, functions_of, helpers_for, merged, renamed
-from .kinds import SIZES, Kind, kinds_of, refused
+from .kinds import SIZES, Kind, kinds_of, unsupported
 from .layout import formatted
 
 _OF_TRITON = {"libdevice": "triton.language.extra", "cuda_capability_geq": "triton.language.target_info"}
@@ -206,12 +206,12 @@ def _header(request: Request) -> str:
     kept = " and ".join(dtype_name(dtype) for dtype in request.dtypes)
     return f'''# Made by tilestep {__version__}:
 #     {request.command}
-# Make it anew instead of changing it. It needs torch, and Triton where parameters are on a GPU; not tilestep.
+# Regenerate it instead of editing it. It needs torch, and Triton for parameters on a GPU, but not tilestep.
 {textwrap.fill(f'"""{rule.name}: {about}.', 120)}
 
-Parameters of {kept} are updated by a few launches, whatever their number; on CPUs by plain PyTorch.
-From top to bottom: the rule's formulas on torch tensors; Triton functions; the kinds of parameters that there are
-kernels for; the tables that kernels read; the optimizer.
+On a GPU a few launches update all parameters of {kept}; on a CPU plain PyTorch does.
+From top to bottom: the rule's formulas on torch tensors; Triton functions; the kinds of parameters that have kernels;
+the tables that kernels read; the optimizer.
 """
 
 '''
@@ -228,14 +228,14 @@ def _globals(request: Request, imported: Iterable[str], constants: Mapping[str, 
         for kind in request.kinds
     ]
     if any(ways != combined[0] for ways in combined) or any(order != calls[0] for order in calls):
-        raise refused(request.rule, "reduces over all tensors in stages that depend on shapes")
+        raise unsupported(request.rule, "reduces over all tensors in stages that depend on shapes")
     if combined[0]:
-        lines.append(f"COMBINED = {_literal(tuple(combined[0]))}  # what tensors combine after each stage")
+        lines.append(f"COMBINED = {_literal(tuple(combined[0]))}  # reductions over all tensors after each stage")
     if isinstance(request.masters, str):
         masters = [master_kind(kind.dtype, request.group) for kind in request.kinds]
         keys = sorted({master.key for master in masters if master is not None and not master.begins_as_parameter})
         following = ", ".join(map(_literal, keys))
-        lines.append(f"FOLLOWING = {{{following}}}  # what a write by other code to a parameter voids")
+        lines.append(f"FOLLOWING = {{{following}}}  # states that are reset when other code writes to the parameter")
     return "\n".join(lines)
 
 
@@ -260,7 +260,7 @@ def _numbers(request: Request) -> Iterator[tuple[str, int, str, str]]:
 def _formulas(request: Request) -> list[list[str]]:
     """The formulas of all kinds and of their formats, each once; a kind gets the name of its own."""
     seen: dict[tuple[str, ...], str] = {}
-    about = "The rule, on numbers in float32; hyperparameters and sums are in float64."
+    about = "The rule on float32 numbers; hyperparameters and sums are in float64."
     for kind in request.kinds:
         lines = tuple(formula("FORMULA", kind.graph, request.rule.state_names, request.values, about))
         kind.formula = seen.setdefault(lines, f"{kind.spec.name}_{min(kind.dims)}d" if seen else kind.spec.name)
@@ -279,7 +279,7 @@ def _average(request: Request) -> list[str]:
 
     vars(weights)["__signature__"] = inspect.signature(rule.function)
     graph = trace(Rule(weights, states=rule.states), request.values, max(kind.dims))
-    about = "The weights to evaluate and save, from those that train."
+    about = "The weights to evaluate and save, computed from the training weights."
     return formula("weights_to_evaluate", graph, rule.state_names, request.values, about)
 
 
@@ -302,7 +302,7 @@ def _kinds(request: Request, parameters: set[str]) -> str:
         kept = f"    KINDS |= dict.fromkeys([({key}){each}], {text})" if each else f"    KINDS[dtype] = {text}"
         lines += formatted([f"for {', '.join(names)} in {taken}:", kept])
     if by_size:
-        about = "elements of a parameter, and of a row, for a format"
+        about = "the fewest elements of a parameter, and of a row, for a format in blocks"
         lines.append(f"SMALLEST, SHORTEST = {SMALLEST}, {SHORTEST}  # {about}")
     return "\n".join(lines)
 

@@ -59,28 +59,28 @@ SPELLING = {
 HELPERS = {
     "largest_of_block": '''
 def largest_of_block(bits: torch.Tensor) -> torch.Tensor:
-    """The largest unsigned integer of each row."""
+    """The largest element of each row, as unsigned integers."""
     return (bits ^ -(2**31)).amax(1, keepdim=True) ^ -(2**31)
 ''',
     "halves_of_bytes": '''
 def halves_of_bytes(pairs: torch.Tensor) -> torch.Tensor:
-    """The codes of four bits that `bytes_of_halves` has packed."""
+    """Unpack the 4-bit codes of `bytes_of_halves`."""
     return torch.stack([pairs & 15, (pairs >> 4) & 15], 2).reshape(len(pairs), -1).to(torch.int32)
 ''',
     "bytes_of_halves": '''
 def bytes_of_halves(codes: torch.Tensor) -> torch.Tensor:
-    """Codes of four bits, two neighbours in a byte."""
+    """Pack 4-bit codes, two adjacent codes per byte."""
     pairs = codes.reshape(len(codes), -1, 2)
     return (pairs[:, :, 0] | (pairs[:, :, 1] << 4)).to(torch.uint8)
 ''',
     "exact_root": '''
 def exact_root(number: torch.Tensor) -> torch.Tensor:
-    """The square root, rounded once: torch's is a unit in the last place off on some CPUs."""
+    """The correctly rounded square root: torch's is off by one unit in the last place on some CPUs."""
     return number.double().sqrt().float()
 ''',
     "exact_sum": '''
 def exact_sum(left: torch.Tensor, right: torch.Tensor | float, plus: torch.Tensor | float) -> torch.Tensor:
-    """A product plus a number, rounded once."""
+    """A fused multiply-add: rounded once."""
     return (left.double() * right + plus).float()
 ''',
 }

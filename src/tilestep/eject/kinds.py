@@ -48,7 +48,7 @@ def _shapes(dims: int) -> dict[str, tuple[int, ...]]:
     return {**shapes, "short": (8192, 2, *(1,) * (dims - 2))}
 
 
-def refused(rule: Rule, does: str) -> RuleError:
+def unsupported(rule: Rule, does: str) -> RuleError:
     """The error for a rule that does what an ejected file cannot."""
     return RuleError(f"{rule.name} {does}, which ejected files do not support: use tilestep's optimizer")
 
@@ -59,7 +59,7 @@ _OF_MATRICES = "works on whole matrices"
 def kinds_of(rule: Rule, group: Mapping[str, Any], dtypes: tuple[torch.dtype, ...]) -> list[Kind]:
     """The kinds of parameters of a rule with these hyperparameters and formats, each once."""
     if any(start.shape in ("left", "right") for start in rule.states.values()):
-        raise refused(rule, _OF_MATRICES)
+        raise unsupported(rule, _OF_MATRICES)
     values = {key: group[key] for key in rule.hyperparameters}
     found: dict[Any, Kind] = {}
     for dtype in dtypes:
@@ -70,15 +70,15 @@ def kinds_of(rule: Rule, group: Mapping[str, Any], dtypes: tuple[torch.dtype, ..
                 try:
                     graph = graph_for(rule, values, dims, shape, compute_dtype(param))
                 except MatrixError:
-                    raise refused(rule, _OF_MATRICES) from None
+                    raise unsupported(rule, _OF_MATRICES) from None
                 if graph.branches_on_sizes:
-                    raise refused(rule, "branches on the sizes of parameters")
+                    raise unsupported(rule, "branches on the sizes of parameters")
                 formats = storages(param, group, graph, rule, None, "", shape)
                 spec = kernel_spec(graph, formats, compute_dtype(param), "cuda")
                 if spec.program.matrices.scratch:
-                    raise refused(rule, _OF_MATRICES)
+                    raise unsupported(rule, _OF_MATRICES)
                 if spec.program.slices.views:
-                    raise refused(rule, "reduces over rows and columns")
+                    raise unsupported(rule, "reduces over rows and columns")
                 key = (id(graph) if graph.reads_shape else None, dtype, tuple(formats.items()))
                 kind = found.setdefault(key, Kind("", dtype, spec, graph, formats))
                 kind.dims.add(dims)

@@ -1,7 +1,7 @@
-"""The parts that every ejected file has: tables, tensors and the class.
+"""The template of ejected files: tables, tensors and the class.
 
-`assembly.py` takes this text apart. A region between `# {name` and `# name}` is replaced by text, or left out where a
-rule has no use for it; `# {not_name` is kept where `# {name` is left out.
+`assembly.py` fills it in. It replaces a region between `# {name` and `# name}`, or removes a region that the rule does
+not need; `# {not_name` stays where `# {name` is removed.
 """
 
 # {header
@@ -31,7 +31,7 @@ KERNELS: list[Callable[..., Any]] = []  # the Triton functions of this file
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """Mark a Triton function; it stays as it is until a parameter is on a GPU."""
+    """Mark a Triton function; `load_triton` compiles it, once a parameter is on a GPU."""
     KERNELS.append(function)
     return function
 
@@ -41,7 +41,7 @@ SHAPES: list[Callable[..., Any]] = []
 
 
 def constexpr_function(function: Callable[..., Any]) -> Any:
-    """Mark a function that Triton runs while it compiles."""
+    """Mark a function that Triton evaluates at compile time."""
     SHAPES.append(function)
     return function
 
@@ -78,12 +78,12 @@ def norm_total(partials, partial_count, total_norm): ...  # type: ignore[no-unty
 # kernels}
 # {formats
 class Buffer(NamedTuple):
-    """A tensor like the parameter, as formulas see it, and what keeps it."""
+    """The parameter or a state of its shape: one number per element in formulas, and the tensors that store it."""
 
     name: str
-    begins: float | str  # a number, "param" for the parameter's values, or the name of a hyperparameter
-    arrays: tuple[tuple[str, torch.dtype, int], ...]  # key, dtype, and of how many neighbours an entry is
-    load: Callable[..., Any] | None = None  # from these tensors to numbers; None for one tensor as it is
+    init: float | str  # a number, "param" for the parameter's values, or the name of a hyperparameter
+    arrays: tuple[tuple[str, torch.dtype, int], ...]  # key, dtype, and number of elements per entry
+    load: Callable[..., Any] | None = None  # from these tensors to numbers; None for one plain tensor
     store: Callable[..., Any] | None = None  # from numbers to these tensors
 
 
@@ -92,12 +92,12 @@ class Kind(NamedTuple):
     """Parameters that have the same kernels."""
 
     formula: Callable[..., Any]
-    buffers: tuple[Any, ...]  # the parameter and its states, as kernels list them: name, what it begins with, dtype
+    buffers: tuple[Any, ...]  # the parameter and its states, in the order of the kernels: name, initial value, dtype
     # {scalars
-    scalars: tuple[tuple[str, float | str, torch.dtype], ...]  # states of one number, likewise
+    scalars: tuple[tuple[str, float | str, torch.dtype], ...]  # states of one number: name, initial value, dtype
     # scalars}
     hypers: tuple[str, ...]  # columns of the table of hyperparameters
-    columns: int  # numbers that the scalar passes leave for the tiles of a tensor
+    columns: int  # numbers per tensor that the scalar passes store for the tile passes
     span: int  # elements that one program updates
     # {not_across
     launches: tuple[tuple[str, str, dict[str, Any]], ...]  # kernel, grid, constants and options
@@ -106,21 +106,21 @@ class Kind(NamedTuple):
     stages: tuple[tuple[tuple[str, str, dict[str, Any]], ...], ...]  # launches: kernel, grid, constants and options
     # across}
     # {sizes
-    sizes: tuple[int, ...] = ()  # sizes that kernels read, from the last dimension as 1; 0 for their product
+    sizes: tuple[int, ...] = ()  # sizes that kernels read: 1 for the last dimension, 2 for the one before; 0 for numel
     # sizes}
     # {sums
     reductions: int = 1  # sums over a tensor
     # sums}
     # {across
-    across: int = 0  # numbers that are combined over all tensors
+    across: int = 0  # numbers that are reduced over all tensors
     # across}
 
-    __hash__ = object.__hash__  # type: ignore[misc]  # kinds are told apart as objects
+    __hash__ = object.__hash__  # type: ignore[misc]  # compare kinds by identity
 
 
 # {evaluation
 def weights_to_evaluate(param: Any, **_: Any) -> dict[str, Any]:
-    """The weights to evaluate and save, from those that train."""
+    """The weights to evaluate and save, computed from the training weights."""
     return {"param": param}
 
 
@@ -132,7 +132,7 @@ SMALLEST, SHORTEST = 0, 0
 
 
 def kind_of(param: Any) -> Kind:
-    """The kind of a parameter; raises for a parameter that there are no kernels for."""
+    """The kind of a parameter; raises for a parameter without kernels."""
     key: Any = param.dtype
     # {classes
     size = "small" if param.numel() < SMALLEST else "large"
@@ -161,7 +161,7 @@ def kind_of(param: Any) -> Kind:
 
 
 def numbers_of(group: dict[str, Any]) -> dict[str, float]:
-    """Hyperparameters as kernels and formulas read them; raises for those that this file was not made for."""
+    """Hyperparameters as kernels and formulas read them; raises for values that this file does not support."""
     # {fixed
     # {made_for
     made_for: dict[str, Any] = {}
@@ -186,25 +186,25 @@ def numbers_of(group: dict[str, Any]) -> dict[str, float]:
 
 
 def local(tensor: Any) -> Any:
-    """This rank's part of a DTensor; another tensor as it is."""
+    """The local tensor of a DTensor; other tensors unchanged."""
     return tensor.to_local() if hasattr(tensor, "placements") else tensor
 
 
 # {versions
 def version_of(param: Any) -> int:
-    """How often a parameter was written to, as torch counts."""
+    """The number of in-place writes to a parameter, as counted by torch."""
     return int(param._version + local(param)._version)
 
 
 # versions}
 # {formats
 def strides_of(param: Any, shape: Any) -> tuple[int, ...]:
-    """The strides of a state of this shape: the parameter's where it has the same."""
+    """The strides of a state of this shape: the parameter's if the shapes are equal, else contiguous."""
     return param.stride() if shape == param.shape else torch.empty(shape, device="meta").stride()
 
 
 def placed(part: torch.Tensor, param: Any, shape: tuple[int, ...]) -> Any:
-    """A part of a state as a DTensor where the parameter is one; checkpoints need that."""
+    """A local state tensor as a DTensor if the parameter is a DTensor, for checkpoints."""
     if not hasattr(param, "placements"):
         return part
     layout = {"run_check": False, "shape": torch.Size(shape), "stride": strides_of(param, shape)}
@@ -213,11 +213,11 @@ def placed(part: torch.Tensor, param: Any, shape: tuple[int, ...]) -> Any:
 
 # formats}
 # {blocks
-BLOCK = 128  # neighbours along a row that share a scale; the last block of a row is shorter
+BLOCK = 128  # elements of a row that share a scale; the last block of a row may be shorter
 
 
 def row_of(shape: Any) -> tuple[tuple[int, ...], int]:
-    """The dimensions that count rows of blocks, and the elements of a row."""
+    """The dimensions that index rows of blocks, and the number of elements in a row."""
     if not shape:
         return (), 1
     dim, columns = len(shape) - 1, int(shape[-1])
@@ -228,7 +228,7 @@ def row_of(shape: Any) -> tuple[tuple[int, ...], int]:
 
 
 def cut(tensor: torch.Tensor, columns: int, elements: int = 1) -> torch.Tensor:
-    """The entries of a tensor, a row for each block, with zeros behind a short block."""
+    """The entries of a tensor, one row per block; a short block is padded with zeros."""
     rows = tensor.reshape(-1, -(-columns // elements))
     missing = -(-columns // BLOCK) * (BLOCK // elements) - rows.shape[1]
     if missing:
@@ -245,7 +245,7 @@ def joined(blocks: torch.Tensor, shape: Any, columns: int, elements: int = 1) ->
 # blocks}
 # {formats
 def shape_of(shape: Any, elements: int) -> tuple[int, ...]:
-    """The shape of a tensor that keeps a buffer of a parameter of this shape."""
+    """The shape of a tensor that stores a buffer of a parameter of this shape."""
     # {blocks
     if elements > 1:
         lead, columns = row_of(shape)
@@ -255,7 +255,7 @@ def shape_of(shape: Any, elements: int) -> tuple[int, ...]:
 
 
 def values_of(kind: Kind, tensors: dict[str, Any], shape: Any) -> dict[str, torch.Tensor]:
-    """The numbers that buffers keep, in float32."""
+    """The values of buffers, in float32."""
     values = {}
     for name, _, arrays, load, _ in kind.buffers:
         kept = [local(tensors[key]) for key, _, _ in arrays]
@@ -271,7 +271,7 @@ def values_of(kind: Kind, tensors: dict[str, Any], shape: Any) -> dict[str, torc
 
 
 def keep(kind: Kind, tensors: dict[str, Any], shape: Any, results: dict[str, torch.Tensor]) -> None:
-    """Write new numbers into what keeps them."""
+    """Store new values in the tensors of buffers and scalar states."""
     for name, _, arrays, _, store in kind.buffers:
         if name in results:
             kept, number = [local(tensors[key]) for key, _, _ in arrays], results[name].float()
@@ -297,26 +297,26 @@ def keep(kind: Kind, tensors: dict[str, Any], shape: Any, results: dict[str, tor
 
 # formats}
 def check_state(kind: Kind, param: Any, state: dict[str, Any]) -> None:
-    """Raise where other code has made a parameter or its state other tensors than kernels take."""
+    """Raise if other code replaced a parameter or a state by a tensor that kernels do not support."""
     part = local(param)
     # {not_formats
     for name, _, dtype in kind.buffers:
         array = local(param if name == "param" else state[name])
-        right = (dtype, part.shape, part.stride(), part.device)
+        expected = (dtype, part.shape, part.stride(), part.device)
         # not_formats}
         # {formats
     for name, dtype, elements in [array for buffer in kind.buffers for array in buffer.arrays]:
         array, shape = local(param if name == "param" else state[name]), shape_of(part.shape, elements)
-        right = (dtype, shape, strides_of(part, shape), part.device)
+        expected = (dtype, shape, strides_of(part, shape), part.device)
         # formats}
-        found = (array.dtype, array.shape, array.stride(), array.device)
-        if found != right:
-            raise ValueError(f"{name} is {found}, expected {right}: delete the state to reset it")
+        actual = (array.dtype, array.shape, array.stride(), array.device)
+        if actual != expected:
+            raise ValueError(f"{name} is {actual}, expected {expected}: delete the state to reset it")
 
 
 # {across
 def together(formulas: list[Any]) -> list[Any]:
-    """Run formulas side by side; a number that they yield, with "sum" or "max", is combined over all of them."""
+    """Run formulas in lockstep; a number that they yield, with "sum" or "max", is reduced over all formulas."""
     results: list[Any] = [None] * len(formulas)
     combined = None
     while True:
@@ -340,14 +340,14 @@ def upload(device: torch.device, values: list[Any], dtype: torch.dtype = torch.i
 
 
 def tiles_of(lengths: list[int], size: int) -> tuple[list[int], list[int]]:
-    """Tensors of these lengths in tiles: the first tile of each tensor, and the tensor of each tile."""
+    """Divide tensors of these lengths into tiles: the first tile of each tensor, and the tensor of each tile."""
     counts = [-(-length // size) for length in lengths]
     owners = [place for place, count in enumerate(counts) for _ in range(count)]
     return [0, *accumulate(counts)][:-1], owners
 
 
 class Tables:
-    """What the kernels of one kind read: tensors, tiles, addresses and hyperparameters."""
+    """The tables that the kernels of a kind read: tensors, tiles, addresses and hyperparameters."""
 
     def __init__(self, kind: Kind, members: list[Any], device: torch.device, norm_tile: int, shares: Any) -> None:
         for param, _, state, _ in members:
@@ -423,7 +423,7 @@ class Tables:
         # {sums
         self.programs["tensors"] = count
         # sums}
-        # The numbers of all tensors lie side by side for kernels; a state has views of its own.
+        # For kernels, the numbers of all tensors are in one tensor; states are views of it.
         # {scalars
         for name, _, dtype in kind.scalars:
             numbers = torch.stack([state[name].to(device, dtype) for _, _, state, _ in members])
@@ -436,11 +436,13 @@ class Tables:
         for (_, _, state, _), view in zip(members, self.tables["step"].unbind()):
             state["step"] = view
         # not_scalars}
-        self.known: dict[str, list[Any]] = {}  # what changes from step to step, as in its tables
-        self.kept = [list(state.values()) for _, _, state, _ in members]  # alive, so that no address is used again
+        self.known: dict[str, list[Any]] = {}  # the values in tables that change from step to step
+        self.kept = [
+            list(state.values()) for _, _, state, _ in members
+        ]  # keep the tensors alive: kernels read their addresses
 
     def refresh(self, numbers: list[dict[str, float]], members: list[Any]) -> None:
-        """Bring the addresses of gradients and the hyperparameters up to date."""
+        """Update the addresses of gradients and the hyperparameters."""
         grads = [0 if grad is None else grad.data_ptr() or 1 for _, grad, _, _ in members]
         hyper = [own[name] for own in numbers for name in self.kind.hypers]
         for name, values, dtype in (("grads", grads, torch.int64), ("hyper", hyper, torch.float64)):
@@ -448,7 +450,7 @@ class Tables:
                 self.known[name], self.tables[name] = values, upload(self.device, values, dtype)
 
     def launch(self, name: str, grid: str, options: dict[str, Any]) -> None:
-        """Launch a kernel with the tables that its parameters name."""
+        """Launch a kernel with the tables named by its parameters."""
         if self.programs[grid]:
             kernel, math_function = globals()[name], globals().get(options.get("MATH", ""))
             values = {**self.tables, "ELEMENT": getattr(tl, str(self.dtype)[6:]), "MATH": math_function}
@@ -465,21 +467,21 @@ class Ejected(torch.optim.Optimizer):
 
     # signature}
 
-    known: list[Any] | None = None  # what the tables of kernels were made for
+    known: list[Any] | None = None  # the identities of the tensors in the tables
     # {clip
-    grad_norm: torch.Tensor | None = None  # of the gradients of the last step
+    grad_norm: torch.Tensor | None = None  # the gradients' norm in the last step
     # clip}
     # {versions
-    versions: dict[Any, int] | None = None  # of parameters after their last step
+    versions: dict[Any, int] | None = None  # the versions of parameters after their last step
     # versions}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, as torch's."""
+        """Add a param group; see `torch.optim.Optimizer`."""
         numbers_of({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint, as torch's; states keep the dtypes and the order in memory that they have here."""
+        """Load a checkpoint; see `torch.optim.Optimizer`. States keep this optimizer's dtypes and memory layout."""
         states: dict[Any, Any] = {}
         # Another optimizer's checkpoint does not have every hyperparameter.
         groups = [{**group, **saved} for group, saved in zip(self.param_groups, state_dict["param_groups"])]
@@ -488,15 +490,15 @@ class Ejected(torch.optim.Optimizer):
             numbers_of(whole)
             for param, number in zip(group["params"], whole["params"]):
                 if number in state_dict["state"]:
-                    states[param] = self.begin(param, whole, state_dict["state"][number])
+                    states[param] = self.init_state(param, whole, state_dict["state"][number])
         super().load_state_dict({**state_dict, "state": {}, "param_groups": groups})
         self.state.update(states)
         # {versions
         self.versions = {param: version_of(param) for group in self.param_groups for param in group["params"]}
         # versions}
 
-    def begin(self, param: Any, group: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-        """The state of a parameter, with the values that a checkpoint has of it."""
+    def init_state(self, param: Any, group: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+        """The state of a parameter: initial values, or the values of a checkpoint."""
         part, kind = local(param).detach(), kind_of(param)
         # {whole
         if part.shape != param.shape:
@@ -512,16 +514,16 @@ class Ejected(torch.optim.Optimizer):
         # blocks}
         # {scalars
         state: dict[str, Any] = {}
-        for name, begins, dtype in kind.scalars:
-            value = values.get(name, group.get(str(begins), begins))
+        for name, init, dtype in kind.scalars:
+            value = values.get(name, group.get(str(init), init))
             state[name] = torch.as_tensor(value, dtype=dtype).to(part.device, copy=True)
         # scalars}
         # {not_scalars
         state = {"step": torch.as_tensor(values.get("step", 0.0), dtype=torch.float32).to(part.device, copy=True)}
         # not_scalars}
         # {not_formats
-        for name, begins, dtype in kind.buffers[1:]:
-            value = values.get(name, param.detach() if begins == "param" else group.get(str(begins), begins))
+        for name, init, dtype in kind.buffers[1:]:
+            value = values.get(name, param.detach() if init == "param" else group.get(str(init), init))
             state[name] = torch.empty_like(param, dtype=dtype)
             state[name].copy_(value) if isinstance(value, torch.Tensor) else state[name].fill_(value)
         # not_formats}
@@ -531,7 +533,7 @@ class Ejected(torch.optim.Optimizer):
             for key, dtype, elements in buffer.arrays:
                 shape = shape_of(part.shape, elements)
                 tensors[key] = torch.empty_strided(shape, strides_of(part, shape), dtype=dtype, device=part.device)
-            start: Any = group.get(str(buffer.begins), buffer.begins)
+            start: Any = group.get(str(buffer.init), buffer.init)
             if all(key in values for key in tensors if key != "param"):
                 for key in tensors.keys() - {"param"}:
                     tensors[key].copy_(local(values[key]))
@@ -544,7 +546,7 @@ class Ejected(torch.optim.Optimizer):
             else:
                 for tensor in tensors.values():
                     tensor.fill_(float(start))
-            if values and buffer.name == "param":  # masters that a checkpoint does not have begin anew
+            if values and buffer.name == "param":  # masters missing in a checkpoint start from the parameter
                 values = {**tensors, **values, "param": None}
             for key, _, elements in buffer.arrays:
                 if key != "param":
@@ -576,7 +578,7 @@ class Ejected(torch.optim.Optimizer):
         for param, _, state, _ in members:
             if (self.versions or {}).get(param, version_of(param)) != version_of(param):
                 for key in FOLLOWING & state.keys():
-                    local(state[key]).zero_()  # other code has written to the parameter
+                    local(state[key]).zero_()  # other code wrote to the parameter
         # versions}
         # {clip
         if not params:  # a rank without gradients joins the sum of the norm
@@ -605,7 +607,7 @@ class Ejected(torch.optim.Optimizer):
 
     @torch.no_grad()
     def train(self, mode: bool = True) -> None:
-        """Put the weights that train back into the parameters; with False, those to evaluate and save."""
+        """Put the training weights back into the parameters; with False, the weights to evaluate and save."""
         for group in self.param_groups:
             for param in group["params"]:
                 state, part = self.state.get(param, {}), local(param).detach()
@@ -635,7 +637,7 @@ class Ejected(torch.optim.Optimizer):
 
     # averages}
     def members(self) -> dict[Kind, list[Any]]:
-        """Parameters with a gradient or a state, by kind; with the local gradient, the state and the group's place."""
+        """Parameters with a gradient or a state, by kind; each with its local gradient, state and group index."""
         found: dict[Kind, list[Any]] = {kind: [] for kind in KINDS.values()}
         for place, group in enumerate(self.param_groups):
             for param in group["params"]:
@@ -643,25 +645,25 @@ class Ejected(torch.optim.Optimizer):
                     continue
                 part, grad = local(param), local(param.grad)
                 if grad is not None:
-                    given, own = (
+                    actual, expected = (
                         (local(one).layout, one.dtype, local(one).shape, getattr(one, "placements", None))
                         for one in (param.grad, param)
                     )
-                    if given != own:
-                        raise ValueError(f"a gradient is {given}, expected {own}")
-                    if grad.stride() != part.stride():  # kernels walk both in the order of their memory
+                    if actual != expected:
+                        raise ValueError(f"a gradient is {actual}, expected {expected}")
+                    if grad.stride() != part.stride():  # kernels iterate over both in memory order
                         grad = torch.empty_like(part).copy_(grad)
                 if not self.state.get(param):
-                    self.state[param] = self.begin(param, group, {})
+                    self.state[param] = self.init_state(param, group, {})
                 found[kind_of(param)].append((param, grad, self.state[param], place))
         return {kind: members for kind, members in found.items() if members}
 
     # {clip
     def shares(self, params: list[Any]) -> dict[Any, float]:
-        """How much this rank's squares of parameters count: each over the ranks that hold the same part of it."""
+        """The weight of each parameter's squares in the norm: 1 / the number of ranks with the same local tensor."""
         everything = [param for group in self.param_groups for param in group["params"]]
         meshes = dict.fromkeys(param.device_mesh for param in everything if hasattr(param, "placements"))
-        mesh: Any = max(meshes, key=lambda mesh: mesh.size(), default=None)  # over which squares are added up
+        mesh: Any = max(meshes, key=lambda mesh: mesh.size(), default=None)  # the mesh over which squares are summed
         self.mesh, shares = mesh, dict.fromkeys(params, 1.0)
         for param in params if mesh is not None else ():
             own, placements = getattr(param, "device_mesh", mesh), getattr(param, "placements", ())
@@ -673,15 +675,15 @@ class Ejected(torch.optim.Optimizer):
             )
         return shares
 
-    def add_up(self, total: torch.Tensor) -> torch.Tensor:
-        """The sum of a number over all ranks of the mesh, in place."""
+    def all_reduce(self, total: torch.Tensor) -> torch.Tensor:
+        """Sum a number over all ranks of the mesh, in place."""
         for group in () if self.mesh is None else self.mesh.get_all_groups():
             torch.distributed.all_reduce(total, group=group)
         return total
 
     # clip}
     def step_in_torch(self, found: dict[Kind, list[Any]], numbers: list[Any], device: torch.device) -> None:
-        """A step tensor by tensor: what CPUs run, and the same numbers as kernels compute."""
+        """A step in plain PyTorch, tensor by tensor, for CPUs; it computes the same numbers as the kernels."""
         members = [(kind, *member) for kind, own in found.items() for member in own if member[1] is not None]
         for kind, param, _, state, _ in members:
             check_state(kind, param, state)
@@ -691,7 +693,7 @@ class Ejected(torch.optim.Optimizer):
             norm = torch.zeros((), dtype=torch.float64, device=device)
             for _, param, grad, *_ in members:
                 norm += grad.double().square().sum() * shares[param]
-            self.grad_norm = norm = self.add_up(norm).sqrt()
+            self.grad_norm = norm = self.all_reduce(norm).sqrt()
         # clip}
         # {across
         running: list[Any] = []
@@ -739,7 +741,7 @@ class Ejected(torch.optim.Optimizer):
             # not_plain}
 
     def step_by_kernels(self, found: dict[Kind, list[Any]], numbers: list[Any], device: torch.device) -> None:
-        """A step by a few launches over all tensors; the host waits for nothing."""
+        """A step by a few launches over all tensors; the host does not synchronize."""
         if tl is None:
             load_triton()
         if self.known != self.identities(found):
@@ -751,7 +753,7 @@ class Ejected(torch.optim.Optimizer):
             for tables in self.tables:
                 tables.launch("norm_tiles", "norm", {"TILE": self.norm_tile, "STEP": 2048, "enable_fp_fusion": True})
             norm_total[(1,)](self.partials, self.count, self.norm, BLOCK=8192, num_warps=32, enable_fp_fusion=False)
-            self.grad_norm = self.add_up(self.norm).sqrt_()[0].clone()
+            self.grad_norm = self.all_reduce(self.norm).sqrt_()[0].clone()
         # clip}
         # {not_across
         for tables in self.tables:
@@ -767,7 +769,7 @@ class Ejected(torch.optim.Optimizer):
         # across}
 
     def identities(self, found: dict[Kind, list[Any]]) -> list[Any]:
-        """What tables are made for: the kinds, groups and shapes of parameters, these tensors and their states."""
+        """What the tables depend on: kinds, groups, shapes, and the parameters' and states' tensors."""
         return [
             (kind, place, param.shape, param.stride(), [(id(x), local(x).data_ptr()) for x in (param, *state.values())])
             for kind, members in found.items()
@@ -775,7 +777,7 @@ class Ejected(torch.optim.Optimizer):
         ]
 
     def build(self, found: dict[Kind, list[Any]], device: torch.device) -> None:
-        """Make the tables of these parameters."""
+        """Build the tables of these parameters."""
         params = [param for members in found.values() for param, *_ in members]
         if len(set(params)) < len(params):
             raise ValueError("a parameter appears more than once in its param group")
@@ -796,7 +798,7 @@ class Ejected(torch.optim.Optimizer):
 
 # {across
 def combine(running: list[Tables], ways: dict[int, str]) -> None:
-    """Combine the numbers that scalar passes leave for each tensor over all tensors."""
+    """Reduce over all tensors the numbers that scalar passes store per tensor."""
     for slot, way in ways.items():
         numbers = [one.tables["global_parts"].view(-1, one.kind.across)[:, slot] for one in running]
         parts = torch.stack([part.sum() if way == "sum" else part.amax() for part in numbers])

@@ -1,4 +1,4 @@
-"""Tests of an ejected file, with torch and float64 as referees; `assembly.py` fills in the names."""
+"""Tests of an ejected file, compared with torch and float64; `assembly.py` fills in the names."""
 
 # {header
 # header}
@@ -22,20 +22,20 @@ TOLERANCE = 0.0
 
 
 def parameters(device: str, dtype: torch.dtype) -> list[torch.nn.Parameter]:
-    """Parameters that are the same at every call."""
+    """Parameters that are equal in every call."""
     random = torch.Generator().manual_seed(0)
     return [torch.nn.Parameter(torch.randn(shape, generator=random).to(device, dtype)) for shape in SHAPES]
 
 
 def set_gradients(params: list[torch.nn.Parameter], step: int) -> None:
-    """Gradients that depend on the step alone."""
+    """Set gradients that depend only on the step."""
     random = torch.Generator().manual_seed(step)
     for param in params:
         param.grad = torch.randn(param.shape, generator=random).to(param.device, param.dtype)
 
 
 class Float64:
-    """The formula in float64, on states that are not rounded."""
+    """The formula in float64, with unrounded states."""
 
     def __init__(self, params: list[torch.nn.Parameter], group: dict[str, Any]) -> None:
         self.group = group
@@ -43,11 +43,11 @@ class Float64:
         self.values = [self.first(param, kind) for param, kind in zip(params, self.kinds)]
 
     def first(self, param: torch.nn.Parameter, kind: Any) -> dict[str, torch.Tensor]:
-        """What states begin with."""
+        """The initial values of buffers and states."""
         part = param.detach().cpu().double()
         values = {}
-        for name, begins, *_ in kind.buffers:
-            start = self.group.get(str(begins), begins)
+        for name, init, *_ in kind.buffers:
+            start = self.group.get(str(init), init)
             shape: tuple[int, ...] = tuple(part.shape)
             is_param = start == "param" or name == "param"
             values[name] = part.clone() if is_param else torch.full(shape, float(start)).double()

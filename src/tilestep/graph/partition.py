@@ -139,8 +139,8 @@ def _rows(reduced: Sequence[Over], read: Sequence[Over], dims: int) -> Over:
     ends = sorted({block[0] for block in (*reduced, *read) if block[1] == dims}, reverse=True)
     if reduced:
         end = reduced[0][0]
-        beside = [block[0] for block in columns if block[1] == end]
-        return next(iter([*beside, *(start for start in ends if start < end)]), 0), end
+        adjacent = [block[0] for block in columns if block[1] == end]
+        return next(iter([*adjacent, *(start for start in ends if start < end)]), 0), end
     if columns:
         return columns[0]
     return (ends[1] if len(ends) > 1 else 0, ends[0]) if ends else (0, 0)
@@ -293,8 +293,8 @@ def matrix_program(graph: Graph, stages: dict[int, int], tiles: Sequence[TilePas
         return MatrixProgram()
     matrices = MatrixProgram([None] * len(tiles))
     results = [value for value in work if value.level is Level.ELEMENT]
-    handed_over = {id(arg) for node in graph.values() if not is_matrix_work(node) for arg in node.args}
-    handed_over |= {id(value) for value in graph.outputs.values()}
+    read_later = {id(arg) for node in graph.values() if not is_matrix_work(node) for arg in node.args}
+    read_later |= {id(value) for value in graph.outputs.values()}
     conditions = _conditions(graph)
     states = {name: value for name, value in graph.outputs.items() if name in graph.matrix_states}
     ends = {index: [value for value in results if stages[id(value)] == index + 1] for index in range(len(tiles))}
@@ -311,16 +311,16 @@ def matrix_program(graph: Graph, stages: dict[int, int], tiles: Sequence[TilePas
         for value in matrix_pass.values:
             for arg in _matrices(value):
                 if is_matrix_work(arg) and id(arg) not in inside:
-                    handed_over.add(id(arg))
+                    read_later.add(id(arg))
                 elif arg.level is Level.ELEMENT and id(arg) not in inside:
-                    _take_in(matrices, index, tiles[index], value, arg)
+                    _add_input(matrices, index, tiles[index], value, arg)
     for value in results:
-        if id(value) in handed_over:
-            _hand_over(matrices, value, stages[id(value)], tiles)
+        if id(value) in read_later:
+            _add_output(matrices, value, stages[id(value)], tiles)
     return matrices
 
 
-def _take_in(matrices: MatrixProgram, index: int, tile: TilePass, value: Value, arg: Value) -> None:
+def _add_input(matrices: MatrixProgram, index: int, tile: TilePass, value: Value, arg: Value) -> None:
     """Make a tile pass write an operand of matrix work; in the compute dtype if readers want different dtypes."""
     earlier = (own.inputs[id(arg)] for own in matrices.passes[: index + 1] if own and id(arg) in own.inputs)
     name = next(earlier, "")
@@ -338,9 +338,9 @@ def _conditions(graph: Graph) -> dict[int, list[Condition] | None]:
     """Return, per value, the conditions under which it is needed, any of which suffices; None for always."""
     needed: dict[int, list[Condition] | None] = {id(value): None for value in graph.outputs.values()}
     for node in reversed(graph.values()):
-        chooses = node.operation == "where" and node.args[0].level is Level.GROUP
+        selects = node.operation == "where" and node.args[0].level is Level.GROUP
         for place, arg in enumerate(node.args):
-            use = [(node.args[0], place == 1)] if chooses and place > 0 else needed[id(node)]
+            use = [(node.args[0], place == 1)] if selects and place > 0 else needed[id(node)]
             others = needed.setdefault(id(arg), [])
             if use is not None and others is not None:
                 needed[id(arg)] = [*others, *(condition for condition in use if condition not in others)]
@@ -363,13 +363,13 @@ def _needed(roots: Sequence[Value], index: int, stages: dict[int, int]) -> set[i
         value = waiting.pop()
         inside.add(id(value))
         for arg in _matrices(value):
-            on_the_way = arg.level is Level.MATRIX or stages[id(arg)] == index + 1
-            if is_matrix_work(arg) and on_the_way and id(arg) not in inside:
+            is_intermediate = arg.level is Level.MATRIX or stages[id(arg)] == index + 1
+            if is_matrix_work(arg) and is_intermediate and id(arg) not in inside:
                 waiting.append(arg)
     return inside
 
 
-def _hand_over(matrices: MatrixProgram, value: Value, stage: int, tiles: Sequence[TilePass]) -> None:
+def _add_output(matrices: MatrixProgram, value: Value, stage: int, tiles: Sequence[TilePass]) -> None:
     """Make a result of matrix work readable by later passes."""
     matrix_pass = matrices.passes[stage - 1]
     assert matrix_pass is not None

@@ -33,7 +33,7 @@ def stacked(graph: Graph) -> Graph:
     graph.stack = replace(
         graph,
         outputs={name: made[id(value)] for name, value in graph.outputs.items()},
-        slice_states={name: _behind(over) for name, over in graph.slice_states.items()},
+        slice_states={name: _shifted(over) for name, over in graph.slice_states.items()},
         dims=build.dims,
         reads_shape=True,
         specs={},
@@ -41,12 +41,12 @@ def stacked(graph: Graph) -> Graph:
     return graph.stack
 
 
-def _behind(over: Over) -> Over:
+def _shifted(over: Over) -> Over:
     return over[0] + 1, over[1] + 1
 
 
 def _rebuilt(build: Builder, dims: int, value: Value, args: list[Value]) -> Value:
-    over = None if value.over is None else _behind(value.over)
+    over = None if value.over is None else _shifted(value.over)
     if value.operation == "constant":
         return build.constant(value.attribute) if not value.dtype else build.integer(value.attribute)
     if value.operation == "hyper":

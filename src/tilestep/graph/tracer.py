@@ -143,15 +143,15 @@ _ONCE = (
 
 
 @contextlib.contextmanager
-def refusing_chance(functions: Sequence[Any], describe: str) -> Iterator[None]:
+def refusing_randomness(functions: Sequence[Any], describe: str) -> Iterator[None]:
     """A context in which calls of `random`, numpy's generators and clocks raise, if the functions may call them."""
     # A profile function slows the trace down.
-    if not any(_gives_chance(value) for function in functions for _, value in _referred(function)):
+    if not any(_may_be_random(value) for function in functions for _, value in _referred(function)):
         yield
         return
 
     def watch(frame: types.FrameType, event: str, called: Any) -> None:
-        name = _chance(called) if event == "c_call" else ""
+        name = _random_call(called) if event == "c_call" else ""
         if event == "call" and frame.f_globals.get("__name__") == "random":
             name = f"random.{frame.f_code.co_name}"
         caller: types.FrameType | None = frame.f_back if event == "call" else frame
@@ -177,7 +177,7 @@ def _is_library(module: str) -> bool:
     return module.partition(".")[0] in ("torch", "tilestep", "contextlib", "importlib", "threading", "logging")
 
 
-def _chance(called: Any) -> str:
+def _random_call(called: Any) -> str:
     """Return the name of a built-in function whose result depends on chance or time; empty for other functions."""
     owner, name = getattr(called, "__self__", None), getattr(called, "__name__", "")
     if isinstance(owner, random.Random):
@@ -214,7 +214,7 @@ def _names(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def _gives_chance(value: Any) -> bool:
+def _may_be_random(value: Any) -> bool:
     """Whether calls of a value, or of its attributes, may depend on chance or time."""
     module = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
     owner = type(getattr(value, "__self__", value)).__module__
@@ -300,7 +300,7 @@ class Recorder(TensorDispatch):
         self.casts = False  # whether the current function is a cast written in the rule
         self.keep_alive: list[Any] = []
         self.refused: RuleError | None = None
-        self.idle: list[RuleError] = []
+        self.no_ops: list[RuleError] = []
         self.memory = Memory()
         self.decomposing = ""
         self.title = f"rule {rule.name}"  # the subject of messages
@@ -319,7 +319,7 @@ class Recorder(TensorDispatch):
         """Return a 0-dim fake tensor of a number."""
         return self.scalar(self.build.constant(number))
 
-    def made(self, number: float, dtype: torch.dtype) -> torch.Tensor:
+    def created(self, number: float, dtype: torch.dtype) -> torch.Tensor:
         """Return a 0-dim fake tensor of a number that the rule creates with this dtype."""
         try:
             lowering.check_dtype("tensor", dtype, None)
@@ -442,7 +442,7 @@ class Recorder(TensorDispatch):
             self.memory.share(args[0], result, same_order=base in ("detach", "alias"))
         return result
 
-    def take_memory(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
+    def set_data(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
         """Give a tensor the value and the memory of another: `tensor.data = source`."""
         self.values[id(tensor)] = self.value_of(source)
         self.memory.move(tensor, source)
@@ -489,12 +489,12 @@ class Recorder(TensorDispatch):
         against_zero = value.args[1:] == (self.build.constant(0.0),) and id(value.args[0]) in self.moving
         if against_zero and value.operation in IF_NOT_ZERO:
             return IF_NOT_ZERO[value.operation]
-        goes = outcome(value, {**self.numbers, **self.sizes}, self.unread)
-        if goes is None:
+        taken = outcome(value, {**self.numbers, **self.sizes}, self.unread)
+        if taken is None:
             raise self.read_error(tensor)
         if value.operation != "constant":
-            self.guards[id(value)] = value, goes
-        return goes
+            self.guards[id(value)] = value, taken
+        return taken
 
 
 class Reads(ScalarCalls):
@@ -511,10 +511,10 @@ class Reads(ScalarCalls):
         if name == "__setitem__":
             raise recorder.unsupported("assigning to elements of a tensor has no translation to a kernel")
         if func == _SET_DATA:
-            recorder.take_memory(*args)
+            recorder.set_data(*args)
         if func in _MAKERS and args and isinstance(args[0], (bool, int, float)):
             dtype = args[1] if len(args) > 1 else (kwargs or {}).get("dtype")
-            return recorder.made(args[0], dtype or (torch.bool if isinstance(args[0], bool) else torch.float64))
+            return recorder.created(args[0], dtype or (torch.bool if isinstance(args[0], bool) else torch.float64))
         if name in RANDOM:
             raise recorder.unsupported(f"{name} draws random numbers", nearest(name))
         if name == "log_sigmoid":  # torch creates a second tensor for its gradient
@@ -612,8 +612,8 @@ def trace(
             f"{rule.where}: in rule {rule.name}: {kept} keeps a tensor between calls, but a rule is called once, when "
             "it is traced; make it a state: add a positional parameter"
         )
-    if recorder.idle:
-        raise recorder.idle[0]
+    if recorder.no_ops:
+        raise recorder.no_ops[0]
     build, guards = recorder.build, list(recorder.guards.values())
     graph = Graph(rule.name, outputs, guards, dims=dims, dtype=dtype, reads_dtype=build.reads_dtype)
     states = {name: state for name, state in rule.states.items() if name in {*graph.loads(), *outputs}}
@@ -641,7 +641,7 @@ def _run(recorder: Recorder, rule: Rule, hyperparameters: Mapping[str, Any], sha
         precision_of.set(recorder.precision)
         several = [value if isinstance(value, (tuple, list)) else (value,) for value in values.values()]
         functions = (rule.function, *(entry for entries in several for entry in entries if callable(entry)))
-        with refusing_chance(functions, f"in rule {rule.name}"), Reads(recorder), recorder:
+        with refusing_randomness(functions, f"in rule {rule.name}"), Reads(recorder), recorder:
             for key, value in values.items():
                 if changes(value):
                     recorder.title = f"rule {rule.name}, {key} as a function of the step"
@@ -677,7 +677,7 @@ _CALLED = re.compile(r"(\w+)\(\)")  # the start of torch's and Python's messages
 def _slice_states(rule: Rule, states: Mapping[str, State], dims: int) -> dict[str, Over]:
     """Return the row and column states, each with its reduced dimension."""
     kinds = {name: state.shape for name, state in states.items()}
-    overs = {name: over for name, kind in kinds.items() if (over := _lies(kind, (1,) * dims)[1]) is not None}
+    overs = {name: over for name, kind in kinds.items() if (over := _layout_of(kind, (1,) * dims)[1]) is not None}
     for name, over in overs.items():
         if over[0] < 0:
             raise RuleError(
@@ -690,7 +690,7 @@ def _slice_states(rule: Rule, states: Mapping[str, State], dims: int) -> dict[st
 _FROM_END = {"row": 1, "column": 2}  # the reduced dimension of row and column states, counted from the last as 1
 
 
-def _lies(kind: str, shape: tuple[int, ...]) -> tuple[Level, Over | None, tuple[int, ...]]:
+def _layout_of(kind: str, shape: tuple[int, ...]) -> tuple[Level, Over | None, tuple[int, ...]]:
     """Return the level, the reduced dimensions and the shape of a state of this kind."""
     if kind == "scalar":
         return Level.TENSOR, None, ()
@@ -714,10 +714,10 @@ def _placeholders(recorder: Recorder, rule: Rule, shape: tuple[int, ...]) -> lis
     grad.name = "grad"
     buffers = [param, fake(grad)]
     for name, state in rule.states.items():
-        level, over, own_shape = _lies(state.shape, shape)
+        level, over, state_shape = _layout_of(state.shape, shape)
         value = build.load(name, level, over)
         value.space = lowering.SQUARES.get(state.shape)
-        buffers.append(fake(value, torch.float64 if state.shape == "scalar" else build.dtype, own_shape))
+        buffers.append(fake(value, torch.float64 if state.shape == "scalar" else build.dtype, state_shape))
     return buffers
 
 
@@ -739,11 +739,11 @@ def _labels(rule: Rule) -> tuple[str, ...]:
 
 def _outputs(recorder: Recorder, rule: Rule, results: tuple[Any, ...], shape: tuple[int, ...]) -> dict[str, Value]:
     outputs: dict[str, Value] = {}
-    shapes = [shape, *(_lies(state.shape, shape)[2] for state in rule.states.values())]
-    for name, label, result, wanted in zip(("param", *rule.states), _labels(rule), results, shapes):
+    shapes = [shape, *(_layout_of(state.shape, shape)[2] for state in rule.states.values())]
+    for name, label, result, expected in zip(("param", *rule.states), _labels(rule), results, shapes):
         if not isinstance(result, torch.Tensor):
             raise RuleError(f"{rule.where}: {rule.name} returns {type(result).__name__} for {label}, not a tensor")
-        if tuple(result.shape) != wanted and result.dim() > 0:
+        if tuple(result.shape) != expected and result.dim() > 0:
             raise RuleError(
                 f"{rule.where}: {rule.name} returns shape {tuple(result.shape)} for {label}; it must keep its shape"
             )
@@ -751,12 +751,12 @@ def _outputs(recorder: Recorder, rule: Rule, results: tuple[Any, ...], shape: tu
         if value.is_bool:
             value = recorder.build.apply("number", value)
         if name == "param" and value.level < Level.SLICE:
-            if wanted and not result.dim():
+            if expected and not result.dim():
                 raise RuleError(
                     f"{value.line or rule.where}: {rule.name} returns one number for {label}, so all its elements "
                     f"would be equal; return torch.full_like({label}, ...) if that is intended"
                 )
-            recorder.build.reads_shape |= not wanted  # a number is a valid new parameter only for 0-dim parameters
+            recorder.build.reads_shape |= not expected  # a number is a valid new parameter only for 0-dim parameters
         if value.operation != "load" or value.attribute != name:
             value.name = value.name or f"new_{name}"
             outputs[name] = value

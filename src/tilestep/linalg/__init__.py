@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from . import bases
 from .coefficients import COEFFICIENTS
-from .operations import MATRIX_OPERATIONS, keeping_to, limit_workspace
+from .operations import MATRIX_OPERATIONS, limit_workspace, limited_workspace
 from .orthogonal import orthogonalize

@@ -18,7 +18,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of Jordan's quintic: the largest slope at zero that keeps singular values near one."""
 
 STEPS = 5  # the default number of steps with a single row
-_MOST_STEPS = 100
+_MAX_STEPS = 100
 
 
 @dataclass(frozen=True)
@@ -160,11 +160,11 @@ def rows_of(coefficients: Any, steps: Any = None, safety: float = SAFETY) -> lis
 
 def _whole(steps: Any, likely: int) -> int:
     """Steps as an integer; a traced number is only compared, which guards the rule's graph."""
-    for count in (likely, *range(_MOST_STEPS)):
+    for count in (likely, *range(_MAX_STEPS)):
         if steps == count:
             return count
     shown = f", not {steps:g}" if isinstance(steps, (int, float)) else ""
-    raise RuleError(f"orthogonalize takes a whole number of steps, less than {_MOST_STEPS} steps{shown}")
+    raise RuleError(f"orthogonalize takes a whole number of steps, less than {_MAX_STEPS} steps{shown}")
 
 
 def flat(rows: Sequence[Row]) -> list[Any]:

@@ -68,7 +68,7 @@ def limit_workspace(size: int) -> int:
 
 
 @contextmanager
-def keeping_to(bound: int | None) -> Iterator[None]:
+def limited_workspace(bound: int | None) -> Iterator[None]:
     """A block that prepares matrix operations for the bound of an earlier optimizer; None for the current one."""
     token = _kept.set(bound)
     try:

@@ -16,7 +16,7 @@ from .operations import Launch, MatrixOperation, register
 from .scalar_values import as_scalar
 from .symmetric import SMALLEST, pays, symmetric_launch, symmetric_product
 
-STEPS_OF_A_GRAM = (3, 2)
+STEPS_PER_GRAM = (3, 2)
 """The number of steps with the first Gram matrix, and with each later Gram matrix, whose eigenvalues are near one:
 after these the rounding errors reach the error of a step in bfloat16."""
 
@@ -60,8 +60,8 @@ def work(high: int, wide: int, numbers: Sequence[float]) -> float:
 
 def restarts(rows: Sequence[Row], shape: Sequence[int]) -> list[Sequence[Row]]:
     """Group the steps that share a Gram matrix, if that needs fewer products and does not amplify rounding errors."""
-    first, later = STEPS_OF_A_GRAM
-    first = 1 if rows and _least_factor(rows[0]) < _LEAST * rows[0][0] else first
+    first, later = STEPS_PER_GRAM
+    first = 1 if rows and _min_factor(rows[0]) < _LEAST * rows[0][0] else first
     ends = [0, *range(first, len(rows), later), len(rows)]
     shared = [rows[start:end] for start, end in pairwise(ends) if end]
     growths = [math.prod(a for a, _, _ in steps[:-1]) for steps in shared]
@@ -70,7 +70,7 @@ def restarts(rows: Sequence[Row], shape: Sequence[int]) -> list[Sequence[Row]]:
     return shared if is_tame and long >= _ELONGATED * short else [[row] for row in rows]
 
 
-def _least_factor(row: Row) -> float:
+def _min_factor(row: Row) -> float:
     """The least factor by which a step multiplies a singular value of at most one."""
     a, b, c = row
     lowest = min(max(-b / (2 * c), 0.0), 1.0) if c else 1.0

@@ -23,7 +23,7 @@ from ..compat import (
 from ..devices import synchronize_stream
 from ..errors import BuildInterrupted, did_you_mean
 from ..kernels.spec import NORM, SKIPPED
-from ..linalg import keeping_to, operations
+from ..linalg import limited_workspace, operations
 from ..native.table import survey, taken_gradients
 from ..placement import LOCAL, Placement, distribute
 from ..placement.combinations import refuse
@@ -389,7 +389,7 @@ class Optimizer(torch.optim.Optimizer):
             self.drop_plan()
             self.control.flat_part = flat_part(self)
             self.control.assign_number(self.param_groups)
-            with keeping_to(self.workspace_limit):
+            with limited_workspace(self.workspace_limit):
                 self.plan = plan = build_plan(self, arrivals, ahead=ahead)
             self.placement.take_part(plan)
             plan.masters.carry(self._masters)

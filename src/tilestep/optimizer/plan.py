@@ -283,7 +283,7 @@ class StepPlan:
         if self._on_host and self._threads != devices.thread_count():
             self._threads = devices.thread_count()
             for passes in self._on_host:
-                passes.take_threads(self._threads)
+                passes.set_threads(self._threads)
         self.progress.clear()
         # The passes of the remaining engines read only tensors that the tables hold.
         active = [engine for engine in engines if measures or engine.gradients or not engine.table.finds]

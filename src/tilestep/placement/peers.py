@@ -43,9 +43,9 @@ class MappedMemory:
                 # Not at exit: the driver unmaps everything.
                 weakref.finalize(self, driver.close, base, device).atexit = False
 
-    def meet_first(self, group: Any) -> None:
-        """Set up `meet`; all ranks of the group must call it."""
-        self._signals.meet_first(group)
+    def rendezvous(self, group: Any) -> None:
+        """Set up `barrier`; all ranks of the group must call it."""
+        self._signals.rendezvous(group)
 
     def of(self, rank: int, first: int, stop: int) -> torch.Tensor:
         """A view of a rank's memory, as the source of copies."""
@@ -53,9 +53,9 @@ class MappedMemory:
         address = self._addresses[rank] + first * dtype.itemsize
         return tensor_at(address, stop - first, dtype, self.memory.device)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """A barrier of the current streams of all ranks; the host does not wait."""
-        self._signals.meet()
+        self._signals.barrier()
 
 
 class OwnMemory(SymmetricMemory):
@@ -68,7 +68,7 @@ class OwnMemory(SymmetricMemory):
         super().__init__(numel, dtype, device)
 
     def find(self, rank: int, offers: Sequence[bytes]) -> None:
-        """Nothing: `meet_first` maps the memory."""
+        """Nothing: `rendezvous` maps the memory."""
 
 
 def _require_nvidia(device: torch.device) -> None:
@@ -97,7 +97,7 @@ def share_memory(
         if not reason:
             offers = gather_in(ranks.shard, made.offer)
             reason = _together(ranks, partial(made.find, ranks.rank, offers))[1]
-            reason = reason or _together(ranks, partial(made.meet_first, ranks.shard))[1]
+            reason = reason or _together(ranks, partial(made.rendezvous, ranks.shard))[1]
             reason = reason or _together(ranks, partial(_verify, made, ranks))[1]
             if not reason:
                 return made, ""
@@ -125,7 +125,7 @@ def _verify(made: PeerMemory, ranks: Ranks) -> None:
     """Verify reads of other ranks' memory: on some machines copies between GPUs return wrong values."""
     sample = made.memory[:_SAMPLE]
     sample.fill_(ranks.rank + 1)
-    made.meet()
+    made.barrier()
     received = torch.empty_like(sample)
     differ = []
     for other in range(ranks.size):
@@ -133,7 +133,7 @@ def _verify(made: PeerMemory, ranks: Ranks) -> None:
             received.copy_(made.of(other, 0, len(sample)))
             differ.append((received != other + 1).any())
     wrong = torch.stack(differ).tolist()
-    made.meet()
+    made.barrier()
     sample.zero_()
     if any(wrong):
         raise RuntimeError(f"rank {ranks.rank} does not read the values that other GPUs of the host wrote")

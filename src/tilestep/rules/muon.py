@@ -10,10 +10,10 @@ from .protocol import MATRIX_OPTIONS, between, nonnegative, one_of, rule
 from .scalars import scalar_globals
 
 
-def _as_torch_has_it(group: Mapping[str, Any]) -> Mapping[str, Any]:
+def _saved_for_torch(group: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the number of steps, which torch's Muon requires in a param group."""
-    is_told = group["ns_steps"] is not None or isinstance(group["ns_coefficients"], str)
-    return {} if is_told else {"ns_steps": len(rows_of(group["ns_coefficients"]))}
+    is_explicit = group["ns_steps"] is not None or isinstance(group["ns_coefficients"], str)
+    return {} if is_explicit else {"ns_steps": len(rows_of(group["ns_coefficients"]))}
 
 
 SCALINGS = one_of(None, "original", "match_rms_adamw", "spectral", "spectral_unclamped")
@@ -47,7 +47,7 @@ def ratio_of(adjust_lr_fn: str | None, param: Any) -> Any:
     options=MATRIX_OPTIONS,
     keyword_only=("lr_scale",),
     fallback="AdamW",
-    saved=_as_torch_has_it,
+    saved=_saved_for_torch,
 )
 def muon(
     param: Any,

@@ -133,14 +133,14 @@ optimizer.
 
 _SHAPES = ("param", "scalar", "row", "column", "left", "right")
 
-_NOT_FOR_STATES = {
+_RESERVED_STATES = {
     "param": "the parameter",
     "grad": "the gradient",
     "master_param": "float32 master weights",
     "remainder_param": "the remainder of float32 master weights",
     "training_param": "the training weights while the parameters hold the averages",
 }
-NOT_FOR_HYPERPARAMETERS = {
+RESERVED_HYPERPARAMETERS = {
     "numel": "the number of elements",
     "rows": "a size of the parameter",
     "columns": "a size of the parameter",
@@ -297,8 +297,8 @@ class Rule:
         if unknown := sorted(set(declared) - set(self.state_names)):
             raise self._refuse(f"states= names {unknown}, which are not parameters of {self.__name__}()")
         for kind, names, taken in (
-            ("state", self.states, _NOT_FOR_STATES),
-            ("hyperparameter", self.hyperparameters, NOT_FOR_HYPERPARAMETERS),
+            ("state", self.states, _RESERVED_STATES),
+            ("hyperparameter", self.hyperparameters, RESERVED_HYPERPARAMETERS),
         ):
             for name in names:
                 if name in taken:
@@ -433,7 +433,7 @@ class Rule:
         before = tracer.value_of(buffers[0])
         result = self.bound()(*buffers, **values)
         if result is None and tracer.value_of(buffers[0]) is before:
-            tracer.idle.append(
+            tracer.no_ops.append(
                 self._refuse(
                     f"{self.__name__}() returns nothing and does not change {names[0]}, so nothing would train; "
                     f"return the new values ({', '.join((names[0], *self.state_names))}), or change {names[0]} in "

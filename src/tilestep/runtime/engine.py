@@ -323,7 +323,7 @@ class DeviceEngine:
     def _read_gradients_from(self, table: torch.Tensor) -> None:
         self.norm.read_from(table)
         for passes, members in zip(self.passes, self._ranges):
-            passes.take_gradients_from(table[members.start : members.stop])
+            passes.set_gradients(table[members.start : members.stop])
 
     def begin(self) -> None:
         """Pass this step's gradients to the segments that read them as tensors."""

@@ -78,7 +78,7 @@ class Passes:
         """Copy a hyperparameter on a device into the table; a table on the host waits for the device, as in torch."""
         self.hyper[row][column] = float(tensor)
 
-    def take_gradients_from(self, grads: torch.Tensor) -> None:
+    def set_gradients(self, grads: torch.Tensor) -> None:
         """Read the gradients' addresses from another table, int64[tensors] on the device."""
         raise NotImplementedError
 
@@ -94,7 +94,7 @@ class Passes:
         """Whether every kernel for the last kind of decision is built."""
         return True
 
-    def take_threads(self, count: int) -> None:
+    def set_threads(self, count: int) -> None:
         """Set the number of threads of passes on the host."""
 
     def scalar_calls(self, index: int) -> list[partial[Any]]:

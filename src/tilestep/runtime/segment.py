@@ -172,7 +172,7 @@ class SliceTables:
                 self.spans[pair, place] = math.prod(shape[dim] for dim in apart) * inner, inner
         self.slot_counts = [int(self.starts[slices.kinds.index(over), -1]) for over in slices.overs]
         """Elements of each slot's array."""
-        self.most_tiles = max((len(view.tile_tensor) for view in self.views), default=0)
+        self.max_tiles = max((len(view.tile_tensor) for view in self.views), default=0)
         self._slices = slices
 
     def part_counts(self, program: Program) -> list[int]:

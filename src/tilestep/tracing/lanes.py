@@ -271,7 +271,7 @@ class Events:
 
     def lanes(self) -> Lanes:
         """The lanes of the whole trace."""
-        return self._of_devices() if self.works else self._of_host()
+        return self._device_lanes() if self.works else self._host_lanes()
 
     def computations(self) -> list[tuple[float, float]]:
         """Launch and start of each kernel of forward and backward, in order of launches."""
@@ -281,7 +281,7 @@ class Events:
             if work.launched is not None and self._lanes_of(work)[0] in ("forward", "backward")
         )
 
-    def _of_devices(self) -> Lanes:
+    def _device_lanes(self) -> Lanes:
         by_lane: dict[str, list[Call | Work]] = {lane.name: [] for lane in fields(Lanes)}
         for work in self.works:
             for lane in self._lanes_of(work):
@@ -311,7 +311,7 @@ class Events:
             return ["update", "optimizer"] if _LIST_KERNEL in work.name else ["forward"]
         return [lane, "optimizer"] if by_optimizer else [lane]
 
-    def _of_host(self) -> Lanes:
+    def _host_lanes(self) -> Lanes:
         every = list(self._contexts.values())
         senders = sorted(
             (start, covers(context.update, start)) for context in every for start, _ in context.communication

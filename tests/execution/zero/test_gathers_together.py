@@ -116,13 +116,13 @@ class Files:
     def find(self, rank: int, offers: Sequence[bytes]) -> None:
         assert rank == dist.get_rank() and list(offers) == [self.offer] * dist.get_world_size()
 
-    def meet_first(self, group: Any) -> None:
+    def rendezvous(self, group: Any) -> None:
         dist.barrier(group)
 
     def of(self, rank: int, first: int, stop: int) -> torch.Tensor:
         return self._map(rank)[first:stop]
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         dist.barrier()
 
 
@@ -207,8 +207,8 @@ class NotFound(Files):
 
 
 class NotMet(Files):
-    def meet_first(self, group: Any) -> None:
-        super().meet_first(group)
+    def rendezvous(self, group: Any) -> None:
+        super().rendezvous(group)
         if dist.get_rank() == 1:
             raise RuntimeError("no signals")
 

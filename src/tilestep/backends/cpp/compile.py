@@ -291,16 +291,16 @@ def _remedy() -> str:
     return f"CXX={chosen} is not there" if chosen else "set CXX, or install g++ or clang++"
 
 
-_told: set[tuple[str, ...] | None] = set()
+_warned: set[tuple[str, ...] | None] = set()
 """Compilers whose failures have been warned of; None if there is no compiler."""
 
 
 def warn_of_failure(error: BuildError) -> None:
     """Warn that a rule runs eagerly: without a compiler, or once for each compiler with what has failed."""
     command = compiler()
-    if command in _told:
+    if command in _warned:
         return
-    _told.add(command)
+    _warned.add(command)
     what = f"found no C++ compiler ({_remedy()}) and no cached build: rules run as eager PyTorch, which is slow"
     if command is not None:
         what = (

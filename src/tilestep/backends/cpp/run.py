@@ -20,10 +20,10 @@ from ...runtime.segment import Block, Entry, Segment, SliceTables, TileRange
 from ..tuning import tile_shape
 from . import source
 from .compile import load_library, user_flags, warn_of_failure, wide_vectors
-from .runs import MOST_COLUMNS
+from .runs import MAX_COLUMNS
 from .support import Launch, SliceLaunch, ViewTables
 
-_FEWEST_ROWS, _MOST_ROWS = 64, 256
+_MIN_ROWS, _MAX_ROWS = 64, 256
 """Rows of a block: the sum of a column is taken in the type computed in inside a block, in float64 over blocks."""
 
 _ELEMENTS = 1 << 16
@@ -31,8 +31,8 @@ _ELEMENTS = 1 << 16
 
 def block_of(matrices: int, rows: int, columns: int) -> Block:
     """The part of a tensor that one thread works on at a time: rows long enough for vectors, sums kept in the cache."""
-    width = max(min(columns, MOST_COLUMNS), 1)
-    height = max(min(rows, max(_FEWEST_ROWS, _ELEMENTS // width), _MOST_ROWS), 1)
+    width = max(min(columns, MAX_COLUMNS), 1)
+    height = max(min(rows, max(_MIN_ROWS, _ELEMENTS // width), _MAX_ROWS), 1)
     holds_matrices = height >= rows and width >= columns
     return (max(min(matrices, _ELEMENTS // (height * width)), 1) if holds_matrices else 1), height, width
 
@@ -108,7 +108,7 @@ class CppPasses(Passes):
         _without_gaps.discard(id(spec))
         library = load(spec, gaps=self._gaps)
         self.slices: CpuSlices | None = CpuSlices(spec, segment.entries) if program.slices.views else None
-        tiles = max(segment.tiles.count, self.slices.tables.most_tiles if self.slices else 0)
+        tiles = max(segment.tiles.count, self.slices.tables.max_tiles if self.slices else 0)
         self._partials = segment.zeros(tiles, max(spec.reduction_count, 1))
         self.hyper = np.zeros((len(segment.group_rows.indices), len(spec.hypers)))
         states = segment.scalar_states.values()
@@ -197,7 +197,7 @@ class CppPasses(Passes):
             self._of_ranges[tile_range] = launch, tables
         return self._of_ranges[tile_range][0]
 
-    def take_threads(self, count: int) -> None:
+    def set_threads(self, count: int) -> None:
         for launch in (self._launch, *(launch for launch, _ in self._of_ranges.values())):
             launch.threads = count
 

@@ -11,13 +11,13 @@ from ..emit import Writer, code, nested
 from ..outputs import PassOutputs
 from .text import C_TYPES, NEUTRALS, CppWriter, Reduced, accumulate, clause_of
 
-MOST_COLUMNS = 2048
+MAX_COLUMNS = 2048
 """The most elements of a row that a tile of a pass over rows and columns has."""
 
 _RUN = 1024
 """Elements of a run, which are summed in the compute type before that sum is added to a float64 sum."""
 
-_ASKED = 64
+_PREFETCHED = 64
 """Elements of a run that prefetches: its cache lines fit into a processor's buffers."""
 
 
@@ -52,7 +52,7 @@ class RunBody:
         self.writer.expressions.update(scalars.expressions)
         self.reduced = [Reduced(value, slot, spec.reduction_count) for slot, value in tile.reductions]
         """The reductions that the update itself needs."""
-        together = [*self.reduced, *([] if self.outputs.is_apart else self.outputs.reported)]
+        together = [*self.reduced, *([] if self.outputs.is_separate else self.outputs.reported)]
         self.clause = {one.chunk: one.reduction for one in together}
         self.clause.update({f"row_{slot}": value for slot, value in tile.parts_of("row")} if rest else {})
         """The reductions of its loop, by their variables."""
@@ -60,9 +60,15 @@ class RunBody:
         touches_blocks = any(codec_of(spec.storages[name]).has_blocks for name in buffers)
         self.in_blocks = touches_blocks if tile.view else spec.has_blocks
         self.in_place = not (self.in_blocks or gaps)
-        self.asks = not (self.in_blocks or rest or self.clause)
+        self.prefetches = not (self.in_blocks or rest or self.clause)
         self.size = (
-            BLOCK if self.in_blocks else _ASKED if self.asks and self.in_place else MOST_COLUMNS if rest else _RUN
+            BLOCK
+            if self.in_blocks
+            else _PREFETCHED
+            if self.prefetches and self.in_place
+            else MAX_COLUMNS
+            if rest
+            else _RUN
         )
         self.place = "i - first" if self.in_place else "j"
         """An element's index in the run."""
@@ -105,8 +111,8 @@ class RunBody:
 
     def begin(self, arrays: Iterable[Array]) -> list[str]:
         """Pointers to the elements of arrays."""
-        asked = self.spec.touched(self.tile) if self.asks else []
-        lines = [f"ask_ahead<{_ASKED}>({array.name}_array, first);" for _, array in asked]
+        prefetched = self.spec.touched(self.tile) if self.prefetches else []
+        lines = [f"ask_ahead<{_PREFETCHED}>({array.name}_array, first);" for _, array in prefetched]
         if self.in_place:
             return lines
         arrays = list(arrays)
@@ -201,7 +207,7 @@ class RunBody:
     @property
     def longest(self) -> str:
         """The most elements that a run of the tensor at hand has: with gaps many, because to copy them has a start."""
-        return f"(layout == nullptr ? {_ASKED} : {self.size})" if self.asks and self.gaps else str(self.size)
+        return f"(layout == nullptr ? {_PREFETCHED} : {self.size})" if self.prefetches and self.gaps else str(self.size)
 
     def _each(self, statement: str) -> list[str]:
         head = f"int64_t j = 0; j < {BLOCK if self.in_blocks else 'count'}; ++j"
@@ -291,7 +297,7 @@ class OutputText:
         self._given = outputs.of("new", "update")
         arrays = self._storages["param"].arrays("param")
         self._arrays = [(place, arrays[place]) for place in outputs.compared]
-        self.is_apart = bool(outputs) and (spec.has_blocks or bool(tile.reductions))
+        self.is_separate = bool(outputs) and (spec.has_blocks or bool(tile.reductions))
         """Whether outputs have a loop of their own: types in a loop change how it cuts a sum of the rule into lanes."""
         kept = [name for name in self._given if not (spec.has_blocks or codec_of(self._storages[name]).is_element)]
         self._remembered = [*dict.fromkeys([*(["param"] if "param" in self._given else []), *kept])]
@@ -304,7 +310,7 @@ class OutputText:
     def run_lines(self, body: RunBody) -> list[str]:
         """The first statements of a run: values kept until all elements are stored, and flags."""
         lines: list[str] = []
-        if self.is_apart:
+        if self.is_separate:
             kinds = [(f"old_{name}", self._scalar) for name in self._old]
             kinds += [(f"given_{name}", self._scalar) for name in self._remembered]
             kinds += [(f"bits_{place}", f"decltype(bits_of({body.array(array)}[0]))") for place, array in self._arrays]
@@ -318,7 +324,7 @@ class OutputText:
         """The statements that remember an element before it is written."""
         seen = [(self._scalar, f"old_{name}", body.load(name)) for name in self._old]
         seen += [("auto", f"bits_{place}", f"bits_of({body.element(array)})") for place, array in self._arrays]
-        if self.is_apart:
+        if self.is_separate:
             return [f"seen_{name}s[{body.place}] = {value};" for _, name, value in seen]
         return [f"const {kind} seen_{name} = {value};" for kind, name, value in seen]
 
@@ -327,7 +333,7 @@ class OutputText:
         writer.write(self._outputs.move_values)
         moves = None if self._outputs.moves is None else writer[self._outputs.moves]
         given = {name: writer[self._outputs.tile.stores[name]] for name in self._given}
-        if not self.is_apart:
+        if not self.is_separate:
             self._accumulate(body, writer, given, moves)
             return
         writer.lines += [f"seen_given_{name}s[{body.place}] = {given[name]};" for name in self._remembered]
@@ -336,7 +342,7 @@ class OutputText:
     def last(self, body: RunBody) -> list[str]:
         """The last statements of a run: the loop of outputs, if they have a separate loop."""
         lines: list[str] = []
-        if self.is_apart:
+        if self.is_separate:
             writer, place = CppWriter(self._scalar, body.writer.names.within()), body.place
             names = [*(f"old_{name}" for name in self._old), *(f"bits_{array}" for array, _ in self._arrays)]
             writer.lines += [f"const auto seen_{name} = seen_{name}s[{place}];" for name in names]

@@ -31,7 +31,7 @@ from .source import source
 _SCALAR_BLOCK = 128
 _FINISH_BLOCK = 1024
 _REPORT_RUN = 256  # tiles whose reports a program combines
-_MOST_SPANS, _ENOUGH_PROGRAMS = 8, 8192
+_MAX_SPANS, _ENOUGH_PROGRAMS = 8, 8192
 """Spans that a program walks which measures, and how many programs there are for each of them: what it has accumulated
 is reduced once."""
 _MEASURING = {"maxnreg": 80}
@@ -41,12 +41,12 @@ _REGISTERS, _MORE_REGISTERS, _WIDE_REGISTERS = 56, 80, 96
 """Of a thread where tiles are of blocks, whose programs then are enough to hide what they wait for; more where numbers
 are rounded at random, states are three or arrays are of four bytes; most where states are four and arrays of four
 bytes."""
-_RUNS_REGISTERS, _MOST_REGISTERS = 112, 128
+_RUNS_REGISTERS, _MAX_REGISTERS = 112, 128
 """Where a thread has two runs of eight neighbours; more where it draws random bits for three arrays, or for two whose
 codes share a byte, and where states are three."""
-_FEW_ARRAYS, _MANY_ARRAYS, _MOST_ARRAYS = 6, 8, 10
+_FEW_ARRAYS, _MANY_ARRAYS, _MAX_ARRAYS = 6, 8, 10
 """Arrays of a parameter, its master and two, three and four states in blocks; kernels with more have what they need."""
-_MOST_RUNS = 4  # runs of a thread in a block
+_MAX_RUNS = 4  # runs of a thread in a block
 _LOAD = 16  # bytes of the widest array that a thread loads at once: these neighbours are a run
 _DECIDE_BLOCK = 8192
 _modules: dict[int, ModuleType] = {}
@@ -65,8 +65,8 @@ def tile_options(spec: KernelSpec, shape: TileShape) -> tuple[dict[str, int], di
     if not spec.has_blocks:
         return constants, {}
     constants["STAGES"] = shape.stages
-    constants["RUNS"] = min(max(shape.tile // (_run_of(spec) * shape.warps), 1), _MOST_RUNS)
-    is_small = spec.compute is torch.float32 and len(spec.arrays) <= _MOST_ARRAYS
+    constants["RUNS"] = min(max(shape.tile // (_run_of(spec) * shape.warps), 1), _MAX_RUNS)
+    is_small = spec.compute is torch.float32 and len(spec.arrays) <= _MAX_ARRAYS
     return constants, {"maxnreg": _registers(spec, constants["RUNS"])} if is_small else {}
 
 
@@ -84,7 +84,7 @@ def _registers(spec: KernelSpec, runs: int) -> int:
         # Both codes of a byte are computed in parallel.
         has_pairs = any(array.elements == 2 for array in spec.arrays)
         draws_more = spec.draws and (has_pairs or len(spec.draws) > 2)
-        return _MOST_REGISTERS if draws_more or count > _FEW_ARRAYS else _RUNS_REGISTERS
+        return _MAX_REGISTERS if draws_more or count > _FEW_ARRAYS else _RUNS_REGISTERS
     return _MORE_REGISTERS if spec.draws or count > _FEW_ARRAYS else _REGISTERS
 
 
@@ -105,13 +105,13 @@ class TritonPasses(Passes):
         self.hyper = zeros(len(segment.group_rows.indices), len(spec.hypers))
         has_slices = bool(spec.program.slices.views)
         self.slices: CudaSlices | None = CudaSlices(spec, segment.entries, device) if has_slices else None
-        most_tiles = max(segment.tiles.count, self.slices.most_tiles if self.slices else 0, 1)
+        max_tiles = max(segment.tiles.count, self.slices.max_tiles if self.slices else 0, 1)
         tables = {
             **self.tables(),
             "addresses": self.arrays.addresses.T,
             "counts": np.asarray([len(entries)], dtype=np.int64),
             "tile_list": np.zeros(1, dtype=np.int32),
-            "partials": zeros(most_tiles if spec.reduction_count else 1, max(spec.reduction_count, 1)),
+            "partials": zeros(max_tiles if spec.reduction_count else 1, max(spec.reduction_count, 1)),
             **{f"{name}_state": array for name, array in segment.scalar_states.items()},
             **{name: zeros(1) for name in ("words", "first_word", "report_partials")},
         }
@@ -134,7 +134,7 @@ class TritonPasses(Passes):
         """Tables, tiles and strided tiles of passes that measure; and the launch that combines their results."""
         segment, outputs = self.segment, self.outputs
         assert outputs is not None
-        spans = min(max(segment.tiles.count // _ENOUGH_PROGRAMS, 1), _MOST_SPANS)
+        spans = min(max(segment.tiles.count // _ENOUGH_PROGRAMS, 1), _MAX_SPANS)
         # Sums that the update needs, and ranges of tiles, use the tiles of the other passes.
         spans = 1 if self._spec.reduction_count or segment.streamer is not None else spans
         if self._cut is None:
@@ -276,7 +276,7 @@ class TritonPasses(Passes):
     def set_device_hyper(self, row: int, column: int, tensor: torch.Tensor) -> None:
         self.hyper[row, column].copy_(tensor.detach(), non_blocking=True)
 
-    def take_gradients_from(self, grads: torch.Tensor) -> None:
+    def set_gradients(self, grads: torch.Tensor) -> None:
         before, self.segment.grads, self._tables["grads"] = self.segment.grads, grads, grads
         for _, arguments in itertools.chain(self._step_launches(False), self._step_launches(True)):
             arguments[:] = [grads if argument is before else argument for argument in arguments]

@@ -18,13 +18,13 @@ from ...runtime.segment import Block, Entry, SliceTables, ViewTiles
 
 _PROGRAMS = 4096  # least number of programs of a large segment: 32 for each processor of the largest GPUs
 
-_FEWEST_ELEMENTS, _MOST_ELEMENTS = 4096, 32768
+_MIN_ELEMENTS, _MAX_ELEMENTS = 4096, 32768
 """Bounds on the elements of a tile that a program walks sub-block by sub-block. The fewer tiles, the fewer table loads
 and parts of columns; the bits of a reduction depend on the tiles, so a segment's own sizes alone decide."""
 
 _WHOLE_ELEMENTS = 1024  # elements of a tile held at once: small matrices, or a few rows
 
-_HELD_BYTES, _FEWEST_HELD, _MOST_HELD = 4096, 512, 2048
+_HELD_BYTES, _MIN_HELD, _MAX_HELD = 4096, 512, 2048
 """Bytes that the sub-blocks of all arrays read by a pass hold together, where tiles have more rows, and bounds on their
 elements."""
 
@@ -39,7 +39,7 @@ _REGISTERS = 64
 itself the assembler takes twice that for the loop over unaligned rows, and the aligned ones pay for it. Tiles held
 whole have all that they read under way at once; they may have twice as many."""
 
-_ELEMENTS_A_WARP, _MOST_WARPS = 128, 4
+_ELEMENTS_PER_WARP, _MAX_WARPS = 128, 4
 _WIDEST, _WIDE = 128, 1024
 """Columns of a tile at most, and where a last tile of half of them is no great part of a row any more."""
 
@@ -54,7 +54,7 @@ _COMBINED_SLICES, _COMBINED_PARTS = 128, 8
 
 def elements_of(total: int) -> int:
     """Elements of a tile."""
-    return min(max(_power_below(total // _PROGRAMS), _FEWEST_ELEMENTS), _MOST_ELEMENTS)
+    return min(max(_power_below(total // _PROGRAMS), _MIN_ELEMENTS), _MAX_ELEMENTS)
 
 
 def _power_below(number: int) -> int:
@@ -86,7 +86,7 @@ def block_of(elements: int, in_blocks: bool = False) -> Callable[[int, int, int]
 def held_rows(block: Block, bytes_read: float) -> int:
     """Rows of a tile held at once: enough bytes in flight, few enough registers."""
     matrices, rows, columns = block
-    elements = min(max(_power_below(int(_HELD_BYTES // max(bytes_read, 1))), _FEWEST_HELD), _MOST_HELD)
+    elements = min(max(_power_below(int(_HELD_BYTES // max(bytes_read, 1))), _MIN_HELD), _MAX_HELD)
     return rows if matrices > 1 else min(rows, max(elements // columns, 1))
 
 
@@ -103,7 +103,7 @@ def build_options(
         "STAGES": _STAGES if walks and bytes_read > _FEW_BYTES else 1,
         "UNSCALE": unscale,
     }
-    warps = min(max(block[0] * held * block[2] // _ELEMENTS_A_WARP, 1), _MOST_WARPS)
+    warps = min(max(block[0] * held * block[2] // _ELEMENTS_PER_WARP, 1), _MAX_WARPS)
     registers = {"maxnreg": _REGISTERS if walks else 2 * _REGISTERS} if spec.compute is torch.float32 else {}
     return constants, {"num_warps": warps, **registers, **EXACT}
 
@@ -127,7 +127,7 @@ class CudaSlices:
         slices = spec.program.slices
         total = sum(entry.param.numel() for entry in entries)
         self.tables = tables = SliceTables(spec.program, entries, block_of(elements_of(total), spec.has_blocks))
-        self.most_tiles = tables.most_tiles
+        self.max_tiles = tables.max_tiles
         self._arrays = {
             "starts": device_table(tables.starts[:, :-1].T, self.device),
             "spans": device_table(tables.spans.reshape(len(slices.spans), len(entries), 2).swapaxes(0, 1), self.device),

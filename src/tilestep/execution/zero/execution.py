@@ -494,14 +494,14 @@ class ParameterSync:
             # A captured step always uses collectives.
             fetched = {group: group.peers for group in self._updated_groups if group.peers and not captures}
             for peers in dict.fromkeys(fetched.values()):
-                peers.meet()
+                peers.barrier()
             for group in self._updated_groups:
                 if group in fetched:
                     # A copy per section: contiguous copies between GPUs run on copy engines, not in a kernel. The
                     # barrier after them keeps ranks from overwriting sections that another rank still reads.
                     for own, other in group.theirs:
                         own.copy_(other)
-                    fetched[group].meet()
+                    fetched[group].barrier()
                     group.work = None
                 else:
                     wholes, sections = group.sent or group.send()
