@@ -47,9 +47,9 @@ class Names:
     def __init__(self, taken: Iterable[str] = (), *, reserved: Iterable[str] = (), slots: str = "(?!)") -> None:
         self._used, self._slots = {*taken, *_RESERVED, *reserved}, slots
 
-    def fresh(self, wanted: str) -> str:
-        """The wanted name, followed by a number if it is taken."""
-        base = self.spelled(wanted)
+    def fresh(self, name: str) -> str:
+        """The name, followed by a number if it is taken."""
+        base = self.spelled(name)
         stem = f"{base}_" if self.is_kept(f"{base}_2") else base
         name, count = base, 2
         while name in self._used:
@@ -65,12 +65,12 @@ class Names:
         """Names for a scope inside this one."""
         return Names(self._used, slots=self._slots)
 
-    def spelled(self, wanted: str) -> str:
-        """The wanted name as an ASCII identifier that is no keyword and is not kept; Greek letters by their names."""
+    def spelled(self, name: str) -> str:
+        """The name as an ASCII identifier that is no keyword and is not kept; Greek letters by their names."""
         names = {
-            letter: unicodedata.name(letter, "letter").split()[-1].lower() for letter in wanted if not letter.isascii()
+            letter: unicodedata.name(letter, "letter").split()[-1].lower() for letter in name if not letter.isascii()
         }
-        base = "".join(names.get(letter, letter) for letter in wanted)
+        base = "".join(names.get(letter, letter) for letter in name)
         base = "".join(letter if letter.isalnum() else "_" for letter in base) or "value"
         base = f"{base}_" if keyword.iskeyword(base) or base[0].isdigit() else base
         return f"{base}_" if self.is_kept(base) else base
@@ -112,9 +112,9 @@ class Writer:
         """Write a value as this expression from now on."""
         self.expressions[id(value)] = expression
 
-    def name(self, value: Value, expression: str, wanted: str = "") -> str:
+    def name(self, value: Value, expression: str, hint: str = "") -> str:
         """Assign a value to a new variable."""
-        name = self.names.fresh(wanted or value.name or value.operation)
+        name = self.names.fresh(hint or value.name or value.operation)
         self.lines.append(self.declare(name, expression, value))
         self.bind(value, name)
         return name

@@ -109,9 +109,9 @@ def number_of(build: Builder, number: Any) -> Number:
 class _Path:
     """One path through a function: the answers to its conditions."""
 
-    def __init__(self, answers: Sequence[bool], most: int) -> None:
+    def __init__(self, answers: Sequence[bool], max_branches: int) -> None:
         self.conditions: list[Value] = []
-        self.answers, self._most = list(answers), most
+        self.answers, self._max_branches = list(answers), max_branches
         self._known: dict[int, bool] = {}
 
     def answer(self, condition: Number) -> bool:
@@ -121,7 +121,7 @@ class _Path:
             return bool(value.attribute)
         if id(value) not in self._known:
             place = len(self.conditions)
-            if place == self._most:
+            if place == self._max_branches:
                 raise _refuse(
                     f"more than {MAX_BRANCHES} branches in a row, or {MAX_PATHS} paths in all: use loops of constant "
                     "length, and sums of products instead of branches"
@@ -288,8 +288,8 @@ class TracedLimit:
 
 def floats_of(limit: Limit) -> dict[str, float]:
     """The numbers of a limit that its kernel reads from memory: limits that differ only in these share a kernel."""
-    own = {field.name: getattr(limit, field.name) for field in fields(limit)}  # type: ignore[arg-type]
-    return {name: number for name, number in own.items() if type(number) is float}
+    values = {field.name: getattr(limit, field.name) for field in fields(limit)}  # type: ignore[arg-type]
+    return {name: number for name, number in values.items() if type(number) is float}
 
 
 def _results(limit: Limit, ask: Callable[..., Any], norm: Any, loss: Any, memory: Any, skipped: Any) -> tuple[Any, Any]:

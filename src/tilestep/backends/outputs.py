@@ -16,14 +16,14 @@ class PassOutputs:
 
     def __init__(self, spec: KernelSpec, tile: TilePass) -> None:
         every = traced(spec)
-        own = [entry for entry in every if entry.tile is tile]
+        entries = [entry for entry in every if entry.tile is tile]
         self.spec, self.tile, self.width = spec, tile, len(reports(spec.outputs))
         slots = {name: slot for slot, name in enumerate(reports(spec.outputs))}
-        self.reports = [(slots[entry.output.name], entry) for entry in own if entry.output.reduce != "or"]
-        self.marks = next((entry.root for entry in own if entry.output.reduce == "or"), None)
+        self.reports = [(slots[entry.output.name], entry) for entry in entries if entry.output.reduce != "or"]
+        self.marks = next((entry.root for entry in entries if entry.output.reduce == "or"), None)
         """Whether an element's bit is set."""
-        self.roots = [entry.root for entry in own]
-        self.leaves = list(dict.fromkeys(leaf for entry in own for leaf in entry.leaves))
+        self.roots = [entry.root for entry in entries]
+        self.leaves = list(dict.fromkeys(leaf for entry in entries for leaf in entry.leaves))
         self.moves = moves_of(spec) if ("moves", "param", 0) in self.leaves else None
 
     def __bool__(self) -> bool:
@@ -55,8 +55,10 @@ class PassOutputs:
         """The values that `moves` is computed from, in order, without values of the pass."""
         if self.moves is None:
             return []
-        own = {id(value) for value in self.tile.values()}
-        return [value for value in ancestors([self.moves], lambda value: id(value) in own) if id(value) not in own]
+        inside = {id(value) for value in self.tile.values()}
+        return [
+            value for value in ancestors([self.moves], lambda value: id(value) in inside) if id(value) not in inside
+        ]
 
 
 def reports(outputs: tuple[Output, ...]) -> list[str]:

@@ -231,8 +231,8 @@ def _split(text: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
 def _batches(text: Tensor, recipe: Recipe) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(recipe.seed)
     window = torch.arange(recipe.size.context + 1, device=text.device)
-    most = len(text) - len(window)
-    starts = torch.randint(most, (recipe.steps, recipe.batch, 1), generator=generator).to(text.device)
+    last = len(text) - len(window)
+    starts = torch.randint(last, (recipe.steps, recipe.batch, 1), generator=generator).to(text.device)
     return (text[start + window].long() for start in starts)
 
 

@@ -251,9 +251,9 @@ class _Run:
         for pause in (0.0, 0.2, 1.0):
             time.sleep(pause)
             with contextlib.suppress(NotRecorded):
-                seen = trace(self._contender.call, self._device)
-                self.row.launches = seen.launches if has_streams(self._device) else None
-                self.row.calls, self.row.peak_bytes = seen.calls, seen.peak_bytes
+                traced = trace(self._contender.call, self._device)
+                self.row.launches = traced.launches if has_streams(self._device) else None
+                self.row.calls, self.row.peak_bytes = traced.calls, traced.peak_bytes
                 return
 
 

@@ -129,8 +129,8 @@ def _torch_compiled(parameters: Sequence[Tensor]) -> Any:
 
 
 def _of_peer(parameters: Sequence[Tensor], module: str, name: str, **options: Any) -> Any:
-    own = {"storage_dtype": str(parameters[0].dtype).removeprefix("torch.")} if module == "heavyball" else {}
-    return getattr(importlib.import_module(module), name)(parameters, **_ADAMW, **options, **own)
+    extra = {"storage_dtype": str(parameters[0].dtype).removeprefix("torch.")} if module == "heavyball" else {}
+    return getattr(importlib.import_module(module), name)(parameters, **_ADAMW, **options, **extra)
 
 
 def _peer(title: str, module: str, name: str, options: dict[str, Any], **properties: bool) -> Peer:

@@ -409,38 +409,38 @@ def marked(name: str) -> contextlib.AbstractContextManager[object]:
     return record_function(name) if _profiler_enabled is None or _profiler_enabled() else _NOTHING
 
 
-_watched: list[Callable[[list[Any]], None]] = []
+_watchers: list[Callable[[list[Any]], None]] = []
 _NAMES = ("_clip_grads_with_norm_", "clip_grad_value_")
 
 
-def watch_clips(look: Callable[[list[Any]], None]) -> bool:
+def watch_clips(watcher: Callable[[list[Any]], None]) -> bool:
     """Call a function, which may raise, with parameters before torch clips. Returns whether torch lets us."""
-    if look in _watched:
+    if watcher in _watchers:
         return True
     module: Any = sys.modules.get("torch.nn.utils.clip_grad")
     originals = {name: getattr(module, name, None) for name in _NAMES}
     if not all(map(callable, originals.values())):
         return False
-    _watched.append(look)
-    if len(_watched) == 1:
+    _watchers.append(watcher)
+    if len(_watchers) == 1:
         for original in originals.values():
-            seen = _seen(original)
+            watched = _with_watchers(original)
             for place in (module, torch.nn.utils):
                 for key, value in list(vars(place).items()):
                     if value is original:
-                        setattr(place, key, seen)
+                        setattr(place, key, watched)
     return True
 
 
-def _seen(original: Any) -> Any:
+def _with_watchers(original: Any) -> Any:
     @functools.wraps(original)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(parameters, *args, **kwargs)
         # A generator can be consumed only once.
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        for look in _watched:
-            look(listed)
+        for watcher in _watchers:
+            watcher(listed)
         return original(listed, *args, **kwargs)
 
     return clip

@@ -265,9 +265,13 @@ def _formulas(request: Request) -> list[list[str]]:
         lines = tuple(formula("FORMULA", kind.graph, request.rule.state_names, request.values, about))
         kind.formula = seen.setdefault(lines, f"{kind.spec.name}_{min(kind.dims)}d" if seen else kind.spec.name)
     formats = {storage.title: codec_of(storage) for kind in request.kinds for storage in kind.storages.values()}
-    own = [lines for title, codec in formats.items() if not codec.is_plain for lines in codec_functions(title, codec)]
-    helpers = [text.strip().splitlines() for text in helpers_of(line for lines in own for line in lines).values()]
-    return [*helpers, *own, *(renamed(lines, {"FORMULA": name}) for lines, name in seen.items())]
+    conversions = [
+        lines for title, codec in formats.items() if not codec.is_plain for lines in codec_functions(title, codec)
+    ]
+    helpers = [
+        text.strip().splitlines() for text in helpers_of(line for lines in conversions for line in lines).values()
+    ]
+    return [*helpers, *conversions, *(renamed(lines, {"FORMULA": name}) for lines, name in seen.items())]
 
 
 def _average(request: Request) -> list[str]:
@@ -365,12 +369,12 @@ def _stages(kind: Kind) -> tuple[list[tuple[Any, ...]], list[dict[int, str]]]:
             launches = []
         if tile is None:
             continue
-        own: dict[str, Any] = {**constants}
+        arguments: dict[str, Any] = {**constants}
         if kind.is_general:
-            own["MATH"] = Code(f"maths[{passes}]")
+            arguments["MATH"] = Code(f"maths[{passes}]")
         passes += 1
-        own |= {"num_warps": shape.warps, **options}
-        launches.append((names[f"tile_pass_{index}"], "tiles", own))
+        arguments |= {"num_warps": shape.warps, **options}
+        launches.append((names[f"tile_pass_{index}"], "tiles", arguments))
         if tile.reductions:
             sums = {"SPAN": shape.span, "BLOCK": _FINISH_BLOCK, "num_warps": 4}
             launches.append((names[f"finish_{index}"], "tensors", sums))
@@ -446,7 +450,7 @@ def _signature(request: Request) -> str:
 def ejected_test(request: Request, module: str) -> str:
     """The text of a file that tests the ejected one, which is imported as `module`."""
     rule = request.rule
-    own = getattr(torch.optim, rule.name, None)
+    of_torch = getattr(torch.optim, rule.name, None)
     limit = 'LIMIT: dict[str, Any] = {"max_grad_norm": 0.5}' if request.clip else "LIMIT: dict[str, Any] = {}"
     tolerance = 0.03 if request.state_dtype or request.masters else 4e-6
     header = f"""# Made by tilestep {__version__}:
@@ -457,7 +461,7 @@ def ejected_test(request: Request, module: str) -> str:
     flags = {
         "across": any(kind.spec.global_count for kind in request.kinds),
         "clip": request.clip,
-        "torch": own is not None and not request.state_dtype,
+        "torch": of_torch is not None and not request.state_dtype,
     }
     text = _filled("template_for_tests.py", texts, flags, request)
     imports = sorted([f"import {module} as ejected", "import pytest", "import torch"])

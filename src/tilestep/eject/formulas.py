@@ -139,10 +139,10 @@ def formula(
     """A rule as a function of a parameter, its gradient and its states in float32, and numbers in float64."""
     values = graph.values()
     asked = dict.fromkeys(value.attribute for value in values if value.operation == "hyper")
-    own = ("step", "gradient_scale", "machine_epsilon")
+    builtins = ("step", "gradient_scale", "machine_epsilon")
     used = [
         name.replace(".", "_")
-        for base in (*hyperparameters, *own)
+        for base in (*hyperparameters, *builtins)
         for name in sorted(asked)
         if name.partition(".")[0] == base
     ]
@@ -195,7 +195,7 @@ def _function(title: str, parameters: Sequence[str], roots: Sequence[Value], kin
     writer.write(ancestors(roots))
     typed = ", ".join(f"{name}: torch.Tensor" for name in parameters)
     returned = ", ".join(writer[root] for root in roots) + "," * (len(roots) == 1 and kind != "torch.Tensor")
-    about = "What keeps numbers." if title.startswith("store") else "Numbers from what keeps them."
+    about = "Encode numbers for storage." if title.startswith("store") else "Decode stored numbers."
     return [f"def {title}({typed}) -> {kind}:", f'    """{about}"""', *writer.lines, f"    return {returned}"]
 
 

@@ -97,7 +97,7 @@ def merged(kinds: Sequence[Kind], *, clip: bool) -> list[list[str]]:
     functions = {kind.name: update_functions(kind.spec, clip=clip) for kind in kinds}
     general = {kind.name: _general(kind.spec, functions[kind.name]) for kind in kinds}
     for kind in kinds:
-        passes = [_passes(own) for name, own in general.items() if name != kind.name]
+        passes = [_passes(functions) for name, functions in general.items() if name != kind.name]
         kind.is_general = bool(general[kind.name]) and _passes(general[kind.name]) in passes
         names: dict[str, str] = {}
         for name, lines in general[kind.name] if kind.is_general else functions[kind.name]:
@@ -231,16 +231,16 @@ def _helpers() -> tuple[dict[str, list[str]], dict[str, Any]]:
 
 def helpers_for(functions: Iterable[Iterable[str]]) -> tuple[list[list[str]], dict[str, Any]]:
     """The library's functions and constants that these functions need."""
-    (own, constants), wanted, waiting = _helpers(), set[str](), ["\n".join(lines) for lines in functions]
-    helpers = {**own}
-    if not re.search(r"\bpower\((?![a-z]\w*, [a-z]\w*\))", "\n".join(waiting)):  # of tensors alone
-        helpers["power"] = [line for line in own["power"] if "alike" not in line]
-    while waiting:
-        read = (_names_in(waiting.pop()) & (helpers.keys() | constants.keys())) - wanted
-        waiting += ["\n".join(helpers[name]) for name in read & helpers.keys()]
-        wanted |= read
-    used = {name: value for name, value in constants.items() if name in wanted}
-    return [lines for name, lines in helpers.items() if name in wanted], used
+    (support, constants), needed, pending = _helpers(), set[str](), ["\n".join(lines) for lines in functions]
+    helpers = {**support}
+    if not re.search(r"\bpower\((?![a-z]\w*, [a-z]\w*\))", "\n".join(pending)):  # of tensors alone
+        helpers["power"] = [line for line in support["power"] if "alike" not in line]
+    while pending:
+        read = (_names_in(pending.pop()) & (helpers.keys() | constants.keys())) - needed
+        pending += ["\n".join(helpers[name]) for name in read & helpers.keys()]
+        needed |= read
+    used = {name: value for name, value in constants.items() if name in needed}
+    return [lines for name, lines in helpers.items() if name in needed], used
 
 
 def _names_in(text: str) -> set[str]:

@@ -118,14 +118,14 @@ def choose_views(
     """The views in which a pass computes its reductions, each with its reductions; the first also suits its reads."""
     first, stop = over or (0, 0)
     left = dims - (stop - first)
-    waiting = list(dict.fromkeys(reduced))
+    pending = list(dict.fromkeys(reduced))
     views: list[tuple[View, list[Over]]] = []
-    while waiting or not views:
+    while pending or not views:
         view = View(
-            over, left, _rows([_left(block, over) for block in waiting], [_left(block, over) for block in read], left)
+            over, left, _rows([_left(block, over) for block in pending], [_left(block, over) for block in read], left)
         )
-        done = [block for block in waiting if view.place(block) in ("row", "column")]
-        waiting = [block for block in waiting if block not in done]
+        done = [block for block in pending if view.place(block) in ("row", "column")]
+        pending = [block for block in pending if block not in done]
         views.append((view, done))
     return views
 
@@ -205,8 +205,8 @@ class SliceCutter:
         """Decide which values passes store for later passes, cut passes into views, and order them."""
         for stage in reversed(range(len(self.tiles))):
             done: set[Over | None] = set()
-            while waiting := [over for at, over in self._passes if at == stage and over not in done]:
-                over = min(waiting, key=_extent)
+            while pending := [over for at, over in self._passes if at == stage and over not in done]:
+                over = min(pending, key=_extent)
                 done.add(over)
                 for value in self._passes[stage, over].slices():
                     is_new = id(value) not in self.slices.slots
@@ -322,7 +322,7 @@ def matrix_program(graph: Graph, stages: dict[int, int], tiles: Sequence[TilePas
 
 def _add_input(matrices: MatrixProgram, index: int, tile: TilePass, value: Value, arg: Value) -> None:
     """Make a tile pass write an operand of matrix work; in the compute dtype if readers want different dtypes."""
-    earlier = (own.inputs[id(arg)] for own in matrices.passes[: index + 1] if own and id(arg) in own.inputs)
+    earlier = (each.inputs[id(arg)] for each in matrices.passes[: index + 1] if each and id(arg) in each.inputs)
     name = next(earlier, "")
     if not name:
         name = _scratch(matrices, value)
@@ -358,14 +358,14 @@ def _matrices(value: Value) -> tuple[Value, ...]:
 def _needed(roots: Sequence[Value], index: int, stages: dict[int, int]) -> set[int]:
     """Return the values of the matrix pass after tile pass `index`: results, and intermediates of other shapes."""
     inside: set[int] = set()
-    waiting = list(roots)
-    while waiting:
-        value = waiting.pop()
+    pending = list(roots)
+    while pending:
+        value = pending.pop()
         inside.add(id(value))
         for arg in _matrices(value):
             is_intermediate = arg.level is Level.MATRIX or stages[id(arg)] == index + 1
             if is_matrix_work(arg) and is_intermediate and id(arg) not in inside:
-                waiting.append(arg)
+                pending.append(arg)
     return inside
 
 

@@ -26,8 +26,8 @@ def stacked(graph: Graph) -> Graph:
         return graph.stack
     spans = any(value.operation in GLOBAL_REDUCTIONS for value in graph.values())
     if graph.matrix_states or graph.scalar_states or spans:
-        what = "reduces over all tensors" if spans else f"keeps {min((*graph.matrix_states, *graph.scalar_states))!r}"
-        raise MatrixError(f"{graph.title} {what}, which is not supported for several matrices in one tensor")
+        reason = "reduces over all tensors" if spans else f"keeps {min((*graph.matrix_states, *graph.scalar_states))!r}"
+        raise MatrixError(f"{graph.title} {reason}, which is not supported for several matrices in one tensor")
     build = Builder(graph.dims + 1, graph.dtype)
     made = folded(graph.outputs.values(), partial(_rebuilt, build, graph.dims))
     graph.stack = replace(

@@ -460,9 +460,9 @@ class Recorder(TensorDispatch):
         value.name = name
         self.named[statement, name] = value
 
-    def unsupported(self, what: str, instead: str = ALTERNATIVE) -> RuleError:
+    def unsupported(self, reason: str, instead: str = ALTERNATIVE) -> RuleError:
         """Return the error for an operation without a lowering; its message proposes an alternative."""
-        self.refused = RuleError(f"{rule_place().line}: in {self.title}: {what}; {instead}")
+        self.refused = RuleError(f"{rule_place().line}: in {self.title}: {reason}; {instead}")
         return self.refused
 
     def read_error(self, tensor: Any) -> RuleError:
@@ -470,16 +470,16 @@ class Recorder(TensorDispatch):
         value = self.value_of(tensor)
         reached = ancestors([value])
         if any(node.operation == "load" for node in reached):
-            what = f"branches on (or reads) data: {value.name or value.operation} is only known on the device"
+            reason = f"branches on (or reads) data: {value.name or value.operation} is only known on the device"
         else:
             of = " and ".join(dict.fromkeys(node.attribute for node in reached if node.operation == "hyper"))
             read = of if value.operation == "hyper" else value.name or f"{value.operation} of {of}"
             changing = "may change every step" if value.level <= Level.GROUP else "differs between parameters"
-            what = f"reads {read} as a Python number, which {changing}"
+            reason = f"reads {read} as a Python number, which {changing}"
             functions = [key for key, value in self.hyperparameters.items() if changes(value)]
             if functions:
-                what += f" ({' and '.join(functions)} set as a function of the step)"
-        return RuleError(f"{rule_place().line}: in {self.title}: {what}; use torch.where instead of if")
+                reason += f" ({' and '.join(functions)} set as a function of the step)"
+        return RuleError(f"{rule_place().line}: in {self.title}: {reason}; use torch.where instead of if")
 
     def branch(self, tensor: Any) -> bool:
         """Decide an `if` on hyperparameters and sizes, and record the outcome as a guard."""
@@ -537,8 +537,8 @@ class Reads(ScalarCalls):
             )
             return sizes if dim is None else sizes[0]
         if (name in _OF_MEMORY or func == _BYTES) and args[0].dim():
-            what = "nbytes" if func == _BYTES else _OF_MEMORY[name]
-            raise recorder.unsupported(f"{what} of a tensor differs between parameters; use .size(0) or .numel()")
+            attribute = "nbytes" if func == _BYTES else _OF_MEMORY[name]
+            raise recorder.unsupported(f"{attribute} of a tensor differs between parameters; use .size(0) or .numel()")
         if name in ("dim", "ndimension") or func == _DIMENSIONS or self._may_depend_on_dimensions(name, (args, kwargs)):
             recorder.build.reads_shape = True
         recorder.casts = name in _CASTS
@@ -766,14 +766,14 @@ def _outputs(recorder: Recorder, rule: Rule, results: tuple[Any, ...], shape: tu
 def _check_kept(recorder: Recorder, rule: Rule, results: Sequence[Any], outputs: Mapping[str, Value]) -> None:
     """Raise for a new parameter or state that the rule computes and does not return."""
     code = getattr(rule.function, "__code__", None)
-    own = {f"{code.co_filename}:{line}" for *_, line in code.co_lines()} if code else set()
+    rule_lines = {f"{code.co_filename}:{line}" for *_, line in code.co_lines()} if code else set()
     buffers = (recorder.buffers[0], *recorder.buffers[2:])
     for name, label, result, buffer in zip(("param", *rule.states), _labels(rule), results, buffers):
         if result is not buffer or name in outputs:
             continue
         # A clone of a buffer, or a cast to its dtype, is the buffer's value.
         made = [value for value in recorder.computed if value.operation != "load"]
-        lost = [value for value in made if value.name == label and value.line in own]
+        lost = [value for value in made if value.name == label and value.line in rule_lines]
         if lost:
             raise RuleError(
                 f"{lost[0].line}: {rule.name} rebinds {label} to a new tensor and does not return it, so the buffer "

@@ -142,19 +142,19 @@ def rows_of(coefficients: Any, steps: Any = None, safety: float = SAFETY) -> lis
     if wrong := refusal(coefficients):
         raise RuleError(f"orthogonalize: coefficients={coefficients!r}; {wrong}")
     if isinstance(coefficients, str):
-        table, what = _TABLES[coefficients], repr(coefficients)
+        table, label = _TABLES[coefficients], repr(coefficients)
     elif _is_row(coefficients):
-        table, what = _Table((tuple(coefficients),), STEPS, "last"), ""
+        table, label = _Table((tuple(coefficients),), STEPS, "last"), ""
     else:
         table = _Table(tuple(map(tuple, coefficients)), len(coefficients))
-        what = f"a list of {len(coefficients)} coefficients"
+        label = f"a list of {len(coefficients)} coefficients"
     if safety != SAFETY and not table.scales:
         raise RuleError(f"orthogonalize: safety={safety!r} requires coefficients='polar_express' or 'cans'")
     if isinstance(safety, (str, type(None))) or not 1 <= safety < math.inf:
         raise RuleError(f"orthogonalize: safety={safety!r}; it must be finite and at least 1, or values diverge")
     count = table.steps if steps is None else _whole(steps, table.steps)
     if count != table.steps and not table.further:
-        raise RuleError(f"orthogonalize takes {table.steps} steps with {what}, not {count}")
+        raise RuleError(f"orthogonalize takes {table.steps} steps with {label}, not {count}")
     return [table.row(step, safety) for step in range(count)]
 
 

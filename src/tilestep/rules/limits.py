@@ -19,9 +19,9 @@ from ..errors import RuleError
 
 def valid(limit: Any, /, **numbers: tuple[bool, str]) -> None:
     """Raise `ValueError` for an invalid number; per name: whether the number is valid, and the requirement."""
-    for name, (holds, wanted) in numbers.items():
+    for name, (holds, requirement) in numbers.items():
         if not holds:
-            raise ValueError(f"Invalid {name}: {getattr(limit, name)!r}; {wanted}")
+            raise ValueError(f"Invalid {name}: {getattr(limit, name)!r}; {requirement}")
 
 
 Memory = Any

@@ -394,8 +394,8 @@ class Rule:
                     continue
                 interval = self.range_of(key, index)
                 if entry not in interval or math.isnan(entry):
-                    wanted = str(interval) if key in self.ranges else "a number"
-                    raise ValueError(f"Invalid {label}: {entry}; it must be {wanted}")
+                    requirement = str(interval) if key in self.ranges else "a number"
+                    raise ValueError(f"Invalid {label}: {entry}; it must be {requirement}")
 
     def range_of(self, key: str, index: int = 0) -> Interval:
         """The valid values of a hyperparameter.
@@ -473,10 +473,10 @@ class Rule:
         if not isinstance(result, (tuple, list)):
             result = (result,)
         if len(result) != len(updated):
-            wanted = ", ".join((self.buffer_names[0], *self.state_names))
+            names = ", ".join((self.buffer_names[0], *self.state_names))
             raise self._refuse(
                 f"{self.__name__}() returned {len(result)} value{'s' * (len(result) != 1)}, "
-                f"it must return {len(updated)}: {wanted} (or None when it works in place)"
+                f"it must return {len(updated)}: {names} (or None when it works in place)"
             )
         return tuple(result)
 
@@ -580,8 +580,8 @@ def at_step(value: Any, step: Any, name: str = "the function") -> Any:
 
 def _check_free(name: str, made: Rule) -> None:
     """Raise for a user's rule with the name of a tilestep rule: optimizers and checkpoints refer to rules by name."""
-    own, taken = __name__.rpartition(".")[0], registry.get(name)
-    if taken is not None and taken.__module__.startswith(f"{own}.") and made.__module__ != taken.__module__:
+    package, taken = __name__.rpartition(".")[0], registry.get(name)
+    if taken is not None and taken.__module__.startswith(f"{package}.") and made.__module__ != taken.__module__:
         raise RuleError(
             f"{made.where}: tilestep has a rule called {name} ({taken.where}), and checkpoints name rules: take "
             "another name, or leave out name="

@@ -52,8 +52,8 @@ RETRY_SECONDS = 300.0
 @functools.lru_cache(maxsize=1)
 def compiler() -> tuple[str, ...] | None:
     """The C++ compiler's command: `CXX` if set, else the first of g++, clang++, c++; None without a compiler."""
-    wanted = shlex.split(os.environ.get("CXX", ""))
-    for command in (wanted,) if wanted else (["g++"], ["clang++"], ["c++"]):
+    requested = shlex.split(os.environ.get("CXX", ""))
+    for command in (requested,) if requested else (["g++"], ["clang++"], ["c++"]):
         path = shutil.which(command[0])
         if path:
             return (path, *command[1:])
@@ -151,13 +151,13 @@ def _load_or_build(name: str, command: list[str], source: str) -> ctypes.CDLL:
         count_build()
         compile_source(command, source, target, ["-lm"], max(deadline - time.monotonic(), 1.0))
 
-    for anew in (False, True):
-        with cached(name, build, seconds=build_seconds(), by=command[0], anew=anew) as file:
+    for rebuild in (False, True):
+        with cached(name, build, seconds=build_seconds(), by=command[0], anew=rebuild) as file:
             try:
                 return _open(file)
             except BuildError:
                 # It is complete, but from a machine with other libraries, or nothing can be loaded from this folder.
-                if anew:
+                if rebuild:
                     raise
     raise AssertionError
 
@@ -301,10 +301,10 @@ def warn_of_failure(error: BuildError) -> None:
     if command in _warned:
         return
     _warned.add(command)
-    what = f"found no C++ compiler ({_remedy()}) and no cached build: rules run as eager PyTorch, which is slow"
+    message = f"found no C++ compiler ({_remedy()}) and no cached build: rules run as eager PyTorch, which is slow"
     if command is not None:
-        what = (
+        message = (
             "could not build a kernel: its rule runs as eager PyTorch, which is slow, until an optimizer created later "
             f"can build it: {error}"
         )
-    warnings.warn(f"tilestep {what}", RuntimeWarning, stacklevel=3)
+    warnings.warn(f"tilestep {message}", RuntimeWarning, stacklevel=3)

@@ -42,7 +42,7 @@ def scalar_function(spec: KernelSpec, index: int, scalar_pass: ScalarPass) -> li
     }
     needed = write_scalars(writer, spec, scalar_pass, places, states)
     per_tensor = any(value.level.name == "TENSOR" for value in needed)
-    own, reductions = [column for column, _ in scalar_pass.rows], scalar_pass.global_reductions
+    written, reductions = [column for column, _ in scalar_pass.rows], scalar_pass.global_reductions
     stores = [f"row[{column}] = {writer[value]};" for column, value in scalar_pass.rows]
     parts = {slot: f"launch->global_parts[t * {spec.global_count} + {slot}]" for slot, _ in reductions}
     stores += [f"{parts[slot]} = {writer[value.args[0]]};" for slot, value in reductions]
@@ -52,8 +52,8 @@ def scalar_function(spec: KernelSpec, index: int, scalar_pass: ScalarPass) -> li
         stores += [f"if (!skip) {states[name]} = {writer[value]};" for name, value in scalar_pass.stores.items()]
         stores.append("launch->step[t] = next_step;")
     # Columns are those of the previous tensor; those of other passes may differ between tensors.
-    copies = [f"row[{column}] = rows[same_as * {columns} + {column}];" for column in own]
-    if len(own) == columns:
+    copies = [f"row[{column}] = rows[same_as * {columns} + {column}];" for column in written]
+    if len(written) == columns:
         copy = f"row[column] = rows[same_as * {columns} + column];"
         copies = [f"for (int64_t column = 0; column < {columns}; ++column) {copy}"]
     copies += ["launch->step[t] = next_step;"] if scalar_pass.is_last else []
@@ -135,8 +135,8 @@ class _SlicePass:
             kind = self._kind(slot)
             finish.append(f"combine_parts<{operation}>(launch, slices, {index}, {kind}, {slot}, {along_rows});")
         if body.reduced:
-            own = "const int64_t first = view.first_tile[t], stop = first + view.tile_count[t];"
-            finish += over_tensors([own, *(one.total for one in body.reduced)])
+            tile_range = "const int64_t first = view.first_tile[t], stop = first + view.tile_count[t];"
+            finish += over_tensors([tile_range, *(one.total for one in body.reduced)])
         return code(f"""
             extern "C" void {self.tile.title}(const Launch* launch, const Slices* slices) {{
               if (launch->control[SKIP] != 0) return;

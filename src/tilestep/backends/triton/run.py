@@ -311,11 +311,11 @@ class TritonPasses(Passes):
 
     def _tables_of(self, tile_range: TileRange) -> tuple[dict[str, torch.Tensor], int]:
         """The tables of launches over a range of tiles, and the number of its tiles that are walked by coordinates."""
-        own = tables_of(self, tile_range, self._tables)
+        tables = tables_of(self, tile_range, self._tables)
         listed = self._strided_in(self.segment.tiles.tile_tensor[tile_range.tiles.start : tile_range.tiles.stop])
-        own["addresses"] = own["addresses"].T
-        own.update({"tile_list": listed} if len(listed) else {})
-        return device_tables(own, self._device), len(listed)
+        tables["addresses"] = tables["addresses"].T
+        tables.update({"tile_list": listed} if len(listed) else {})
+        return device_tables(tables, self._device), len(listed)
 
     def tile_calls(self, index: int, tile_range: TileRange | None = None) -> list[partial[Any]]:
         if tile_range is None:

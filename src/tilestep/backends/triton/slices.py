@@ -65,8 +65,8 @@ def _power_below(number: int) -> int:
 def block_of(elements: int, in_blocks: bool = False) -> Callable[[int, int, int], Block]:
     """A function from a tensor's matrices, rows and columns to the block of its tiles: few, as each is compiled."""
 
-    def side(size: int, most: int) -> int:
-        return min(next((side_length for side_length in _SIDES if size <= side_length), most), most)
+    def side(size: int, limit: int) -> int:
+        return min(next((side_length for side_length in _SIDES if size <= side_length), limit), limit)
 
     def choose(matrices: int, rows: int, columns: int) -> Block:
         if matrices * rows == 1 and columns > _LONGEST:
@@ -160,13 +160,13 @@ class CudaSlices:
         # Imported here because it needs Triton.
         from .support import combine_parts
 
-        tiles, own = self._tiles(tile)
+        tiles, of_tile = self._tiles(tile)
         name, device = f"{self.spec.name}_{tile.title}", self.device
-        common = {**tables, **self._arrays, **own}
+        common = {**tables, **self._arrays, **of_tile}
         for block, first, count in tiles.ranges:
             constants, options = build_options(self.spec, tile, block, unscale)
-            base = {**common, "tile_base": own[f"base_{first}"]}
-            of_range = {**base, "tile_tensor": own["tile_tensor"][first : first + count]}
+            base = {**common, "tile_base": of_tile[f"base_{first}"]}
+            of_range = {**base, "tile_tensor": of_tile["tile_tensor"][first : first + count]}
             yield launch_of(getattr(module, name), count, device, constants, of_range, **options)
             listed = first + np.flatnonzero(strided[tiles.tile_tensor[first : first + count]])
             if tile.over is None and len(listed):

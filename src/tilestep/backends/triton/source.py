@@ -91,7 +91,7 @@ class OutputText:
             math.writer.write(self.outputs.move_values)
             math.results["seen_moves"] = math.writer[self.outputs.moves]
         kinds = {"reports": self.outputs.reports, "marks": self.outputs.marks}
-        self.pointers = pointers_of(*(kind for kind, wanted in kinds.items() if wanted))
+        self.pointers = pointers_of(*(kind for kind, is_used in kinds.items() if is_used))
 
     def _totals(self) -> Iterator[tuple[str, int, str, Traced]]:
         """Accumulators (name, slot, size), which block passes also have for masked tiles; and the outputs in them."""
@@ -223,7 +223,7 @@ class TileMath:
         self.type = dtype_name(spec.compute)
         self.draws = spec.draws_in(tile)
         self.arrays: list[Array] = [spec.grad, *spec.arrays]
-        around = [f"{array.name}_{what}" for array in self.arrays for what in ("array", "address", "element")]
+        around = [f"{array.name}_{suffix}" for array in self.arrays for suffix in ("array", "address", "element")]
         self.names = TritonNames([self.name, *around, *(f"new_{name}" for name in tile.stores)])
         self.writer = TritonWriter(self.type, self.names, is_16_bits(spec, tile), spec.has_blocks)
         self.inputs: list[tuple[str, str]] = []
@@ -248,8 +248,8 @@ class TileMath:
         """Touched arrays, with the whole tensor's strides as an array of their own if the pass needs indices."""
         self.layout = f"layout = layouts + layout_row * {1 + MAX_DIMS * (1 + len(self.arrays) + bool(spec.draws))}"
 
-    def _argument(self, value: Value, wanted: str = "") -> str:
-        name = self.names.fresh(wanted or value.name or describe(value))
+    def _argument(self, value: Value, hint: str = "") -> str:
+        name = self.names.fresh(hint or value.name or describe(value))
         self.writer.bind(value, f"({name} != 0)" if value.is_bool else name)
         return name
 
@@ -568,8 +568,8 @@ class _SliceKernel(TileMath):
 
     def _work(self, *, masked: bool) -> list[str]:
         body = TileBody(self.spec, "mask" if masked else "", (_SHAPE, _CODES) if self.block_arrays else None)
-        own = [pair for pair in self.slices if self.tile.place(pair[1]) not in ("column", "matrix")]
-        lines = [*self.load_inputs(body), *(f"{name} = {self._load_slice(value, masked)}" for name, value in own)]
+        slices = [pair for pair in self.slices if self.tile.place(pair[1]) not in ("column", "matrix")]
+        lines = [*self.load_inputs(body), *(f"{name} = {self._load_slice(value, masked)}" for name, value in slices)]
         lines += [self.call(), *self.store_results(body)]
         for slot, _ in self.tile.kept:
             pointer = f"slot_{slot} + start_{self.kinds[slot]} + corner + place"
@@ -637,8 +637,8 @@ class _Kernel(TileMath):
         self.measures = bool(self.outputs.outputs.reports)
 
     def _head(self, suffix: str, *further: str) -> str:
-        own = [*(["blocks"] if self.in_blocks else []), *(["random"] if self.spec.draws else []), *further]
-        pointers = [*pointers_of("tile"), *self.outputs.pointers, *pointers_of(*own)]
+        optional = [*(["blocks"] if self.in_blocks else []), *(["random"] if self.spec.draws else []), *further]
+        pointers = [*pointers_of("tile"), *self.outputs.pointers, *pointers_of(*optional)]
         # Elements of a block, elements of a program, whether gradients are unscaled; of passes over blocks tiles of
         # whole blocks in flight, and a thread's runs of neighbours in a block.
         constants = "TILE SPAN UNSCALE" + (" STAGES RUNS" if self.in_blocks else "")

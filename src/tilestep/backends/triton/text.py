@@ -264,8 +264,8 @@ class TileBody:
 
     def _mask(self, array: Array) -> str:
         if self.mask and self.shapes is not None and array.elements == 1:
-            own = (s.arrays(name) for name, s in self.spec.storages.items() if codec_of(s).has_blocks)
-            return "code_mask" if any(array in arrays for arrays in own) else self.mask
+            in_blocks = (s.arrays(name) for name, s in self.spec.storages.items() if codec_of(s).has_blocks)
+            return "code_mask" if any(array in arrays for arrays in in_blocks) else self.mask
         return _MASKS[array.elements] if self.mask and self.spec.has_blocks else self.mask
 
     def loaded(self, array: Array) -> str:
