@@ -3,7 +3,7 @@
 # Regenerate it instead of editing it. It needs torch, and Triton for parameters on a GPU, but not tilestep.
 """AdamW: Adam with decoupled weight decay.
 
-On a GPU a few launches update all parameters of float32 and bfloat16; on a CPU plain PyTorch does.
+On a GPU a few launches update all float32 and bfloat16 parameters; on a CPU plain PyTorch does.
 From top to bottom: the rule's formulas on torch tensors; Triton functions; the kinds of parameters that have kernels;
 the tables that kernels read; the optimizer.
 """
@@ -388,9 +388,7 @@ class Tables:
         for (_, _, state, _), view in zip(members, self.tables["step"].unbind()):
             state["step"] = view
         self.known: dict[str, list[Any]] = {}  # the values in tables that change from step to step
-        self.kept = [
-            list(state.values()) for _, _, state, _ in members
-        ]  # keep the tensors alive: kernels read their addresses
+        self.kept = [list(state.values()) for _, _, state, _ in members]  # kept alive: kernels have their addresses
 
     def refresh(self, numbers: list[dict[str, float]], members: list[Any]) -> None:
         """Update the addresses of gradients and the hyperparameters."""

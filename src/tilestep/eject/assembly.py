@@ -209,7 +209,7 @@ def _header(request: Request) -> str:
 # Regenerate it instead of editing it. It needs torch, and Triton for parameters on a GPU, but not tilestep.
 {textwrap.fill(f'"""{rule.name}: {about}.', 120)}
 
-On a GPU a few launches update all parameters of {kept}; on a CPU plain PyTorch does.
+On a GPU a few launches update all {kept} parameters; on a CPU plain PyTorch does.
 From top to bottom: the rule's formulas on torch tensors; Triton functions; the kinds of parameters that have kernels;
 the tables that kernels read; the optimizer.
 """
@@ -230,12 +230,12 @@ def _globals(request: Request, imported: Iterable[str], constants: Mapping[str, 
     if any(ways != combined[0] for ways in combined) or any(order != calls[0] for order in calls):
         raise unsupported(request.rule, "reduces over all tensors in stages that depend on shapes")
     if combined[0]:
-        lines.append(f"COMBINED = {_literal(tuple(combined[0]))}  # reductions over all tensors after each stage")
+        lines.append(f"COMBINED = {_literal(tuple(combined[0]))}  # reductions over tensors after each stage")
     if isinstance(request.masters, str):
         masters = [master_kind(kind.dtype, request.group) for kind in request.kinds]
         keys = sorted({master.key for master in masters if master is not None and not master.begins_as_parameter})
         following = ", ".join(map(_literal, keys))
-        lines.append(f"FOLLOWING = {{{following}}}  # states that are reset when other code writes to the parameter")
+        lines.append(f"FOLLOWING = {{{following}}}  # states that writes by other code reset")
     return "\n".join(lines)
 
 

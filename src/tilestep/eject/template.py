@@ -437,9 +437,7 @@ class Tables:
             state["step"] = view
         # not_scalars}
         self.known: dict[str, list[Any]] = {}  # the values in tables that change from step to step
-        self.kept = [
-            list(state.values()) for _, _, state, _ in members
-        ]  # keep the tensors alive: kernels read their addresses
+        self.kept = [list(state.values()) for _, _, state, _ in members]  # kept alive: kernels have their addresses
 
     def refresh(self, numbers: list[dict[str, float]], members: list[Any]) -> None:
         """Update the addresses of gradients and the hyperparameters."""
