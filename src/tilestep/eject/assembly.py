@@ -230,7 +230,7 @@ def _globals(request: Request, imported: Iterable[str], constants: Mapping[str, 
     if any(ways != combined[0] for ways in combined) or any(order != calls[0] for order in calls):
         raise unsupported(request.rule, "reduces over all tensors in stages that depend on shapes")
     if combined[0]:
-        lines.append(f"COMBINED = {_literal(tuple(combined[0]))}  # reductions over tensors after each stage")
+        lines.append(f"COMBINED = {_literal(tuple(combined[0]))}  # reductions after each stage")
     if isinstance(request.masters, str):
         masters = [master_kind(kind.dtype, request.group) for kind in request.kinds]
         keys = sorted({master.key for master in masters if master is not None and not master.begins_as_parameter})
