@@ -135,7 +135,7 @@ def test_a_directory_that_others_may_write_to_is_left_alone(directory: Path) -> 
     directory.mkdir()
     directory.chmod(0o770)
     (directory / "kernel.txt").write_text("planted")
-    works_without_the_cache("others may write to it")
+    works_without_the_cache("other users may write to it")
     assert stat.S_IMODE(directory.stat().st_mode) == 0o770
 
 

@@ -85,7 +85,7 @@ def test_a_library_that_others_may_write_to_does_not_run(directory: Path) -> Non
     assert answer() == 42
     plant(the_library(directory), sealed=True)
     the_library(directory).chmod(0o666)
-    with pytest.warns(RuntimeWarning, match="others may write to it"):
+    with pytest.warns(RuntimeWarning, match="other users may write to it"):
         assert answer() == 42
     assert stat.S_IMODE(the_library(directory).stat().st_mode) & 0o022 == 0
 
@@ -95,7 +95,7 @@ def test_a_library_planted_before_a_chmod_does_not_run(directory: Path) -> None:
     assert answer() == 42
     directory.chmod(0o777)
     plant(the_library(directory), STRANGER if os.getuid() == 0 else None, sealed=os.getuid() == 0)
-    with pytest.warns(RuntimeWarning, match="others may write to it") as caught:
+    with pytest.warns(RuntimeWarning, match="other users may write to it") as caught:
         assert answer() == 42
     assert all("chmod" not in str(warning.message) for warning in caught)
     directory.chmod(0o755)
@@ -108,7 +108,7 @@ def test_a_folder_that_becomes_writable_later_is_not_used(directory: Path) -> No
     assert answer() == 42
     before = sorted(directory.iterdir())
     directory.chmod(0o777)
-    with pytest.warns(RuntimeWarning, match="works without its cache"):
+    with pytest.warns(RuntimeWarning, match="cannot use its cache"):
         cached_path = find_cached(the_library(directory).name)
         assert cached_path is None or cached_path.parent != directory
         assert load_library("other", ANSWER.replace("42", "43")).answer() == 43
@@ -250,7 +250,7 @@ def test_a_table_of_another_user_is_passed_over(directory: Path) -> None:
     assert json.loads(path.read_text())["shapes"], "people may read and copy it"
     path.chmod(0o666)
     tuning.known_table.cache_clear()
-    with pytest.warns(RuntimeWarning, match="others may write to it"):
+    with pytest.warns(RuntimeWarning, match="other users may write to it"):
         assert not tuning.known_table(tuning.device_key(cpu), "cpu")
 
 
@@ -275,7 +275,7 @@ def test_triton_s_own_files_lie_where_nobody_else_can_reach(directory: Path) -> 
     folder.chmod(0o755)
     assert private_folder("triton") == folder and stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o777)
-    with pytest.warns(RuntimeWarning, match="others could write to it"):
+    with pytest.warns(RuntimeWarning, match="other users could write to it"):
         assert private_folder("triton") != folder
 
 

@@ -208,8 +208,8 @@ def test_the_first_step_of_a_master_is_as_precise_as_later_ones(kind: str) -> No
 @pytest.mark.parametrize("name", ["bfloat16 states", "float8_e4m3 states", "int4 states", "int8 states"])
 def test_states_are_checked_in_every_format(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     result = checked("AdamW", name)
-    assert result.passed and "with 8 states kept so agree" in result.text
-    assert "no state that is kept so" in checked("SGD", name).text
+    assert result.passed and "with 8 states in this format agree" in result.text
+    assert "no state that can be stored in this format" in checked("SGD", name).text
     from tilestep.checking import items
 
     right = items.expected
@@ -222,7 +222,7 @@ def test_a_state_that_is_not_as_its_format_needs_it_fails_there() -> None:
     assert result.passed is False and "momentum_buffer" in result.text and "authored.py:" in result.text
     assert checked("authored:said_to_be_positive", "bfloat16 states").passed
     over_rows = checked("authored:over_rows", "int8 states")
-    assert over_rows.passed and "states kept so agree" in over_rows.text
+    assert over_rows.passed and "states in this format agree" in over_rows.text
 
 
 @pytest.mark.parametrize("kept", ["bfloat16", "float8_e4m3", "int8", "int4"])

@@ -98,7 +98,7 @@ def test_a_cache_folder_that_others_may_write_to(tmp_path: Path, monkeypatch: py
     folder.chmod(0o777)
     monkeypatch.setenv("TILESTEP_CACHE_DIR", str(folder))
     sentence = str(machine._cache())
-    assert str(folder) in sentence and "others may write to it" in sentence and "TILESTEP_CACHE_DIR" in sentence
+    assert str(folder) in sentence and "other users may write to it" in sentence and "TILESTEP_CACHE_DIR" in sentence
 
 
 def test_missing_headers_of_python(monkeypatch: pytest.MonkeyPatch) -> None:

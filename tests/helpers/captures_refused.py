@@ -271,7 +271,7 @@ def test_changed_shapes_and_layouts_are_refused() -> None:
     before = [param.detach().clone() for param in params]
     good = params[0].grad
     params[0].grad = torch.ones(3, 5, device=DEVICE).t()
-    with refused("gradients lie in memory otherwise"), capturing():
+    with refused("gradients have another layout"), capturing():
         optimizer.step()
     params[0].grad = None
     params[0].data = torch.ones(5, 4, device=DEVICE)
@@ -292,7 +292,7 @@ def test_a_scaler_that_was_not_used_before() -> None:
     with refused("the scaler's first use; every replay"), capturing():
         scaler.scale(torch.ones((), device=DEVICE))
     scaler.scale(torch.ones((), device=DEVICE))
-    with refused("run a step like it before the capture"):
+    with refused("run the step once before the capture"):
         tilestep.capture(optimizer, lambda: scaler.step(optimizer))
     scaler.update(2.0)
     fill_gradients(params, 1)

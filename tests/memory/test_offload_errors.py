@@ -97,7 +97,7 @@ def test_gradients_that_cannot_be_used_change_nothing() -> None:
 
 def test_an_offloaded_step_is_not_captured() -> None:
     optimizer = streamed()(tilestep.AdamW(parameters()))
-    with pytest.raises(tilestep.CaptureError, match="its state lives in host memory"):
+    with pytest.raises(tilestep.CaptureError, match="its state is in host memory"):
         optimizer.prepare_capture()
 
 

@@ -82,7 +82,7 @@ def test_second_moments_of_embeddings_are_more_unless_told_otherwise() -> None:
     optimizer.step()
     kept = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
     assert kept / sum(param.numel() for _, param in params) == pytest.approx(3.226, abs=1e-3)
-    with pytest.raises(ValueError, match="in_backward: gradients go in backward on one rank, without a clip"):
+    with pytest.raises(ValueError, match="in_backward: updates in backward require one rank and no clipping"):
         job(clips=True, in_backward=True)
 
 
@@ -198,8 +198,8 @@ def test_the_host_is_what_is_waited_for_where_it_takes_longer() -> None:
 def test_what_is_not_known_well_is_not_claimed() -> None:
     assert not plan(job(tensors=10), CONSTANTS).unclaimed and not plan(job(captured=True), CONSTANTS).unclaimed
     reasons = {
-        "hosts differ": job(tensors=1000),
-        "how many tensors": job(),
+        "depends on the host": job(tensors=1000),
+        "the number of tensors": job(),
         "network": job(shard=8, tensors=10),
         "matrix products": dataclasses.replace(job(tensors=10), footprint=footprint(tilestep.registry["Muon"])),
     }
@@ -246,7 +246,7 @@ def test_fsdp2_splits_parameters_and_sends_matrices_to_their_owners() -> None:
     exchange = 2 * (2.5 + 2**27 * 2 * 3 / 4 / 50)
     hidden = plan(large, CONSTANTS).exposed["exchange matrices"] - 2**27 * 10 / 1000
     assert hidden == pytest.approx(exchange * (0.5 + 0.5 * CONSTANTS.beside_sums))
-    assert any("FSDP2's part of the host" in text for text in planned.unclaimed)
+    assert any("FSDP2's host time" in text for text in planned.unclaimed)
     with pytest.raises(ValueError, match="Invalid layout: 'ddp'; it must be one of shard, fsdp2"):
         job(layout="ddp")
 

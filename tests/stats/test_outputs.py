@@ -88,7 +88,7 @@ def test_a_kernel_without_outputs_is_the_one_of_before() -> None:
 
 def test_columns_have_names_of_their_own() -> None:
     param = torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(ValueError, match="a name of its own"):
+    with pytest.raises(ValueError, match="with a unique name"):
         tilestep.Stats(outputs=(AMAX, AMAX))
     with pytest.raises(ValueError, match="a sum or a max"):
         tilestep.Stats(outputs=(Output("bits", lambda stored: stored.changed(), "or"),))

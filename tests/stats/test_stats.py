@@ -161,7 +161,7 @@ def test_a_state_called_update_is_refused() -> None:
         return param - lr * update, update
 
     param = torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(tilestep.RuleError, match="of its state 'update'"):
+    with pytest.raises(tilestep.RuleError, match="of state 'update'"):
         tilestep.Optimizer([param], heavy_ball, stats=tilestep.Stats())
     tilestep.Optimizer([param], heavy_ball, track_changes=True)
 
@@ -320,7 +320,7 @@ def test_names_groups_and_absent_gradients() -> None:
     read = stats.read()
     assert math.isnan(read["0.1"]["grad_norm"]) and math.isnan(read["1.0"]["exp_avg_norm"])
     assert float(stats["1.0"]["grad_norm"]) == read["1.0"]["grad_norm"] > 0
-    with pytest.raises(KeyError, match="no parameter is called"):
+    with pytest.raises(KeyError, match="no parameter is named"):
         stats["other"]
 
 
@@ -390,7 +390,7 @@ def test_plots_and_their_errors(tmp_path: Any) -> None:
     assert plot.steps == [2, 4, 6] and len(plot.rows["0.1"]) == 3
     plot.save(tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
-    with pytest.raises(KeyError, match="no column is called"):
+    with pytest.raises(KeyError, match="no column is named"):
         tilestep.StatsPlot("loss").add(optimizer.stats)
 
 

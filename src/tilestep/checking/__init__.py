@@ -58,7 +58,9 @@ def check_rule(
     for device in devices:
         subject = Subject(rule, overrides, device, graphs)
         if is_host(device) and compiler() is None:
-            yield Verdict(DEVICE_NAMES["cpu"], None, "no compiler: what is not built yet is tested as eager PyTorch")
+            yield Verdict(
+                DEVICE_NAMES["cpu"], None, "no compiler: rules without built kernels are tested as eager PyTorch"
+            )
         yield from (run_item(subject, *item) for item in ITEMS.items() if item[0] != "threads" or is_host(device))
     if len(devices) == 1:
         yield from check_interpreted(rule, overrides) if interpret else ()
@@ -80,7 +82,7 @@ def _translate(rule: Rule, overrides: Mapping[str, Any], graphs: dict[int, Graph
     if refusals:
         reason = next(iter(refusals.values()))
         plural = "" if dimensions == [1] else "s"
-        taken = f"tensors of {' or '.join(map(str, dimensions))} dimension{plural}; of others not ({reason})"
+        taken = f"tensors of {' or '.join(map(str, dimensions))} dimension{plural} only ({reason})"
     moved = f"{description.bytes_read} bytes read and {description.bytes_written} written for each float32 element"
     return f"{tiles} pass{'es' * (tiles != 1)} over elements, {moved}; {taken}"
 
@@ -96,7 +98,7 @@ def check_interpreted(rule: Rule, overrides: Mapping[str, Any]) -> Iterator[Verd
         return
     try:
         if getattr(rule, "__module__", "") == "__main__":
-            raise ValueError("it is defined in __main__; put it into a module")
+            raise ValueError("it is defined in __main__; move it to a module")
         payload = _payload(rule, overrides)
     except Exception as error:  # lambdas, functions inside functions, __main__
         yield Verdict(_BACKEND, None, f"another process cannot import the rule: {error}")
@@ -106,12 +108,12 @@ def check_interpreted(rule: Rule, overrides: Mapping[str, Any]) -> Iterator[Verd
     try:
         done = subprocess.run(command, input=payload, capture_output=True, env=environment, timeout=_TIMEOUT)
     except subprocess.TimeoutExpired:
-        yield Verdict(_BACKEND, None, f"not done after {_TIMEOUT} seconds")
+        yield Verdict(_BACKEND, None, f"timed out after {_TIMEOUT} seconds")
         return
     yield from (Verdict(**json.loads(line)) for line in done.stdout.decode().splitlines() if line.startswith("{"))
     if done.returncode:
         last = done.stderr.decode().strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        yield Verdict(_BACKEND, False, f"it stopped with: {last[0]}")
+        yield Verdict(_BACKEND, False, f"failed with: {last[0]}")
 
 
 def _payload(rule: Rule, overrides: Mapping[str, Any]) -> bytes:
@@ -133,7 +135,7 @@ def answer() -> None:
     trace_all(subject_rule, {**subject_rule.hyperparameters, **overrides}, graphs)
     subject = Subject(subject_rule, overrides, torch.device("cpu"), graphs)
     if subject.has_matrices:
-        text = "left out for matrices: the interpreter does not round to bfloat16 as a GPU does"
+        text = "skipped for matrices: the interpreter does not round to bfloat16 as a GPU does"
         verdicts = iter([Verdict(_BACKEND, None, text)])
     else:
         verdicts = (run_item(subject, name, ITEMS[name], _BACKEND) for name in INTERPRETED)

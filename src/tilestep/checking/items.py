@@ -157,7 +157,7 @@ def compare(
     compute = compute_dtype(param)
     wanted = expected(rule, before, hyperparameters, torch.float64)
     if not wanted["param"].isfinite().all() and before.param.isfinite().all():
-        text = f"the rule's own code, in float64, makes {label} infinite or NaN at step {before.step:g}"
+        text = f"the rule's code in float64 makes {label} infinite or NaN at step {before.step:g}"
         raise CheckFailure(text, "param")
     # The effect of the last place of the gradient on a decomposition, which a second float64 run does not show.
     nudged = replace(before, grad=torch.nextafter(before.grad, before.grad * 2)) if coarse else before
@@ -170,7 +170,7 @@ def compare(
     old = {"param": before.param, **before.states}
     for name, value in actual.items():
         if name not in wanted:
-            raise CheckFailure(f"{name} of {label} is kept, but the rule returns None for it", name)
+            raise CheckFailure(f"{name} of {label} is stored, but the rule returns None for it", name)
         right = wanted[name].to(value.device).expand(value.shape)
         blocks = None if name == "param" else kept_in_blocks(state, name)
         if blocks is not None:
@@ -178,8 +178,8 @@ def compare(
             own, off = (float((kept.double() - right).square().sum()) for kept in (rounded, value))
             if not off <= 2 * own + 1e-12 * float(right.square().sum()):
                 raise CheckFailure(
-                    f"{name} of {label}, kept as {blocks}, is off by {off:.3g} at step {before.step:g} (a sum of "
-                    f"squares), where the format alone is by {own:.3g}",
+                    f"{name} of {label}, stored as {blocks}, is off by {off:.3g} at step {before.step:g} (a sum of "
+                    f"squares), while rounding to the format is off by {own:.3g}",
                     name,
                 )
             continue
@@ -338,7 +338,7 @@ class Training:
                     old.kept_as(state)
                 compare(rule, label, param, state, old, numbers[index], self.subject.has_matrices)
             elif not torch.equal(param.detach(), others[index]):
-                raise CheckFailure(f"{label} has no gradient and was changed", "param")
+                raise CheckFailure(f"{label} has no gradient but was changed", "param")
 
     def _clip(self, snapshots: Mapping[int, Snapshot], limit: float) -> None:
         """Clip the gradients of snapshots in float64, as `torch.nn.utils.clip_grad_norm_` does."""
@@ -440,7 +440,7 @@ def _trial(
 def formula(subject: Subject, dtype: torch.dtype, **options: Any) -> str:
     """Steps of parameters of a dtype agree with the formula."""
     trial = _trial(subject, options, dtype=dtype).run()
-    return f"{trial.steps} steps of {len(trial.params)} tensors agree with the rule's own code in float64"
+    return f"{trial.steps} steps of {len(trial.params)} tensors agree with the rule's code in float64"
 
 
 def late_steps(subject: Subject) -> str:
@@ -454,7 +454,7 @@ def late_steps(subject: Subject) -> str:
             trial.run(1)
     never = branches.never(subject.graphs.values())
     untaken = f"; branches never taken: torch.where at {', at '.join(never)}" if never else ""
-    return f"steps {', '.join(f'{count:,}' for count in counts)} agree with the rule's own code in float64{untaken}"
+    return f"steps {', '.join(f'{count:,}' for count in counts)} agree with the rule's code in float64{untaken}"
 
 
 def formats(subject: Subject, state_dtype: str) -> str:
@@ -469,8 +469,8 @@ def formats(subject: Subject, state_dtype: str) -> str:
         for name, value in trial.state(index).items()
     )
     if not changed:
-        return "the rule has no state that is kept so"
-    return f"{trial.steps} steps with {changed} states kept so agree with the rule's own code in float64"
+        return "the rule has no state that can be stored in this format"
+    return f"{trial.steps} steps with {changed} states in this format agree with the rule's code in float64"
 
 
 def sizes(subject: Subject) -> str:
@@ -512,7 +512,7 @@ def layouts(subject: Subject) -> str:
                 trial.compared_step()
             except CheckFailure as failure:
                 raise CheckFailure(f"{name}: {failure}", failure.buffer) from None
-    return f"{', '.join(cases)}: all agree with the formula" if cases else "there is no other one to try for this rule"
+    return f"{', '.join(cases)}: all agree with the formula" if cases else "this rule supports no other layout"
 
 
 def groups(subject: Subject) -> str:
@@ -524,7 +524,7 @@ def groups(subject: Subject) -> str:
             if (index + turn) % 3 == 0:
                 param.grad = None
         trial.compared_step()
-    return "two param groups with other numbers, and parameters without gradient, agree with the formula"
+    return "two param groups with different hyperparameters, and parameters without gradient, agree with the formula"
 
 
 def _moved(subject: Subject, factor: float) -> dict[str, Any]:
@@ -544,7 +544,7 @@ def _moved(subject: Subject, factor: float) -> dict[str, Any]:
 def moving_numbers(subject: Subject) -> str:
     """Every number changes at every step, without a rebuild."""
     if not _moved(subject, 0.9):
-        return "there is no number to change"
+        return "the rule has no number to change"
     trial = _trial(subject).run(1)
     built = compile_count()
     for turn in range(3):
@@ -554,15 +554,15 @@ def moving_numbers(subject: Subject) -> str:
         trial.set_gradients()
         trial.compared_step()
     if compile_count() != built:
-        raise CheckFailure("a kernel was built again because a number changed")
-    return f"{', '.join(_moved(subject, 0.9))} change at every step without a build"
+        raise CheckFailure("a kernel was rebuilt because a number changed")
+    return f"{', '.join(_moved(subject, 0.9))} change at every step without a rebuild"
 
 
 def repeats(subject: Subject) -> str:
     """The same training twice gives the same bits."""
     shapes = (*SHAPES, (20_011,), (101, 67))
     runs = [_trial(subject, shapes=shapes).run(3, compared=False).contents() for _ in range(2)]
-    _same_bits(runs, "a second run of the same training gives other bits")
+    _same_bits(runs, "a second run of the same training gives different bits")
     return "a second run of the same training gives the same bits"
 
 
@@ -575,7 +575,7 @@ def _same_bits(runs: list[list[torch.Tensor]], text: str) -> None:
 def threads(subject: Subject) -> str:
     """One thread and several give the same bits."""
     if subject.has_matrices:
-        raise NotChecked("left out: torch's own matrix products are not the same for every number of threads")
+        raise NotChecked("skipped: torch's matrix products depend on the number of threads")
     before = torch.get_num_threads()
     runs = []
     try:
@@ -584,8 +584,8 @@ def threads(subject: Subject) -> str:
             runs.append(_trial(subject, shapes=((70_001,), (90, 231))).run(3, compared=False).contents())
     finally:
         torch.set_num_threads(before)
-    _same_bits(runs, "one thread and four give different bits")
-    return "one thread and four give the same bits"
+    _same_bits(runs, "1 and 4 threads give different bits")
+    return "1 and 4 threads give the same bits"
 
 
 def checkpoint(subject: Subject) -> str:
@@ -597,9 +597,9 @@ def checkpoint(subject: Subject) -> str:
         other.load_state_dict(mine.state_dict())
     _same_bits(
         [trial.run(2, compared=False).contents() for trial in (first, second)],
-        "training goes on otherwise from a checkpoint than without one",
+        "training resumed from a checkpoint differs from uninterrupted training",
     )
-    return "training goes on from a checkpoint to the same bits"
+    return "training resumed from a checkpoint gives the same bits"
 
 
 def skipping(subject: Subject) -> str:
@@ -624,9 +624,9 @@ def clipping(subject: Subject) -> str:
             trial.set_gradients()
             trial.compared_step(limit)
     except CheckFailure as failure:
-        text = f"max_grad_norm={limit} does not give what clipping before the step gives: {failure}"
+        text = f"max_grad_norm={limit} differs from clipping before the step: {failure}"
         raise CheckFailure(text, failure.buffer) from None
-    return "max_grad_norm gives what clipping before the step gives"
+    return "max_grad_norm agrees with clipping before the step"
 
 
 def outputs(subject: Subject) -> str:
@@ -641,8 +641,8 @@ def outputs(subject: Subject) -> str:
             if options:
                 _told(trial, before)
         runs.append(trial.contents())
-    _same_bits(runs, "steps that measure and mark changes give other bits")
-    return "statistics and changes are those of the step, which gives the same bits"
+    _same_bits(runs, "steps that measure and track changes give different bits")
+    return "statistics and changes are right, and steps give the same bits"
 
 
 def _told(trial: Training, before: list[torch.Tensor]) -> None:
@@ -654,13 +654,13 @@ def _told(trial: Training, before: list[torch.Tensor]) -> None:
         for place, param in enumerate(group["params"]):
             others = (param.detach() != old[id(param)]).reshape(-1).nonzero().reshape(-1)
             if not torch.equal(listed.get(f"0.{place}", others[:0]), others):
-                raise CheckFailure("the list of changed weights is another than what has changed", "param")
+                raise CheckFailure("the list of changed weights differs from the actual changes", "param")
             if param.grad is None or not param.numel():
                 continue
             update = (param.detach().double() - old[id(param)].double()).norm()
             for column, wanted in (("grad_norm", param.grad.double().norm()), ("update_norm", update)):
                 if not math.isclose(measured[f"0.{place}"][column], float(wanted), rel_tol=1e-4, abs_tol=1e-30):
-                    raise CheckFailure(f"{column} is {measured[f'0.{place}'][column]}, and should be {float(wanted)}")
+                    raise CheckFailure(f"{column} is {measured[f'0.{place}'][column]}, but should be {float(wanted)}")
 
 
 ITEMS: dict[str, Item] = {
@@ -672,7 +672,7 @@ ITEMS: dict[str, Item] = {
         for choice in MASTER_FORMATS
     },
     **{f"{name} states": partial(formats, state_dtype=name) for name in STATE_FORMATS if name != "float32"},
-    "bfloat16 rounded at random": partial(formula, dtype=torch.bfloat16, rounding="stochastic"),
+    "bfloat16 with stochastic rounding": partial(formula, dtype=torch.bfloat16, rounding="stochastic"),
     "late steps": late_steps,
     "sizes": sizes,
     "layouts": layouts,

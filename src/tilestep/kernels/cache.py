@@ -98,8 +98,8 @@ def cache_directory() -> Path:
             return directory
     except OSError as error:
         _warn_once(
-            "tilestep works without its cache, kernels are built again in each process: "
-            f"{directory}: {error.strerror or error}",
+            f"tilestep cannot use its cache and rebuilds kernels in each process: {directory}: "
+            f"{error.strerror or error}",
             f"without {directory}",  # errors name temporary files
         )
         return Path(_process_directory().name)
@@ -140,8 +140,8 @@ def _opened(directory: Path) -> Iterator[int]:
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if why := _not_private(os.fstat(handle)):
-            remedy = "remove it, or name another one in TILESTEP_CACHE_DIR"
-            raise PermissionError(f"{why}; built code there cannot be trusted ({remedy})")
+            remedy = "remove it, or set TILESTEP_CACHE_DIR to another directory"
+            raise PermissionError(f"{why}; its compiled code cannot be trusted ({remedy})")
         yield handle
     finally:
         os.close(handle)
@@ -151,7 +151,7 @@ def _not_private(status: os.stat_result) -> str:
     """Why another user may have written to a file or folder; empty if none may."""
     if status.st_uid not in (0, os.getuid()):
         return f"it belongs to user {status.st_uid}, not to you"
-    return "others may write to it" if status.st_mode & 0o022 else ""
+    return "other users may write to it" if status.st_mode & 0o022 else ""
 
 
 def _open_verified(directory: Path, name: str) -> CachedFile | None:
@@ -263,7 +263,7 @@ def publish(name: str, text: str) -> Path:
     try:
         return update_cached(name, lambda _: text)
     except OSError as error:
-        _warn_once(f"tilestep has not written {name} to its cache: {error}", "publish")
+        _warn_once(f"tilestep cannot write {name} to its cache: {error}", "publish")
         return cache_directory() / name
 
 
@@ -286,7 +286,7 @@ def _closed_folder(directory: Path, name: str) -> Path:
         stack.callback(os.close, handle)
         status = os.fstat(handle)
         if status.st_mode & 0o022 and os.fstat(parent).st_mode & 0o011:
-            raise PermissionError("others could write to it")
+            raise PermissionError("other users could write to it")
         if status.st_mode & 0o077:
             os.fchmod(handle, 0o700)
         _require_owned(path, status.st_ino)
@@ -322,14 +322,14 @@ def _locked(path: Path, seconds: float, by: str, says: bool) -> Iterator[None]:
             if left <= 0:
                 raise
             _warn_once(
-                f"tilestep waits for another process, which builds {what} and holds {path}.lock: for {left:.0f} s more",
+                f"tilestep waits {left:.0f} s more for another process that builds {what} and holds {path}.lock",
                 f"{path}.lock",
             )
             lock.acquire(timeout=left)
     except Timeout as error:
         raise BuildTimeout(
-            f"another process has not finished building {what} in {seconds:.0f} s and holds {path}.lock: end it if it "
-            "hangs"
+            f"another process has not finished building {what} in {seconds:.0f} s and holds {path}.lock: end that "
+            "process if it hangs"
         ) from error
     try:
         yield

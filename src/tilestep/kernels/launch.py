@@ -45,7 +45,7 @@ def available() -> bool:
 def load_module(title: str, source: str) -> ModuleType:
     """Make a module of Triton source; the source is also written to the cache, for debuggers and profilers."""
     if not available():
-        raise BuildError("CUDA tensors need Triton >= 3.6: pip install triton")
+        raise BuildError("CUDA tensors require Triton >= 3.6: pip install triton")
     global _triton_folder
     if os.environ.get("TRITON_CACHE_DIR") in (None, _triton_folder):  # otherwise the user has chosen one
         _triton_folder = os.environ["TRITON_CACHE_DIR"] = str(private_folder("triton"))
@@ -163,7 +163,7 @@ class Launcher:
 
     def _compiled_runner(self, arguments: tuple[torch.Tensor | float, ...]) -> Any:
         if any(isinstance(argument, int) for argument in arguments):
-            raise TypeError("Triton specializes kernels on whole numbers; put them in a tensor or in the constants")
+            raise TypeError("Triton specializes kernels on integers; pass them in a tensor or in the constants")
         with _builds_counted():
             compiled = self.compile(arguments)
         if hasattr(compiled, "result"):
@@ -206,7 +206,9 @@ def build_threads() -> int:
     """The number of kernels to compile in parallel: TILESTEP_BUILD_THREADS or 8, at most the number of processors."""
     wanted = os.environ.get(_THREADS, "8")
     if not wanted.isdecimal() or int(wanted) < 1:
-        raise ValueError(f"Invalid {_THREADS}: {wanted!r}; it is the number of kernels to compile at a time")
+        raise ValueError(
+            f"Invalid {_THREADS}: {wanted!r}; it must be a positive number of kernels to compile at a time"
+        )
     return min(int(wanted), _processors())
 
 

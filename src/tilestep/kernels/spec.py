@@ -62,7 +62,7 @@ class Output:
 
     def __post_init__(self) -> None:
         if self.reduce not in ("sum", "max", "or"):
-            raise ValueError(f"Invalid reduce: {self.reduce!r}; it is 'sum', 'max' or 'or'")
+            raise ValueError(f"Invalid reduce: {self.reduce!r}; it must be 'sum', 'max' or 'or'")
 
 
 @dataclass

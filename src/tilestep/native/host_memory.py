@@ -107,9 +107,9 @@ class HostMemory:
     def _missing(self, size: int, free: int, limit: str, why: str = "") -> HostMemoryError:
         kind = "page-locked host memory" if has_streams(self.device) else "host memory"
         return HostMemoryError(
-            f"{self.what} needs {gigabytes(size)} of {kind}{why}, and {gigabytes(free)} would fit ({limit}): that is "
-            f"{100 * min(free / size, 1):.0f}% of it. Give the optimizer fewer parameters, a rule with less state, or "
-            "state of 16 bits (no master_weights)"
+            f"{self.what} requires {gigabytes(size)} of {kind}{why}, but only {gigabytes(free)} are available "
+            f"({limit}), {100 * min(free / size, 1):.0f}%. Use fewer parameters, a rule with less state, or 16-bit "
+            "state without master_weights"
         )
 
     def _lock(self, array: np.ndarray, address: int, size: int) -> None:
@@ -119,7 +119,7 @@ class HostMemory:
             with contextlib.suppress(RuntimeError):
                 # A launch clears CUDA's last error.
                 torch.zeros(1, device=self.device)
-            raise self._missing(size, *available(), why=f", which CUDA could not lock (error {code})")
+            raise self._missing(size, *available(), why=f" that CUDA could not lock (error {code})")
         finalizer = weakref.finalize(array, _unlock, address, self.device)
         finalizer.atexit = False
 

@@ -187,7 +187,7 @@ def _require_supported(tensors: Sequence[torch.Tensor], positions: Positions | N
         name = name_of(index, positions)
         if tensor.layout != torch.strided:
             raise GradientError(f"{name} is sparse ({tensor.layout}): call .to_dense() on it first")
-        raise GradientError(f"{name} has dtype {tensor.dtype}; a norm reads bfloat16, float16, float32, float64")
+        raise GradientError(f"{name} has dtype {tensor.dtype}; a norm supports bfloat16, float16, float32, float64")
 
 
 def _after_fork() -> None:

@@ -30,7 +30,7 @@ class Shares:
         placed = [(name_of(place, positions), tensors[place]) for place in distributed]
         for name, tensor in placed:
             if tensor.device_mesh.get_coordinate() is None:
-                raise GradientError(f"{name} lies on {tensor.device_mesh}, to which this rank does not belong")
+                raise GradientError(f"this rank does not belong to {tensor.device_mesh} of {name}")
         self.ranks = ReductionGroup.of_tensors(placed)
         self.partial = [place for place, tensor in enumerate(tensors) if _is_partial(tensor)]
         partial, self.places = set(self.partial), dict[float, list[int]]()
@@ -63,7 +63,7 @@ class ShardedNorm:
         """The p-norm: a scalar on the first tensor's device, equal on all ranks."""
         order = order_of(norm_type)
         if order not in (Order.SQUARES, Order.NONZERO) and any(tensor.is_complex() for tensor in tensors):
-            raise GradientError(f"a norm of order {norm_type} of complex DTensors is not supported; order 2 is")
+            raise GradientError(f"a norm of order {norm_type} of complex DTensors is not supported; use order 2")
         if order is Order.NONZERO:  # a sharded tensor has a nonzero if any of its parts has
             device = self._local[0].device
             counts = [part.count_nonzero().to(device) for _, own, _ in self._parts for part in own]
@@ -125,8 +125,8 @@ def _recipe(tensors: list[torch.Tensor], positions: Positions | None) -> Recipe:
     if recipe is None:
         odd = next(tensor for tensor in tensors if type(tensor) is not torch.Tensor or tensor.device.type == "meta")
         raise GradientError(
-            f"a tensor has a part that is a {type(odd).__name__} on {odd.device}; beside DTensors of plain "
-            "tensors, on the CPU or CUDA, a norm takes plain tensors only"
+            f"a local tensor is a {type(odd).__name__} on {odd.device}; with DTensors, a norm supports only plain "
+            "tensors on the CPU or CUDA"
         )
     return recipe
 

@@ -313,10 +313,7 @@ class LocalGradients:
         return param.grad
 
 
-REAL_INSTEAD = (
-    "make the module's parameter the pairs of reals, torch.view_as_real of it, and have its forward call "
-    "torch.view_as_complex"
-)
+REAL_INSTEAD = "store torch.view_as_real of it as the module's parameter, and call torch.view_as_complex in forward"
 """The remedy in messages that refuse complex parameters."""
 
 

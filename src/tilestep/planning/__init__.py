@@ -73,12 +73,12 @@ class Constants(Links):
         try:
             stored: dict[str, dict[str, Any]] = json.loads(path.read_text())
         except ValueError as error:
-            raise ValueError(f"{path} is no JSON: {error}") from None
+            raise ValueError(f"{path} is not JSON: {error}") from None
         if not isinstance(stored, dict) or not all(isinstance(entry, dict) for entry in stored.values()):
             raise ValueError(f'{path} has no constants: write {{"compute": {{"value": 4e14, "source": "measured"}}}}')
         for name, entry in stored.items():
             if name not in _KNOWN:
-                raise ValueError(f"{path}: no constant is called {name!r}; there are {', '.join(_KNOWN)}")
+                raise ValueError(f"{path}: unknown constant {name!r}; it must be one of {', '.join(_KNOWN)}")
             if not isinstance(entry.get("value"), (int, float)) or not entry["value"] > 0:
                 raise ValueError(f"{path}: {name} is {entry.get('value')!r}; it must be a positive number")
         entries = {**_KNOWN, **stored}
@@ -185,7 +185,7 @@ class Job:
 
     def __post_init__(self) -> None:
         if self.in_backward and (self.clips or self.ranks > 1):
-            raise ValueError("Invalid in_backward: gradients go in backward on one rank, without a clip")
+            raise ValueError("Invalid in_backward: updates in backward require one rank and no clipping")
         for name in ("elements", "shard", "replicate", "tokens", "bucket", "tensors"):
             if (value := getattr(self, name)) is not None and not value >= 1:
                 raise ValueError(f"Invalid {name}: {value}; it must be at least 1")
@@ -243,7 +243,9 @@ class Job:
             return default_sizes(total)
         if bucket < self.smallest_bucket:
             fewest = math.ceil(self.smallest_bucket)
-            raise ValueError(f"Invalid bucket: {bucket:g} bytes; it must be at least {fewest:,} for so many elements")
+            raise ValueError(
+                f"Invalid bucket: {bucket:g} bytes; it must be at least {fewest:,} for this number of elements"
+            )
         count = math.ceil(total / bucket)
         return [total / count] * count
 
@@ -449,15 +451,15 @@ def _unclaimed(job: Job, constants: Constants, seconds: float, host: float | Non
     if job.ranks > constants.gpus_per_node and "network_bandwidth" in constants.assumed:
         yield "the network between nodes is assumed, not measured"
     if not job.captured and host is None:
-        yield "the host's part is not known: say how many tensors there are"
+        yield "the host's time is not known: pass the number of tensors"
     elif host is not None and host > _HOST_IS_NEAR * seconds:
-        yield f"the host takes {host * 1e3:.0f} ms, and hosts differ"
+        yield f"the host takes {host * 1e3:.0f} ms, which depends on the host"
     if job.in_backward:
-        yield "updates in backward are counted as if they came after it"
+        yield "updates in backward are counted as if they ran after it"
     if job.layout == "fsdp2":
-        yield "FSDP2's part of the host is known to 10%, and its blocks are taken for as large as buckets of shard()"
+        yield "FSDP2's host time is known to 10%, and its blocks are assumed to be as large as buckets of shard()"
     if job.footprint.matrix_work is not None:
-        known = "matrix products are known to 10%" if job.matrices else "say which matrices there are"
+        known = "matrix products are known to 10%" if job.matrices else "pass the matrices"
         yield f"the time of matrix products: {known}"
 
 

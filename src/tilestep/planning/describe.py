@@ -97,7 +97,7 @@ def spec_for(
 def generated_code(spec: KernelSpec, backend: str) -> str:
     """The source that a backend generates from a spec."""
     if backend not in BACKENDS:
-        raise ValueError(f"no backend is called {backend!r}; there are {' and '.join(BACKENDS)}")
+        raise ValueError(f"Invalid backend: {backend!r}; it must be {' or '.join(map(repr, BACKENDS))}")
     if backend == "triton":
         from ..backends.triton import source as triton
 

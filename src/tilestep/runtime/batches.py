@@ -344,7 +344,7 @@ class NumbersByName(dict[str, float]):
         if value is None:
             raise KeyError(name)
         if isinstance(value, torch.Tensor) and value.is_cuda:
-            raise RuleError(f"{name} is a tensor on a GPU; matrix operations need it on the host, before the step")
+            raise RuleError(f"{name} is a tensor on a GPU, but matrix operations read it on the host before the step")
         return float(value)
 
 

@@ -17,7 +17,7 @@ from ..errors import CaptureError
 from .passes import Passes
 
 PREPARE = "call optimizer.prepare_capture() before the capture"
-WARM_UP = "run a step like it before the capture"
+WARM_UP = "run the step once before the capture"
 
 
 def require(condition: bool, reason: str) -> None:
@@ -63,13 +63,11 @@ def require_no_branches(every: Sequence[Passes], *, alone: bool) -> None:
         matrices, rule = passes.matrices, passes.segment.spec.program.graph.title
         if matrices is None or not matrices.waits or matrices.skipped_values is not None:
             continue
-        require(
-            matrices.plain() is not None, f"every step of rule {rule} decomposes matrices, for which the host waits"
-        )
+        require(matrices.plain() is not None, f"the host waits for matrix decompositions in every step of rule {rule}")
         require(
             alone,
-            f"the host decides at each step of rule {rule} which matrix operations it needs; capture the step alone, "
-            "tilestep.capture(optimizer): its replay() decides, and runs outside the graph the steps that it must",
+            f"the host decides at each step of rule {rule} which matrix operations to run; capture the step alone, "
+            "tilestep.capture(optimizer): its replay() decides, and runs steps outside the graph if needed",
         )
 
 

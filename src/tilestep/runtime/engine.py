@@ -94,9 +94,9 @@ def check_reductions(engines: Sequence[DeviceEngine]) -> None:
         title, made = segment.spec.program.graph.title, [one[:3] for one in _reductions(segment)]
         if made and found.setdefault(title, made) != made:
             raise RuleError(
-                f"{title} reduces over all tensors in different passes or different values for tensors of different "
-                "shapes: let tensors of all shapes make the same reductions over all tensors, and compute values of "
-                "the same kind before each"
+                f"{title} reduces over all tensors in different passes, or over different values, for tensors of "
+                "different shapes: use the same reductions over all tensors for all shapes, and compute values of the "
+                "same kind before each"
             )
 
 
@@ -136,11 +136,11 @@ def build_ahead(engines: Sequence[DeviceEngine], unscales: bool, deciding: Calla
             build_together([*deciding(), *launches], engine.device)
 
 
-STATES_MOVED = "state was given other memory"
+STATES_MOVED = "memory of the state was replaced"
 
 CHANGED_LATER = (
-    "state was given other memory, or parameters other shapes, strides or dtypes, while an update was still to "
-    "come: call optimizer.synchronize() before that"
+    "memory of the state, or shapes, strides or dtypes of parameters were replaced before a pending update: call "
+    "optimizer.synchronize() first"
 )
 
 
@@ -221,7 +221,7 @@ class DeviceEngine:
             seen = inspect(self.entries, self.memory, gradients)
             if not seen.same_layout(self.inspected):
                 if self.graph_tables.in_use:
-                    raise Stale("gradients lie in memory otherwise")
+                    raise Stale("gradients have another layout")
                 for passes, members in zip(self.passes, self._ranges):
                     inside = {place - members.start: one for place, one in seen.strided.items() if place in members}
                     passes.arrays.set_strided(inside)
@@ -279,10 +279,10 @@ class DeviceEngine:
     def require_kernels(self, *, alone: bool = False) -> None:
         """Raise `CaptureError` if a step is more than kernel launches."""
         moved = any(passes.segment.streamer is not None for passes in self.passes)
-        require(not moved, "its state lives in host memory, and the host decides when to move it")
+        require(not moved, "its state is in host memory, and the host decides when to copy it")
         if not all(passes.can_be_captured for passes in self.passes):
-            on_cpu = "its parameters are on the CPU, which has no graphs; move the model to a GPU first"
-            without = "without Triton its steps are operations that the host decides on"
+            on_cpu = "its parameters are on the CPU; move the model to a GPU first"
+            without = "without Triton the host decides which operations a step runs"
             require(False, on_cpu if is_host(self.device) else without)
         require_no_branches(self.passes, alone=alone)
 
@@ -292,14 +292,14 @@ class DeviceEngine:
         for index, entry in enumerate(self.entries):
             require(
                 gradients[index] is not None or not entry.param.requires_grad,
-                f"{entry.share.label} has no gradient, and a graph would leave it out at every replay: run backward "
-                "first and keep the gradients, zero_grad(set_to_none=False), or run backward inside the capture",
+                f"{entry.share.label} has no gradient, so the graph would never update it: run backward first and keep "
+                "the gradients, zero_grad(set_to_none=False), or run backward inside the capture",
             )
         unchanged = self.table.params.look() == SAME
         require(unchanged, f"parameters have moved or changed their shape since the last step; {PREPARE}")
-        require(self.table.states_are_same(), f"state was given other memory since the last step; {PREPARE}")
+        require(self.table.states_are_same(), f"memory of the state was replaced since the last step; {PREPARE}")
         seen = inspect(self.entries, self.memory, gradients)
-        require(seen.same_layout(self.inspected), f"gradients lie in memory otherwise than at the last step; {WARM_UP}")
+        require(seen.same_layout(self.inspected), f"gradients have another layout than at the last step; {WARM_UP}")
         return seen
 
     @contextmanager

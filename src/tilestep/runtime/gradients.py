@@ -81,8 +81,8 @@ def inspect(entries: Sequence[Entry], written: WrittenMemory, gradients: Sequenc
         if gradient.layout is torch.strided and not is_zero_tensor(gradient) and not has_memory(gradient):
             kind = type(gradient).__name__
             raise GradientError(
-                f"the gradient of {entry.share.label} has {_FREED if kind in _PLAIN else f'the type {kind}'}; kernels "
-                "read memory: give it a plain tensor with the values"
+                f"the gradient of {entry.share.label} has {_FREED if kind in _PLAIN else f'the type {kind}'}: set it "
+                "to a plain tensor with memory, which kernels can read"
             )
         gradient = resolved(gradient)
         _check(entry, gradient)
@@ -110,7 +110,7 @@ def _set_apart(seen: Inspected, place: int) -> None:
             of = f"state {name!r} of " * (name != "param") + seen.entries[other].share.label
             raise GradientError(
                 f"the gradient of {seen.entries[place].share.label} shares memory with {of}, which the step writes: "
-                "make it a tensor of its own with .clone()"
+                "use .clone()"
             )
     if sharing:
         seen.gradients[place] = copy = gradient.clone()
@@ -125,7 +125,7 @@ def _in_order(gradient: torch.Tensor, entry: Entry) -> torch.Tensor:
 
 
 _PLAIN = ("Tensor", "Parameter")
-_FREED = "no memory: its storage was freed, or it is inside of a function transform (torch.func.grad, vmap)"
+_FREED = "no memory (its storage was freed, or it is inside a function transform such as torch.func.grad or vmap)"
 
 
 def _check(entry: Entry, gradient: torch.Tensor) -> None:
@@ -140,9 +140,9 @@ def _check(entry: Entry, gradient: torch.Tensor) -> None:
             "torch.optim.SparseAdam for this parameter, or sparse=False in its embedding"
         )
     if gradient.is_complex():
-        raise GradientError(f"the gradient of {entry.share.label} is complex; split it with torch.view_as_real")
+        raise GradientError(f"the gradient of {entry.share.label} is complex; use torch.view_as_real")
     if gradient.dtype is not dtype and gradient.dtype in (grad_dtype(param), grad_dtype(entry.handle)):
-        raise Stale(f"the gradient of {entry.share.label} has become {gradient.dtype}")
+        raise Stale(f"the dtype of the gradient of {entry.share.label} has changed to {gradient.dtype}")
     for what, actual, wanted in (
         ("shape", tuple(gradient.shape), tuple(param.shape)),
         ("dtype", gradient.dtype, dtype),

@@ -54,7 +54,7 @@ def check_no_overlap(tensor: torch.Tensor, label: str) -> None:
     if overlaps_itself(tensor):
         raise GradientError(
             f"{label} of shape {tuple(tensor.shape)} and strides {tensor.stride()} overlaps itself (expanded?); "
-            "make it a tensor of its own with .clone()"
+            "use .clone()"
         )
 
 
@@ -347,8 +347,7 @@ class ArrayTable:
                     label = entry.share.label
                     what = label if name == "param" else f"state {name!r} of {label}"
                     raise (GradientError if name == "param" else StateError)(
-                        f"{what} has no memory: its storage was freed, or it is of a type that keeps its values "
-                        "elsewhere"
+                        f"{what} has no memory: its storage was freed, or its tensor type stores values elsewhere"
                     )
             self.addresses[row] = addresses_of(arrays)
 

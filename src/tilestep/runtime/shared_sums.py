@@ -81,7 +81,7 @@ def _parts_of(group: ReductionGroup, sharded: Sequence[Passes], index: int, *, a
         if (tensors or slices) and not each.has_kernels:
             cut = next(entry for entry in segment.entries if not is_whole(entry.handle))
             raise GradientError(
-                f"{cut.share.label} is sharded, and rule {program.graph.title} sums it up: that needs a C++ "
+                f"{cut.share.label} is sharded, and rule {program.graph.title} reduces over it: this requires a C++ "
                 "compiler, or Triton on a GPU"
             )
         if tensors:

@@ -20,7 +20,7 @@ from ..runtime.passes import Passes
 from .changes import CHANGED, Change, Changes, Names
 from .measures import Measurer, Stats, StatsPlot, StepStats, measured_by, taken_names
 
-_NO_STATS = "{}: make the optimizer with stats=tilestep.Stats(every=...)"
+_NO_STATS = "{} requires an optimizer created with stats=tilestep.Stats(every=...)"
 
 # Options of the optimizer, not of param groups.
 _OPTIONS = ("stats", "track_changes", "skip_nonfinite", "skip_above", "track_grad_norm")
@@ -30,7 +30,7 @@ def require_no_options(group: Mapping[str, Any]) -> None:
     """Raise for a param group with an option of the optimizer."""
     for key in _OPTIONS:
         if key in group:
-            raise ValueError(f"{key} is an option of the optimizer, for all of its parameters: no param group has it")
+            raise ValueError(f"{key} is an option of the optimizer, not of a param group")
 
 
 def names_of(groups: Sequence[Mapping[str, Any]]) -> Names:
@@ -59,9 +59,9 @@ class Reports:
 
     def __init__(self, stats: Stats | None, track_changes: bool) -> None:
         if stats is not None and not isinstance(stats, Stats):
-            raise TypeError(f"Invalid stats: {stats!r}; it takes tilestep.Stats(every=...), or None")
+            raise TypeError(f"Invalid stats: {stats!r}; it must be tilestep.Stats(every=...) or None")
         if not isinstance(track_changes, bool):
-            raise TypeError(f"Invalid track_changes: {track_changes!r}; it is True or False")
+            raise TypeError(f"Invalid track_changes: {track_changes!r}; it must be True or False")
         self.asked, self.tracks = stats, track_changes
         self.calls = 0  # number of `step()` calls
         self.measured: StepStats | None = None
@@ -85,11 +85,11 @@ class Reports:
         """The outputs of every step; raises RuleError for names that clash."""
         if self.asked is not None and "update" in graph.states:
             raise RuleError(
-                f"rule {graph.title}: stats have update_norm and update_max of what a step adds, and could not tell "
-                "those of its state 'update' from them; call the state by another name"
+                f"rule {graph.title}: the statistics of state 'update' would have the names update_norm and "
+                "update_max, which describe the step; rename the state"
             )
         if self.asked is not None and (taken := taken_names(graph.states, self.asked)):
-            raise RuleError(f"rule {graph.title}: stats have {taken} already; call the output by another name")
+            raise RuleError(f"rule {graph.title}: stats have {taken} already; rename the output")
         return (CHANGED,) if self.tracks else ()
 
     def attach(self, tables: Any, optimizer: Any, spec_of: Callable[..., KernelSpec]) -> None:

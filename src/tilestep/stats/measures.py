@@ -128,9 +128,9 @@ class Stats:
     def __post_init__(self) -> None:
         names = [output.name for output in self.outputs if output.reduce in ("sum", "max")]
         if len(set(names)) < len(self.outputs):
-            raise ValueError(f"Invalid outputs: {self.outputs!r}; each is a sum or a max, with a name of its own")
+            raise ValueError(f"Invalid outputs: {self.outputs!r}; each must be a sum or a max with a unique name")
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise ValueError(f"Invalid every: {self.every!r}; steps are measured each 1, 2, 3, ... of them")
+            raise ValueError(f"Invalid every: {self.every!r}; it must be a positive number of steps")
 
 
 class StepStats(Mapping[str, Mapping[str, torch.Tensor]]):
@@ -213,7 +213,7 @@ class StepStats(Mapping[str, Mapping[str, torch.Tensor]]):
     def __getitem__(self, name: str) -> dict[str, torch.Tensor]:
         if name not in self.names:
             raise KeyError(
-                f"no parameter is called {name!r}; there are {', '.join(self.names[:5])}, ..."
+                f"no parameter is named {name!r}; names are {', '.join(self.names[:5])}, ..."
                 if self.step
                 else "no step has been measured yet"
             )
@@ -450,7 +450,7 @@ class StatsPlot:
             [1]
         """
         if stats.step and self.column not in stats.columns:
-            raise KeyError(f"no column is called {self.column!r}; there are {', '.join(stats.columns)}")
+            raise KeyError(f"no column is named {self.column!r}; columns are {', '.join(stats.columns)}")
         if stats.step != (self.steps[-1] if self.steps else 0):
             self._added.append(stats)
             self.steps.append(stats.step)
@@ -511,10 +511,10 @@ class StatsPlot:
             import matplotlib.pyplot as plt
             from matplotlib.colors import LogNorm
         except ImportError as error:
-            raise ImportError("StatsPlot draws with matplotlib: pip install matplotlib") from error
+            raise ImportError("StatsPlot requires matplotlib: pip install matplotlib") from error
         rows = self.rows
         if not self.steps:
-            raise ValueError("nothing to draw: add(optimizer.stats) after a step that measures")
+            raise ValueError("nothing to draw: call add(optimizer.stats) after a measured step")
         if axes is None:
             _, axes = plt.subplots(figsize=(8, 1 + 0.16 * len(rows)), layout="constrained")
         numbers = list(rows.values())

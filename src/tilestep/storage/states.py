@@ -121,6 +121,6 @@ def state_format(choice: Any, signed: bool = True) -> Storage:
     name = dtype_name(choice) if is_dtype else choice
     if (is_dtype and not choice.is_floating_point) or not isinstance(name, str) or name not in STATE_FORMATS:
         hint = did_you_mean(name.replace("fp", "float"), STATE_FORMATS) if isinstance(name, str) else ""
-        possible = f"a state can be kept as {', '.join(map(repr, STATE_FORMATS))}{hint and f'; {hint}'}"
+        possible = f"it must be one of {', '.join(map(repr, STATE_FORMATS))}{hint and f'; {hint}'}"
         raise ValueError(f"Invalid state_dtype: {choice!r}; {possible}")
     return STATE_FORMATS[name](signed)

@@ -25,7 +25,7 @@ class Stored:
     def _leaf(self, kind: str, buffer: str, array: int = 0) -> Term:
         if buffer not in self._storages:
             names = ", ".join(self._storages)
-            raise RuleError(f"an output reads {buffer!r}, and a rule of this optimizer has only {names}")
+            raise RuleError(f"an output reads {buffer!r}, but a rule of this optimizer has only {names}")
         leaf = (kind, buffer, array)
         value = Value("load", attribute=leaf, level=Level.ELEMENT, is_bool=kind in ("changed", "moves"))
         return Term(self._build, self._leaves.setdefault(leaf, value))

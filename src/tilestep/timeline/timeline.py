@@ -394,8 +394,8 @@ def refuse_taken_by_another(params: Iterable[Any], own: Timeline | None = None) 
     listed = list(params)
     if _another(own, lambda timeline: any(timeline.taken) and any(map(timeline.has_taken, listed))):
         raise GradientError(
-            "parameters have no gradient: another optimizer of these parameters, which is sharded, overlapped or "
-            "offloaded, has taken them in backward; delete it (and its scheduler) before another one steps, or use it"
+            "parameters have no gradient: another sharded, overlapped or offloaded optimizer of these parameters "
+            "consumed them in backward; delete it (and its scheduler) before this optimizer steps, or use it"
         )
 
 
@@ -409,8 +409,8 @@ def refuse_another_taker(own: Timeline) -> None:
 
     if _another(own, takes_too):
         raise GradientError(
-            "two optimizers of these parameters take their gradients in backward, and one updates there: delete one of "
-            "them (and its scheduler) before the other one trains"
+            "two optimizers consume the gradients of these parameters in backward: delete one optimizer (and its "
+            "scheduler) before the other trains"
         )
     own.is_alone = True
 

@@ -371,7 +371,7 @@ def test_state_that_gets_other_memory_before_its_update() -> None:
         twins.step(step)
     for state in states:
         state.data = state.data.clone()
-    with pytest.raises(tilestep.StateError, match="an update was still to come"):
+    with pytest.raises(tilestep.StateError, match="before a pending update"):
         twins.optimizer.synchronize()
 
 
