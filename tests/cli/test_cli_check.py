@@ -64,13 +64,13 @@ def test_a_function_without_a_decorator_is_a_rule() -> None:
 def test_a_rule_for_matrices_says_so_and_leaves_the_thread_count_out() -> None:
     result = verdicts(tilestep.registry["Muon"])
     assert failures(result) == []
-    assert "tensors of 2 dimensions; of others not" in result["translation"].text
+    assert "tensors of 2 dimensions only" in result["translation"].text
     assert result["C++, threads"].passed is None
 
 
 def test_a_rule_for_tensors_of_other_dimensions_is_tried_on_such() -> None:
     result = verdicts(load_rule("authored:for_volumes"))
-    assert failures(result) == [] and "tensors of 3 dimensions; of others not" in result["translation"].text
+    assert failures(result) == [] and "tensors of 3 dimensions only" in result["translation"].text
     assert "up to 27 elements" in result["C++, sizes"].text
 
 
@@ -114,9 +114,7 @@ def test_a_rule_that_is_not_the_same_each_time_fails() -> None:
 
 
 def test_a_rule_that_gives_no_numbers_fails_by_that() -> None:
-    assert (
-        "the rule's own code, in float64, makes a float32 tensor" in checked("authored:divided_by_zero", "float32").text
-    )
+    assert "the rule's code in float64 makes a float32 tensor" in checked("authored:divided_by_zero", "float32").text
 
 
 def line_of(text: str) -> int:
@@ -252,7 +250,7 @@ def test_a_skip_that_does_not_skip_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_build_for_each_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     builds = iter(range(10**6))
     verdict = broken_item(monkeypatch, "tilestep.checking.items.compile_count", lambda: next(builds), "moving numbers")
-    assert verdict.passed is False and "built again" in verdict.text
+    assert verdict.passed is False and "rebuilt" in verdict.text
 
 
 def test_runs_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,10 +267,7 @@ def test_a_clip_that_does_not_clip_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     target = "tilestep.optimizer.control.StepControl.inputs"
     verdict = broken_item(monkeypatch, target, lambda control, optimizer: None, "clipping")
     assert verdict.passed is False
-    assert (
-        "max_grad_norm=0.5 does not give what clipping before the step gives: the parameter of a float32"
-        in verdict.text
-    )
+    assert "max_grad_norm=0.5 differs from clipping before the step: the parameter of a float32" in verdict.text
 
 
 def test_the_interpreter_runs_the_triton_code() -> None:

@@ -48,7 +48,7 @@ def test_other_rules_storages_and_buckets(capfd: pytest.CaptureFixture[str]) -> 
     code, out, _ = run(capfd, "1.2B")
     assert code == 0 and "9 buckets of 143 to 381 MiB" in out
     code, out, _ = run(capfd, "100M", "--rule", "muon", "--grad-dtype", "fp32", "--grad-buffer", "bucket", "--no-clip")
-    assert code == 0 and "the time of matrix products: say which matrices" in out and cells(out, "clip")[2] == "0.00"
+    assert code == 0 and "the time of matrix products: pass the matrices" in out and cells(out, "clip")[2] == "0.00"
     code, out, _ = run(capfd, "100M", "--rule", "muon", "--mesh", "2", "--matrices", "3x4096x4096,1X1024x4096")
     assert code == 0 and "the time of matrix products: matrix products are known to 10%" in out
     assert cells(out, "matrix products")[1] == cells(out, "matrix products")[2] == "5.85"

@@ -325,7 +325,7 @@ def test_a_norm_that_was_never_computed() -> None:
     scaler.scale(torch.ones((), device=DEVICE))
     optimizer.step()
     before = [param.detach().clone() for param in params]
-    with refused("gradient norm was not computed before; run a step like it"), capturing():
+    with refused("gradient norm was not computed before; run the step once"), capturing():
         scaler.step(optimizer)
     equal(params, before)  # type: ignore[arg-type]
 

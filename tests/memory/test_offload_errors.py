@@ -131,14 +131,14 @@ def test_too_little_memory_says_how_much_is_there(tmp_path: Path, monkeypatch: p
     with pytest.raises(tilestep.HostMemoryError) as raised:
         streamed()(optimizer)
     message = str(raised.value)
-    assert "needs 16 MB of host memory" in message
-    assert "4 MB would fit (limit of the control group): that is 25% of it" in message
+    assert "requires 16 MB of host memory" in message
+    assert "4 MB are available (limit of the control group), 25%" in message
     assert isinstance(raised.value, MemoryError)
     assert type(optimizer) is tilestep.AdamW and optimizer.memory.__class__.__name__ == "StateMemory"
     params[0].grad = torch.ones(1_000_000)
     optimizer.step()
     limited(tmp_path, monkeypatch, system=8_000_000, group=64 << 20)
-    with pytest.raises(tilestep.HostMemoryError, match=r"8 MB would fit \(memory of the system\)"):
+    with pytest.raises(tilestep.HostMemoryError, match=r"8 MB are available \(memory of the system\)"):
         streamed()(optimizer)
 
 
@@ -186,8 +186,8 @@ def test_an_allocation_that_fails_is_the_same_error() -> None:
     done = run_python("-c", SCRIPT)
     assert done.returncode == 0, done.stderr
     known, unknown, alive = done.stdout.splitlines()
-    assert "needs 100 MB of host memory" in known and "limit of the process's address space" in known
-    assert "needs 100 MB of host memory" in unknown and "nothing known" in unknown
+    assert "requires 100 MB of host memory" in known and "limit of the process's address space" in known
+    assert "requires 100 MB of host memory" in unknown and "nothing known" in unknown
     assert alive == "alive 1"
 
 

@@ -281,7 +281,7 @@ class DeviceEngine:
         moved = any(passes.segment.streamer is not None for passes in self.passes)
         require(not moved, "its state is in host memory, and the host decides when to copy it")
         if not all(passes.can_be_captured for passes in self.passes):
-            on_cpu = "its parameters are on the CPU; move the model to a GPU first"
+            on_cpu = "its parameters are on the CPU, which has no graphs; move the model to a GPU first"
             without = "without Triton the host decides which operations a step runs"
             require(False, on_cpu if is_host(self.device) else without)
         require_no_branches(self.passes, alone=alone)
