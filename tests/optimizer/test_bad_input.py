@@ -205,7 +205,7 @@ def test_parameters_that_interleave_are_no_overlap() -> None:
         ({"lr": -1.0}, ValueError, "Invalid lr: -1.0; it must be at least 0"),
         ({"lr": float("nan")}, ValueError, "Invalid lr: nan"),
         ({"lr": torch.tensor(-1.0)}, ValueError, "Invalid lr: -1.0"),
-        ({"lr": torch.ones(2)}, ValueError, r"Invalid lr: a tensor of shape \(2,\); it must have one real element"),
+        ({"lr": torch.ones(2)}, ValueError, r"Invalid lr: a tensor of shape \(2,\); it must have one element"),
         ({"betas": (0.9, 1.0)}, ValueError, r"Invalid betas\[1\]: 1.0; it must be in \[0, 1\)"),
         ({"betas": (0.9,)}, ValueError, r"Invalid betas: \(0.9,\); it must have 2 values"),
         ({"betas": ((torch.tensor(0.9),), 0.9)}, TypeError, r"Invalid betas: .*nested list"),
@@ -300,8 +300,8 @@ def test_numbers_out_of_range_that_are_assigned_later_are_taken_as_torch_takes_t
         ("lr", "1e-3", "lr: '1e-3'; it must be a number or a function of the step"),
         ("lr", None, "lr: None; it must be a number"),
         ("lr", {}, "lr: {}; it must be a number"),
-        ("lr", torch.tensor([0.1, 0.2]), r"lr: a tensor of shape \(2,\); it must have one real element"),
-        ("lr", torch.tensor(1j), r"lr: a tensor of shape \(\), complex; it must have one real element"),
+        ("lr", torch.tensor([0.1, 0.2]), r"lr: a tensor of shape \(2,\); it must have one element"),
+        ("lr", torch.tensor(1j), r"lr: a tensor of shape \(\), complex; it must have one element, a real number"),
         ("betas", (0.9, None), r"betas\[1\]: None; it must be a number"),
         ("betas", (0.9,), r"betas: \(0.9,\); it must have 2 values"),
         ("betas", 0.9, "betas: 0.9; it must have 2 values"),
@@ -453,7 +453,7 @@ CHECKPOINTS: dict[str, tuple[Callable[..., dict[str, Any]], type[Exception], str
     "steps": (
         with_state("step", torch.ones(2)),
         StateError,
-        r"state 'step' of parameter 3 .* has shape \(2,\); it must have one real element",
+        r"state 'step' of parameter 3 .* has shape \(2,\); it must have one element",
     ),
     "another rule": (other_rule_of_ours, StateError, "group 0 of the checkpoint is of rule Lion, this .* of AdamW"),
     "Adam": (

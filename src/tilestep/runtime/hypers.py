@@ -106,5 +106,5 @@ def _numbers(chosen: Mapping[str, Any]) -> list[tuple[str, Any]]:
         for name, value in flat_numbers(chosen):
             if isinstance(value, torch.Tensor) and (value.numel() != 1 or value.is_complex()):
                 kind = f"a tensor of shape {tuple(value.shape)}" + ", complex" * value.is_complex()
-                raise ValueError(f"Invalid {name}: {kind}; it must have one real element") from None
+                raise ValueError(f"Invalid {name}: {kind}; it must have one element, a real number") from None
         raise
