@@ -562,10 +562,11 @@ class Optimizer(torch.optim.Optimizer):
         return self.reports.stats
 
     def first_nonfinite(self) -> str | None:
-        """The name of the first parameter whose gradient is not finite, or None. Waits for the device.
+        """The name of the first parameter whose gradient was not finite, or None. Waits for the device.
 
-        Checks the last measured step, even if it was skipped; if all were finite there, the current gradients. For
-        DTensors and after `shard` all ranks must call it.
+        The first in the first measured step with such a gradient, even if it was skipped; later steps do not change the
+        answer. If all measured steps were finite, the current gradients are checked. For DTensors and after `shard` all
+        ranks must call it.
 
         Raises:
             RuntimeError: if the optimizer was made without `stats`.

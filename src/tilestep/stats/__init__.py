@@ -168,7 +168,7 @@ class Reports:
         present: Callable[[], Iterable[tuple[Any, torch.Tensor]]],
         sharers: Any,
     ) -> str | None:
-        """Return the name of the first parameter with a nonfinite gradient, in the measured step or else currently."""
+        """Return the first parameter with a nonfinite gradient: in the first measured step with one, else currently."""
         if self.asked is None:
             raise RuntimeError(_NO_STATS.format("first_nonfinite"))
         names, places = names_of(groups)
