@@ -22,21 +22,22 @@ from .tiles import Order, combine, order_of
 KEPT = 4  # cached lists of meshes and placements
 
 
-class Shares:
-    """Groups of the tensors of a list that have the same weight in sums over all ranks."""
+Shares = tuple[ReductionGroup, list[int], dict[float, list[int]]]
+"""All ranks, the places of partial sums, and the places of tensors by their weight in sums over all ranks."""
 
-    def __init__(self, tensors: Sequence[Any], positions: Positions | None) -> None:
-        distributed = [place for place, tensor in enumerate(tensors) if is_distributed(tensor)]
-        placed = [(name_of(place, positions), tensors[place]) for place in distributed]
-        for name, tensor in placed:
-            if tensor.device_mesh.get_coordinate() is None:
-                raise GradientError(f"this rank does not belong to {tensor.device_mesh} of {name}")
-        self.ranks = ReductionGroup.of_tensors(placed)
-        self.partial = [place for place, tensor in enumerate(tensors) if _is_partial(tensor)]
-        partial, self.places = set(self.partial), dict[float, list[int]]()
-        for place, tensor in enumerate(tensors):
-            share = self.ranks.share(_summed(tensor) if place in partial else tensor)
-            self.places.setdefault(share, []).append(place)
+
+def _shares(tensors: Sequence[Any], positions: Positions | None) -> Shares:
+    placed = [(name_of(place, positions), tensor) for place, tensor in enumerate(tensors) if is_distributed(tensor)]
+    for name, tensor in placed:
+        if tensor.device_mesh.get_coordinate() is None:
+            raise GradientError(f"this rank does not belong to {tensor.device_mesh} of {name}")
+    ranks = ReductionGroup.of_tensors(placed)
+    partial = [place for place, tensor in enumerate(tensors) if _is_partial(tensor)]
+    places: dict[float, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        share = ranks.share(_summed(tensor) if place in partial else tensor)
+        places.setdefault(share, []).append(place)
+    return ranks, partial, places
 
 
 class ShardedNorm:
@@ -45,17 +46,17 @@ class ShardedNorm:
     lock = nullcontext()  # recipes of the parts have locks
 
     def __init__(self, tensors: Sequence[torch.Tensor], shares: Shares, positions: Positions | None) -> None:
-        self._ranks = shares.ranks
+        self._ranks, partial, groups = shares
         self._local = [as_real(ready(part)) for part in local_parts(tensors)]
         self._recipe = _recipe(self._local, positions)
-        if not shares.partial and len(shares.places) == 1:
-            self._parts = [(share, self._local, self._recipe) for share in shares.places]
+        if not partial and len(groups) == 1:
+            self._parts = [(share, self._local, self._recipe) for share in groups]
             return
         parts = list(self._local)
-        for place in shares.partial:
+        for place in partial:
             parts[place] = as_real(local_part(_summed(tensors[place])))
         self._parts = []
-        for share, places in shares.places.items():
+        for share, places in groups.items():
             own = [parts[place] for place in places]
             self._parts.append((share, own, _recipe(own, None)))
 
@@ -131,7 +132,7 @@ def _recipe(tensors: list[torch.Tensor], positions: Positions | None) -> Recipe:
     return recipe
 
 
-_shares: list[tuple[list[Any], Shares]] = []
+_kept: list[tuple[list[Any], Shares]] = []
 
 
 def sharded_norm(tensors: Sequence[torch.Tensor], positions: Positions | None = None) -> ShardedNorm | None:
@@ -142,11 +143,11 @@ def sharded_norm(tensors: Sequence[torch.Tensor], positions: Positions | None = 
     with plan_cache.lock:
         fitting = (
             place
-            for place, (kept, _) in enumerate(_shares)
+            for place, (kept, _) in enumerate(_kept)
             if len(kept) == len(described) and all(map(operator.is_, kept, described))
         )
         place = next(fitting, None)
-        shares = Shares(tensors, positions) if place is None else _shares.pop(place)[1]
-        _shares.insert(0, (described, shares))
-        del _shares[KEPT:]
+        shares = _shares(tensors, positions) if place is None else _kept.pop(place)[1]
+        _kept.insert(0, (described, shares))
+        del _kept[KEPT:]
     return ShardedNorm(tensors, shares, positions)
