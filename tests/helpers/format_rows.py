@@ -90,7 +90,7 @@ def check_kept(row: Row, few: bool = False) -> None:
     optimizer.step()  # state begins with the first step
     optimizer.state[weight]["wide"].copy_(values)
     optimizer.step()
-    storage = format.storage(torch.bfloat16)
+    storage = format(torch.bfloat16)
     arrays = {"param": weight.detach(), format.key: optimizer.state[weight][format.key]}
     wanted = {name: torch.empty_like(array) for name, array in arrays.items()}
     stored_in(storage, wanted, "param", values)

@@ -12,7 +12,7 @@ from tilestep.storage import MASTER_FORMATS, stored_in, values_of
 def test_every_mantissa_comes_back_within_128_units(exponent: int, sign: int) -> None:
     bits = torch.arange(2**23, dtype=torch.int64) + (exponent << 23) - sign * 2**31
     values = bits.to(torch.int32).view(torch.float32)
-    storage = MASTER_FORMATS["int8"].storage(torch.bfloat16)
+    storage = MASTER_FORMATS["int8"](torch.bfloat16)
     arrays = {
         "param": torch.empty(len(values), dtype=torch.bfloat16),
         "correction_param": torch.empty(len(values), dtype=torch.int8),

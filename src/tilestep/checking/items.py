@@ -161,7 +161,7 @@ def compare(
     exact = exact_values(param, state)
     kept_names = state.keys() | states_in_blocks(state)
     actual = {"param": exact, **{name: _numbers(param, state, name) for name in rule.state_names if name in kept_names}}
-    masters = [kind.storage(param.dtype) for kind in MASTER_FORMATS.values() if kind.key in state]
+    masters = [kind(param.dtype) for kind in MASTER_FORMATS.values() if kind.key in state]
     precision = max(torch.finfo(exact.dtype).eps, 2.0**-16 if any(map(is_coarse, masters)) else 0.0)
     old = {"param": before.param, **before.states}
     for name, value in actual.items():

@@ -419,7 +419,7 @@ class _StateReader:
     def __init__(self, rule: Rule, dtype: torch.dtype, group: Mapping[str, Any]) -> None:
         self.rule = rule
         kind = master_kind(dtype, group)
-        self._integers = kind.key if kind is not None and not kind.dtype.is_floating_point else ""
+        self._integers = kind.key if kind is not None and not kind.buffer_dtype.is_floating_point else ""
         starts = {**dict.fromkeys((TRAINING, *MASTER_KEYS), _LIKE_PARAM)}
         starts.update(starts_of(rule, rule.state_names, dtype, group))
         self._starts = {name: start for name, start in starts.items() if start.shape != "scalar"}

@@ -14,7 +14,7 @@ from ..storage import MASTER_FORMATS, MasterFormat, dtype_name
 from .memory import StateMemory
 
 MasterWeights = bool | str  # type of `Optimizer`'s `master_weights`: False, or a key of `MASTER_FORMATS`
-_CHOICES: Mapping[Any, MasterFormat | None] = {False: None, **MASTER_FORMATS}
+_CHOICES: Mapping[Any, type[MasterFormat] | None] = {False: None, **MASTER_FORMATS}
 
 MASTER_KEYS = frozenset(kind.key for kind in MASTER_FORMATS.values())  # their keys in states
 
@@ -26,7 +26,7 @@ def check_choice(choice: Any) -> None:
         raise ValueError(f"Invalid master_weights: {choice!r}; it must be {', '.join(choices)} or {last}")
 
 
-def master_kind(dtype: torch.dtype, group: Mapping[str, Any]) -> MasterFormat | None:
+def master_kind(dtype: torch.dtype, group: Mapping[str, Any]) -> type[MasterFormat] | None:
     """Return the master format of a param group for parameters of this dtype, or None."""
     kind = _CHOICES[group.get("master_weights", False)]
     return kind if kind is not None and dtype in kind.dtypes else None
@@ -46,13 +46,13 @@ def check_master(label: str, dtype: torch.dtype, group: Mapping[str, Any]) -> No
     )
 
 
-def other_master(kind: MasterFormat, state: Mapping[str, Any]) -> MasterFormat | None:
+def other_master(kind: type[MasterFormat], state: Mapping[str, Any]) -> type[MasterFormat] | None:
     """Return the other master format that a state or checkpoint uses, if it has no master of this format."""
     if kind.key in state:
         return None
     for other in MASTER_FORMATS.values():
         value = state.get(other.key)
-        if isinstance(value, torch.Tensor) and value.dtype is other.dtype:
+        if isinstance(value, torch.Tensor) and value.dtype is other.buffer_dtype:
             return other
     return None
 

@@ -353,7 +353,7 @@ def storages(
             # Row and column states are small: they are not rounded stochastically.
             formats[name] = Plain(torch.float32) if name in graph.slice_states else Stochastic(storage)
     if kind is not None:
-        formats["param"] = kind.storage(param.dtype)
+        formats["param"] = kind(param.dtype)
     return formats
 
 
@@ -366,7 +366,7 @@ class StateTemplate:
         self.kind = master_kind(param.dtype, group)
         self.starts = starts_of(rule, graph.states, param.dtype, group)
         self.formats = formats
-        masters = {} if self.kind is None else {self.kind.key: self.kind.dtype}
+        masters = {} if self.kind is None else {self.kind.key: self.kind.buffer_dtype}
         numbers = {*graph.matrix_states, *graph.scalar_states}
         dtypes = {name: graph.state_dtypes.get(name, compute_dtype(param)) for name in numbers}
         self.arrays = {name: formats[name].arrays(name) for name in graph.states if name not in numbers}

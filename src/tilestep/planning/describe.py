@@ -131,7 +131,7 @@ _SHAPES = {"param": "like the parameter", "scalar": "one for each tensor"}
 def _states(rule: Rule, spec: KernelSpec, master: Any) -> dict[str, str]:
     states = {"step": "float32, one for each tensor"}
     if master is not None:
-        states[master.key] = f"{dtype_name(master.dtype)}, like the parameter"
+        states[master.key] = f"{dtype_name(master.buffer_dtype)}, like the parameter"
     graph = spec.program.graph
     for name in graph.states:
         if name in graph.matrix_states:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from .format import Term, maximum, minimum, near_bits
-from .masters import Widened, master_format
+from .masters import MasterFormat, master_format
 
 
-@master_format("int8", key="correction_param", dtypes=(torch.bfloat16,))
-class Corrected(Widened):
+@master_format("int8")
+class Corrected(MasterFormat):
     """A float32 in 24 bits: the nearest bfloat16, and the distance in 256ths of its last place.
 
     The bits of a bfloat16 are the upper half of a float32's. The difference of the bits, -32768 to 32768, is divided by
@@ -22,8 +22,8 @@ class Corrected(Widened):
     """
 
     title = "corrected"
-    prefix = "correction"
-    second = torch.int8
+    key = "correction_param"
+    buffer_dtype = torch.int8
     is_coarse = True
 
     def load(self, elements: Sequence[Term]) -> Term:

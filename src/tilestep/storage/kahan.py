@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from .format import Term, if_rounds_to, where
-from .masters import Widened, master_format
+from .masters import MasterFormat, master_format
 
 
-@master_format("kahan", key="compensation_param", dtypes=(torch.bfloat16,))
-class Kahan(Widened):
+@master_format("kahan")
+class Kahan(MasterFormat):
     """The bfloat16 nearest to a value, and the bfloat16 nearest to the rounding error: 16 or more bits of precision.
 
     If the sum of the two would round to another bfloat16, as just below half a unit in the last place, the difference
@@ -21,7 +21,7 @@ class Kahan(Widened):
     """
 
     title = "kahan"
-    prefix = "compensation"
+    key = "compensation_param"
     is_coarse = True
 
     def load(self, elements: Sequence[Term]) -> Term:

@@ -7,18 +7,20 @@ from collections.abc import Sequence
 import torch
 
 from .format import Term, dtype_name, if_rounds_to
-from .masters import Widened, master_format
+from .masters import MasterFormat, master_format
 
 
-@master_format(True, key="master_param", dtypes=(torch.bfloat16, torch.float16), begins_as_parameter=True)
-class Master(Widened):
+@master_format(True)
+class Master(MasterFormat):
     """A float32 master; its rounded 16-bit copy is written in the same pass.
 
     A copy that differs from the rounded master was written by other code, and overrides the master.
     """
 
-    prefix = "master"
-    second = torch.float32
+    dtypes = (torch.bfloat16, torch.float16)
+    key = "master_param"
+    buffer_dtype = torch.float32
+    begins_as_parameter = True
 
     @property
     def title(self) -> str:  # type: ignore[override]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 
@@ -12,63 +12,50 @@ from .format import Array, Storage, dtype_name, stored_in, values_of
 
 
 @dataclass(frozen=True)
-class MasterFormat:
-    """A format that stores a 16-bit parameter more precisely, with an additional buffer."""
+class MasterFormat(Storage):
+    """Base of formats that store a 16-bit parameter more precisely, as a float32, with an additional buffer."""
 
-    choice: bool | str  # the value of `master_weights`
-    key: str  # the buffer's key in the state
-    dtypes: tuple[torch.dtype, ...]  # supported dtypes of parameters
-    storage: Callable[[torch.dtype], Storage]  # format of parameter and buffer, by the parameter's dtype
-    begins_as_parameter: bool
+    dtype: torch.dtype = torch.bfloat16  # of the parameter
+
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)  # supported dtypes of parameters
+    key = ""  # the buffer's key in the state
+    buffer_dtype = torch.bfloat16
+    begins_as_parameter = False
     """Whether the buffer is initialized with the parameter, and detects writes of other code; otherwise with zeros."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The buffer's dtype."""
-        return self.storage(self.dtypes[0]).arrays("param")[1].dtype
-
-    def values(self, param: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-        """The parameter in float32, a new tensor on the buffer's device."""
-        tensors = {"param": param.detach().to(buffer.device), self.key: buffer}
-        return values_of(self.storage(param.dtype), tensors, "param")
-
-    def buffer_of(self, param: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """A new buffer for float32 values of a parameter."""
-        buffer = torch.empty_like(values, dtype=self.dtype)
-        stored_in(self.storage(param.dtype), {self.key: buffer}, "param", values)
-        return buffer
-
-
-@dataclass(frozen=True)
-class Widened(Storage):
-    """Base of formats that combine a 16-bit number and a second array into a float32."""
-
-    dtype: torch.dtype = torch.bfloat16
-
-    title = prefix = ""  # for generated code, and for the second array's name
-    second = torch.bfloat16
+    title = ""  # for generated code
     precision = torch.float32
 
     def __str__(self) -> str:
-        return f"{dtype_name(self.dtype)} with {dtype_name(self.second)} {self.prefix}"
+        return f"{dtype_name(self.dtype)} with {dtype_name(self.buffer_dtype)} {self.key.removesuffix('_param')}"
 
     def arrays(self, name: str) -> tuple[Array, ...]:
-        return (Array(name, self.dtype), Array(f"{self.prefix}_{name}", self.second))
+        return (Array(name, self.dtype), Array(self.key.removesuffix("param") + name, self.buffer_dtype))
+
+    @classmethod
+    def values(cls, param: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        """The parameter in float32, a new tensor on the buffer's device."""
+        tensors = {"param": param.detach().to(buffer.device), cls.key: buffer}
+        return values_of(cls(param.dtype), tensors, "param")
+
+    @classmethod
+    def buffer_of(cls, param: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """A new buffer for float32 values of a parameter."""
+        buffer = torch.empty_like(values, dtype=cls.buffer_dtype)
+        stored_in(cls(param.dtype), {cls.key: buffer}, "param", values)
+        return buffer
 
 
-MASTER_FORMATS: dict[bool | str, MasterFormat] = {}
+MASTER_FORMATS: dict[bool | str, type[MasterFormat]] = {}
 """The choices of `master_weights` except False, with their formats."""
 
-Format = TypeVar("Format", bound=Callable[[torch.dtype], Storage])
+Format = TypeVar("Format", bound=type[MasterFormat])
 
 
-def master_format(
-    choice: bool | str, *, key: str, dtypes: tuple[torch.dtype, ...], begins_as_parameter: bool = False
-) -> Callable[[Format], Format]:
-    """Register a format for a choice of `master_weights`; arguments as for `MasterFormat`."""
+def master_format(choice: bool | str) -> Callable[[Format], Format]:
+    """Register a format for a choice of `master_weights`."""
 
-    def enter(storage: Format) -> Format:
-        MASTER_FORMATS[choice] = MasterFormat(choice, key, dtypes, storage, begins_as_parameter)
-        return storage
+    def enter(kind: Format) -> Format:
+        MASTER_FORMATS[choice] = kind
+        return kind
 
     return enter

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from .format import Term, minimum, near_bits, where
-from .masters import Widened, master_format
+from .masters import MasterFormat, master_format
 
 
-@master_format("remainder", key="remainder_param", dtypes=(torch.bfloat16,))
-class Remainder(Widened):
+@master_format("remainder")
+class Remainder(MasterFormat):
     """A float32 as its nearest bfloat16, and the distance in units of float32's last place.
 
     The bits of a bfloat16 are the upper half of a float32's, so the difference of the bits is the rounding
@@ -26,8 +26,8 @@ class Remainder(Widened):
     """
 
     title = "remainder"
-    prefix = "remainder"
-    second = torch.int16
+    key = "remainder_param"
+    buffer_dtype = torch.int16
 
     def load(self, elements: Sequence[Term]) -> Term:
         high, low = elements
