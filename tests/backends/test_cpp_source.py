@@ -95,7 +95,8 @@ def awkward_names() -> list[str]:
     """Every identifier that means something to a C++ compiler after the prelude, if Python allows it as a variable."""
     macros = re.findall(r"^#define ([A-Za-z]\w*)\b", compiled(PRELUDE, "-dM", "-E").stdout, re.MULTILINE)
     assert {"NAN", "INFINITY"} <= set(macros)
-    wanted = {*text._RESERVED, *macros, "part_0", "chunk_0", "total_0", "tl", "_", "_X", "β1", "param_array"}
+    reserved = text.CppNames.keywords["reserved"]
+    wanted = {*reserved, *macros, "part_0", "chunk_0", "total_0", "tl", "_", "_X", "β1", "param_array"}
     return sorted(name for name in wanted if name.isidentifier() and not keyword.iskeyword(name))
 
 
