@@ -1,6 +1,6 @@
 """Symmetric products beside torch's full ones: `python benchmarks/symmetric_products.py`, on a GPU.
 
-What `tilestep.linalg.symmetric.BLOCKS` and `tilestep.linalg.symmetric.pays` are chosen by.
+What `tilestep.linalg.symmetric.BLOCKS` and `tilestep.linalg.symmetric.uses_symmetric_kernel` are chosen by.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ def orthogonalizations(count: int, rows: int, columns: int) -> None:
     batch = torch.randn(count, rows, columns, device="cuda").to(torch.bfloat16)
     out = torch.empty_like(batch)
     on_grams = device_milliseconds(lambda: orthogonal.gram_newton_schulz(batch, ROWS, 1e-7, out), 5)
-    pays, orthogonal.pays = orthogonal.pays, lambda _: False
+    original, orthogonal.uses_symmetric_kernel = orthogonal.uses_symmetric_kernel, lambda _: False
     try:
         batched = device_milliseconds(lambda: orthogonal.newton_schulz([batch], NUMBERS, out), 5)
     finally:
-        orthogonal.pays = pays
+        orthogonal.uses_symmetric_kernel = original
     from torch.optim._muon import _zeropower_via_newtonschulz as one
 
     singly = device_milliseconds(lambda: [one(matrix.clone(), COEFFICIENTS, 5, 1e-7) for matrix in batch], 5)

@@ -16,7 +16,7 @@ import tilestep
 from tilestep.linalg import orthogonal
 from tilestep.linalg.coefficients import NAMES, flat, rows_of
 from tilestep.linalg.orthogonal import gram_newton_schulz, newton_schulz
-from tilestep.linalg.symmetric import BLOCKS, Blocks, pays, symmetric_product
+from tilestep.linalg.symmetric import BLOCKS, Blocks, symmetric_product, uses_symmetric_kernel
 from tilestep.runtime import batches
 
 SHAPES = [(256, 256), (256, 768), (768, 256), (64, 64), (24, 40), (320, 1088), (256, 768)]
@@ -68,7 +68,7 @@ def plain_newton_schulz(
     batch: torch.Tensor, numbers: Sequence[float], precision: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(orthogonal, "pays", lambda _: False)
+        patch.setattr(orthogonal, "uses_symmetric_kernel", lambda _: False)
         return newton_schulz([batch], numbers, None, precision=precision)
 
 
@@ -80,7 +80,7 @@ def test_orthogonalize_is_as_near_to_float64_as_torch_s(shape: tuple[int, int], 
     right, _ = torch.linalg.qr(drawn((shape[1], short), 1))
     falling = left * 10 ** torch.linspace(0, -3, short, device="cuda") @ right.mT
     batch = torch.stack([drawn(shape), falling, 1e-6 * drawn(shape, 2)]).to(torch.bfloat16)
-    assert pays(batch) == (min(shape) >= 768)
+    assert uses_symmetric_kernel(batch) == (min(shape) >= 768)
     found = gram_newton_schulz(batch, JORDAN, 1e-7, None) if on_grams else plain_newton_schulz(batch, NUMBERS)
     wanted = exact(batch)
     for place in range(len(batch)):
@@ -95,7 +95,7 @@ def test_orthogonalize_is_as_near_to_float64_as_torch_s(shape: tuple[int, int], 
 @pytest.mark.parametrize("name", ["jordan", "quintic", "polar_express", "cans", "cubic5"])
 def test_a_large_singular_value_that_the_first_step_makes_small_is_kept(name: str) -> None:
     batch, rows = dominated(1024, 1536).to("cuda", torch.bfloat16), rows_of(name)
-    assert pays(batch)
+    assert uses_symmetric_kernel(batch)
     wanted = exact(batch, rows)
     ours, plain = (
         (found.double() - wanted).norm(dim=(-2, -1)) / wanted.norm(dim=(-2, -1))
@@ -120,7 +120,7 @@ def test_each_set_leaves_the_singular_values_of_its_iteration(name: str, precisi
         assert bool(((found - wanted).norm(dim=(-2, -1)) < 1e-3 * wanted.norm(dim=(-2, -1))).all())
         return
     dtype = getattr(torch, precision)
-    assert pays(batch.to(dtype))
+    assert uses_symmetric_kernel(batch.to(dtype))
     plain = plain_newton_schulz(batch, [1e-7, *flat(rows)], dtype)
     values = torch.linalg.svdvals(wanted)
     ours, theirs = (
@@ -253,7 +253,7 @@ def test_matrices_and_the_rest_in_one_optimizer() -> None:
 
 def test_the_plain_iteration_is_left_for_what_the_kernel_does_not_take() -> None:
     batch = drawn((2, 1100, 1900)).to(torch.bfloat16)
-    assert not pays(batch)
+    assert not uses_symmetric_kernel(batch)
     found = newton_schulz([batch], NUMBERS, None)
     assert float((found.double() - exact(batch)).norm() / exact(batch).norm()) < 0.05
 

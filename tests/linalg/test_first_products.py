@@ -29,7 +29,7 @@ def test_the_kernels_of_a_step_are_those_that_are_noted(
     assert operation.launches is not None
     device = torch.device("cpu")
     assert operation.launches(shape, NUMBERS, device) == []
-    monkeypatch.setattr(orthogonal, "pays", lambda batch: True)
+    monkeypatch.setattr(orthogonal, "uses_symmetric_kernel", lambda batch: True)
     noted = operation.launches(shape, NUMBERS, device)
     asked: dict[tuple[Any, ...], int] = {}
 
@@ -52,7 +52,7 @@ def test_a_language_model_builds_four_kernels_of_products_before_those_of_tiles(
     pytest.importorskip("triton")
     operation = MATRIX_OPERATIONS["orthogonalize"]
     assert operation.launches is not None
-    monkeypatch.setattr(orthogonal, "pays", lambda batch: True)
+    monkeypatch.setattr(orthogonal, "uses_symmetric_kernel", lambda batch: True)
     shapes = [(64, 64), (16, 64), (176, 64), (64, 176)]
     noted = [launch for shape in shapes for launch in operation.launches(shape, NUMBERS, torch.device("cpu"))]
     assert len({key_of(*launch) for launch in noted}) == 4

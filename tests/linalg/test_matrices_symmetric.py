@@ -91,7 +91,7 @@ def test_gram_matrices_leave_the_singular_values_of_the_plain_iteration(
     wanted = torch.linalg.svdvals(exact(batch, rows))
 
     def apart(*, on_grams: bool) -> torch.Tensor:
-        monkeypatch.setattr(orthogonal, "pays", lambda _: on_grams)
+        monkeypatch.setattr(orthogonal, "uses_symmetric_kernel", lambda _: on_grams)
         found = newton_schulz([batch], [1e-7, *flat(rows)], None, multiplied, precision)
         return (torch.linalg.svdvals(found.double()) - wanted).square().mean(dim=-1).sqrt()
 
@@ -130,7 +130,7 @@ def test_steps_share_a_gram_matrix_where_that_is_less_work_and_grows_no_rounding
 
 
 def test_nothing_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orthogonal, "pays", lambda _: True)
+    monkeypatch.setattr(orthogonal, "uses_symmetric_kernel", lambda _: True)
     unmoved = newton_schulz([torch.full((1, 3, 4), 3.0)], [1e-7], None)
     assert torch.equal(unmoved, torch.full_like(unmoved, 12**-0.5))
     nothing = gram_newton_schulz(torch.zeros(1, 32, 64, dtype=torch.bfloat16), JORDAN, 1e-7, None, multiplied)
@@ -145,7 +145,7 @@ def test_matrices_smaller_than_eps_stay_small(name: str, columns: int, monkeypat
     batch = torch.cat([torch.zeros_like(noise), 3e-9 * noise / noise.norm(), 2e-11 * noise / noise.norm()])
 
     def found(precision: torch.dtype, eps: float, *, on_grams: bool) -> torch.Tensor:
-        monkeypatch.setattr(orthogonal, "pays", lambda _: on_grams)
+        monkeypatch.setattr(orthogonal, "uses_symmetric_kernel", lambda _: on_grams)
         return newton_schulz([batch], [eps, *flat(rows_of(name))], None, multiplied, precision).double()
 
     for precision in (torch.float16, torch.bfloat16):

@@ -24,10 +24,10 @@ class EagerPasses(Passes):
     has_kernels = False
 
     def __init__(self, spec: KernelSpec, entries: Sequence[Entry], *arguments: Any) -> None:
-        alone = next((entry for entry in entries if entry.exchange), None)
-        if alone is not None and spec.program.matrices.scratch:
+        sharded = next((entry for entry in entries if entry.exchange), None)
+        if sharded is not None and spec.program.matrices.scratch:
             raise GradientError(
-                f"{alone.share.label} is sharded, and rule {spec.program.graph.title} works on whole matrices, which "
+                f"{sharded.share.label} is sharded, and rule {spec.program.graph.title} works on whole matrices, which "
                 "needs a C++ compiler, or Triton on a GPU"
             )
         if spec.global_count:

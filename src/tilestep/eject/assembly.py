@@ -100,7 +100,7 @@ class Request:
         )
 
     @property
-    def matters(self) -> tuple[bool, bool]:
+    def kinds_depend_on(self) -> tuple[bool, bool]:
         """Whether dimensions, and sizes, make a difference."""
         names = [kind.name for kind in self.kinds]
         return any(re.search(r"_\dd", name) for name in names), any(name.endswith(SIZES) for name in names)
@@ -122,7 +122,7 @@ def ejected(request: Request) -> str:
         functions = [*(lines for _, lines in functions_of(norm)), *functions]
     helpers, constants = helpers_for(functions)
     kernels = flat(helpers + functions)
-    (by_dims, by_size), has_sums = request.matters, bool(parameters & {"sums", "partials"})
+    (by_dims, by_size), has_sums = request.kinds_depend_on, bool(parameters & {"sums", "partials"})
     imported = {name: module for name, module in _OF_TRITON.items() if name in kernels}
     formulas = _formulas(request)
     is_shaped = any(re.search(r"\b(shape|machine_epsilon)\b", lines[0]) for lines in formulas)
@@ -289,7 +289,7 @@ def _average(request: Request) -> list[str]:
 
 def _kinds(request: Request, parameters: set[str]) -> str:
     """The kinds, and what says which kind a parameter is of."""
-    by_dims, by_size = request.matters
+    by_dims, by_size = request.kinds_depend_on
     alike: dict[str, list[Kind]] = {}
     for kind in request.kinds:
         alike.setdefault(_kind(request, kind, parameters), []).append(kind)

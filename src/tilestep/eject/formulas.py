@@ -138,15 +138,15 @@ def formula(
 ) -> list[str]:
     """A rule as a function of a parameter, its gradient and its states in float32, and numbers in float64."""
     values = graph.values()
-    asked = dict.fromkeys(value.attribute for value in values if value.operation == "hyper")
+    hypers = dict.fromkeys(value.attribute for value in values if value.operation == "hyper")
     builtins = ("step", "gradient_scale", "machine_epsilon")
     used = [
         name.replace(".", "_")
         for base in (*hyperparameters, *builtins)
-        for name in sorted(asked)
+        for name in sorted(hypers)
         if name.partition(".")[0] == base
     ]
-    sized = ["shape"] if any(size_from_end(name) or name == "numel" for name in asked) else []
+    sized = ["shape"] if any(size_from_end(name) or name == "numel" for name in hypers) else []
     loaded = {value.attribute for value in values if value.operation == "load"}
     buffers = [name for name in dict.fromkeys(("param", "grad", *states)) if name in loaded]
     arguments = [*buffers, *used, *sized]

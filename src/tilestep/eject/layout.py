@@ -11,7 +11,7 @@ WIDTH = 120
 
 _OPEN, _CLOSE = "([{", ")]}"
 
-_AS_IT_IS = "  # fmt: skip"  # a formatter leaves the statement alone
+_FMT_SKIP = "  # fmt: skip"  # a formatter leaves the statement alone
 _OTHER_SPACES = re.compile(" (?![-+*/&|<>]+ )")  # those that are not before an operator
 
 
@@ -57,7 +57,7 @@ def folded(line: str, width: int = WIDTH) -> list[str]:
         return [line]
     head, value = _assignment(line)
     if value and (_has_operators(value) or value.count(").") > 1):
-        return [f"{head}(", *_wrapped(_OTHER_SPACES.sub("\0", value), f"{indent}    ", width), f"{indent}){_AS_IT_IS}"]
+        return [f"{head}(", *_wrapped(_OTHER_SPACES.sub("\0", value), f"{indent}    ", width), f"{indent}){_FMT_SKIP}"]
     openings = [place for place, letter, depth in _walk(line) if letter in _OPEN and not depth]
     if not openings:
         return [line]
@@ -84,7 +84,7 @@ def _around(head: str, body: str, tail: str, indent: str, width: int) -> list[st
         # As many on a line as there is room for.
         listed = (part.replace(" ", "\0") + "," for part in parts)
         body = _OTHER_SPACES.sub("\0", body) if len(parts) == 1 else " ".join(listed)
-        return [head, *_wrapped(body, inner, width), f"{indent}{tail}{_AS_IT_IS}"]
+        return [head, *_wrapped(body, inner, width), f"{indent}{tail}{_FMT_SKIP}"]
     if len(parts) == 1 and not body.rstrip().endswith(","):
         return [head, *folded(f"{inner}{body}", width), f"{indent}{tail}"]
     return [head, *(each for part in parts for each in folded(f"{inner}{part.strip()},", width)), f"{indent}{tail}"]

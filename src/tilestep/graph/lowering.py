@@ -371,10 +371,10 @@ def check_integers(build: Builder, operation: str, value: Value, operand: Any, d
     if dtype.is_floating_point or dtype is torch.bool or operation in CONVERTING or operation in _EXACT_AS_NUMBERS:
         return
     is_sum = operation == "sum" and isinstance(operand, Value)
-    asked = operand if is_sum else value
+    checked = operand if is_sum else value
     limit = min(2 ** (53 if build.dtype is torch.float64 else 24), torch.iinfo(dtype).max)
     limit = min(limit, _SUMMED_EXACTLY) if is_sum else limit
-    if asked.level not in SCALAR_LEVELS and not _magnitude(asked) <= limit:
+    if checked.level not in SCALAR_LEVELS and not _magnitude(checked) <= limit:
         raise Unsupported(
             f"integer elements may exceed {limit:,}, and kernels compute integers in floating point; cast to the "
             f"gradient's dtype before {'the sum' if is_sum else 'the arithmetic'}, or clamp them"

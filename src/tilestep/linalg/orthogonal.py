@@ -14,7 +14,7 @@ from ..errors import MatrixError, RuleError
 from .coefficients import SAFETY, Row, flat, rows_of
 from .operations import Launch, MatrixOperation, register
 from .scalar_values import as_scalar
-from .symmetric import SMALLEST, pays, symmetric_launch, symmetric_product
+from .symmetric import SMALLEST, symmetric_launch, symmetric_product, uses_symmetric_kernel
 
 STEPS_PER_GRAM = (3, 2)
 """The number of steps with the first Gram matrix, and with each later Gram matrix, whose eigenvalues are near one:
@@ -219,13 +219,13 @@ def newton_schulz(
     if out is not None and out.dtype is not precision:
         return out.copy_(newton_schulz(operands, numbers, None, multiply, precision))
     batch = operands[0].to(precision) if precision is torch.bfloat16 else operands[0].to(torch.float32)
-    if batch.dtype is precision and rows and pays(batch):
+    if batch.dtype is precision and rows and uses_symmetric_kernel(batch):
         return gram_newton_schulz(batch, rows, eps, out, multiply)
     is_tall = batch.size(-2) > batch.size(-1)
     norm = torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True).clamp_(min=eps)
     if batch.dtype is not precision:
         batch = torch.div(batch, norm).to(precision)
-        if rows and pays(batch):
+        if rows and uses_symmetric_kernel(batch):
             # Only a norm below `eps` is still below 1. Its inverse would overflow in float16.
             return gram_newton_schulz(batch, rows, 1.0, out, multiply)
     else:
@@ -244,7 +244,7 @@ def _launches(
 ) -> list[Launch]:
     """The kernel launches of `newton_schulz` for matrices of a shape, recorded in a run without products."""
     batch = torch.zeros(1, *shape, dtype=precision, device=device)
-    if not pays(batch):
+    if not uses_symmetric_kernel(batch):
         return []
     launches: dict[int, Launch] = {}
 

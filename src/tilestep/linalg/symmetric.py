@@ -34,7 +34,7 @@ _COPY_ENGINE = (9, 0)  # the first compute capability with a tensor memory accel
 SMALLEST = 768  # the least side: below, few tiles are saved, and launches take longer than torch's
 
 
-def pays(batch: torch.Tensor) -> bool:
+def uses_symmetric_kernel(batch: torch.Tensor) -> bool:
     """Whether `symmetric_product` supports products of this batch, and is faster than torch's full products."""
     large = batch.is_cuda and batch.dtype.itemsize == 2 and min(batch.shape[-2:]) >= SMALLEST
     fits = large and batch.is_contiguous() and all(side % 16 == 0 for side in batch.shape[-2:])

@@ -76,11 +76,11 @@ def soap(
     count = step - 1
     first, turns = count == 0, torch.remainder(count, precondition_frequency) == 0
 
-    turned = _turned(grad, left, right)
+    turned = _rotate(grad, left, right)
     mean = torch.where(first, exp_avg, exp_avg + (1 - beta1) * (turned - exp_avg))
     square = torch.where(first, exp_avg_sq, beta2 * exp_avg_sq + (1 - beta2) * turned * turned)
     square = torch.clamp(square, max=_LARGEST)  # products that only reorder it would turn inf into NaN
-    update = _turned_back(mean / (square.sqrt() + eps), left, right)
+    update = _rotate_back(mean / (square.sqrt() + eps), left, right)
     if normalize_grads:
         update = update / (1e-30 + (update * update).mean().sqrt())
     size = lr
@@ -103,10 +103,10 @@ def soap(
         ahead_right = gram_right @ basis_right
         order_right = descending(ahead_right, basis_right)
         next_right = orthogonal_basis(ahead_right @ order_right)
-    original = _turned_back(mean, left, right)
+    original = _rotate_back(mean, left, right)
     refreshes = torch.logical_and(turns, torch.logical_not(first))
-    exp_avg = torch.where(refreshes, _turned(original, next_left, next_right), mean)
-    exp_avg_sq = torch.where(refreshes, _turned(square, order_left, order_right), square)
+    exp_avg = torch.where(refreshes, _rotate(original, next_left, next_right), mean)
+    exp_avg_sq = torch.where(refreshes, _rotate(square, order_left, order_right), square)
     if has_left:
         basis_left = torch.where(first, eigenbasis(gram_left), torch.where(refreshes, next_left, basis_left))
     if has_right:
@@ -114,12 +114,12 @@ def soap(
     return param, exp_avg, exp_avg_sq, gram_left, gram_right, basis_left, basis_right
 
 
-def _turned(value: Any, left: Any, right: Any) -> Any:
+def _rotate(value: Any, left: Any, right: Any) -> Any:
     """Return a matrix in the bases of its sides; None stands for the identity."""
     value = value if left is None else left.mT @ value
     return value if right is None else value @ right
 
 
-def _turned_back(value: Any, left: Any, right: Any) -> Any:
+def _rotate_back(value: Any, left: Any, right: Any) -> Any:
     value = value if left is None else left @ value
     return value if right is None else value @ right.mT

@@ -300,8 +300,8 @@ def _written(profiler: torch.profiler.profile, out: Path | None, picture: bool, 
     if out is None:
         return report
     out.mkdir(parents=True, exist_ok=True)
-    is_one_of_several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    path = out / (f"trace-rank{torch.distributed.get_rank()}.json" if is_one_of_several else "trace.json")
+    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    path = out / (f"trace-rank{torch.distributed.get_rank()}.json" if is_distributed else "trace.json")
     trace["traceEvents"] += lane_events(report.iterations)
     path.write_text(json.dumps(trace), encoding="utf-8")
     if not picture:
