@@ -409,7 +409,7 @@ def test_the_scanner_s_build_waits_until_a_process_has_lived_for_a_while(monkeyp
     monkeypatch.setattr(native_build, "_start", lambda: started.append(True))
     monkeypatch.setattr(native_build, "_builder", None)
     monkeypatch.setattr(native_build, "_is_absent", False)
-    monkeypatch.setattr(native_build, "_first_asked", None)
+    monkeypatch.setattr(native_build, "_first_request", None)
     monkeypatch.setattr(native_build, "find_cached", lambda name: None)
     monkeypatch.setattr(native_build, "_file_name", lambda: "scan-test.so")
     native_build._loaded.cache_clear()

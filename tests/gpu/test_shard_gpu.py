@@ -89,7 +89,7 @@ def nothing_is_read_before_it_has_arrived() -> None:
     options.append({"param_buffer": "contiguous", "overlap_param_sync": False})
     for each in options:
         pair = Pair(Elementwise(), plain, bucket_cap_mb=TINY, **each)
-        assert all(sums.comes_averaged for sums in pair.optimizer.execution.gradients.sums), "2 or 4 ranks over NCCL"
+        assert all(sums.is_averaged for sums in pair.optimizer.execution.gradients.sums), "2 or 4 ranks over NCCL"
         with delays():
             for _ in range(20):
                 train(pair, [loss_of(inputs(5, 7)), loss_of(inputs(5, 7))])

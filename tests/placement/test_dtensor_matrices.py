@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tilestep
 from tilestep.placement import matrices
-from tilestep.placement.matrices import MatrixExchange, take_in_matrix
+from tilestep.placement.matrices import MatrixExchange, add_matrix
 from tilestep.runtime import batches
 
 SHAPES = [(12, 8), (8, 12), (8, 8), (5, 8), (1, 6), (32, 8), (8, 8), (6, 3)]
@@ -186,7 +186,7 @@ def work_is_divided() -> None:
         work = [1.0 + place % 4 for place in range(16)]
         for amount in work:
             param = distribute_tensor(torch.zeros(8, 8, device=device()), mesh, placements)
-            exchange, _ = take_in_matrix(exchanges, "a matrix", param, lead=0, work=amount, everywhere=False)
+            exchange, _ = add_matrix(exchanges, "a matrix", param, lead=0, work=amount, everywhere=False)
         assert len(exchanges) == 1, layout
         owners: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(owners, [exchange.owner(place) for place in range(16)])
@@ -198,7 +198,7 @@ def work_is_divided() -> None:
 def ranks_with_the_same_experts_use_their_mesh_s_group() -> None:
     mesh = init_device_mesh(device(), (dist.get_world_size() // 2, 2), mesh_dim_names=("cut", "experts"))
     param = distribute_tensor(torch.zeros(4, 8, 8, device=device()), mesh, [Shard(1), Shard(0)])
-    exchange, _ = take_in_matrix({}, "a stack", param, lead=1, work=1.0, everywhere=False)
+    exchange, _ = add_matrix({}, "a stack", param, lead=1, work=1.0, everywhere=False)
     assert exchange.group is mesh.get_group("cut") and exchange.layouts[0].shape == (2, 8, 8)
 
 

@@ -93,7 +93,7 @@ class Snapshot:
         exact = exact_values(param, {}) if master_kind(param.dtype, group) is None else param.detach().float()
         return cls(exact, param.grad.detach().clone(), buffers, 1.0)
 
-    def kept_as(self, state: Mapping[str, Any]) -> None:
+    def round_states(self, state: Mapping[str, Any]) -> None:
         """Round initial states to their formats."""
         for name, value in self.states.items():
             if (blocks := kept_in_blocks(state, name)) is not None:
@@ -331,7 +331,7 @@ class Training:
             if index in snapshots:
                 old, state = snapshots[index], self.state(index)
                 if not states[index]:
-                    old.kept_as(state)
+                    old.round_states(state)
                 compare(rule, label, param, state, old, numbers[index], self.subject.has_matrices)
             elif not torch.equal(param.detach(), others[index]):
                 raise CheckFailure(f"{label} has no gradient but was changed", "param")
@@ -633,13 +633,13 @@ def outputs(subject: Subject) -> str:
             trial.set_gradients()
             trial.step()
             if options:
-                _told(trial, before)
+                _check_reports(trial, before)
         runs.append(trial.contents())
     _same_bits(runs, "steps that measure and track changes give different bits")
     return "statistics and changes are right, and steps give the same bits"
 
 
-def _told(trial: Training, before: list[torch.Tensor]) -> None:
+def _check_reports(trial: Training, before: list[torch.Tensor]) -> None:
     """Compare the reports on a step with its results."""
     old = {id(param): values for param, values in zip(trial.params, before)}
     for optimizer in trial.optimizers:

@@ -232,7 +232,7 @@ class HostCopies:
         self._marks, self._open = [], 0
         if self._held.pending:
             self._lane.join()
-            self._held.give_back()
+            self._held.release()
 
     def send(self, mirror: Mirror, gradient: torch.Tensor) -> None:
         """Start the copy of a gradient to the host, or add it to a gradient there; keeps it alive until then."""
@@ -253,7 +253,7 @@ class HostCopies:
             # waits only for copies that are some chunks behind.
             stream = self._lane.current()
             self._held.hold(ordered, self._lane.next_mark(), () if stream is None else (stream,), ordered.nbytes)
-            self._held.give_back(_BEHIND * self._step)
+            self._held.release(_BEHIND * self._step)
         else:
             self._lane.keep(ordered)
         if self._open >= self._step:

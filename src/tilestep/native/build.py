@@ -30,7 +30,7 @@ _FLAGS = ["-std=c++20", "-O2", "-fopenmp", "-shared", "-fPIC", "-w"]
 _lock = threading.Lock()
 _builder: threading.Thread | None = None
 _is_absent = False
-_first_asked: float | None = None
+_first_request: float | None = None
 
 _SECONDS = 600.0
 """The time limit of the compiler, in seconds; only `wait` waits for it."""
@@ -82,20 +82,24 @@ def _file_name() -> str | None:
 
 def module(tensors: int) -> Any:
     """The C++ module if it is built; otherwise None, and a thread builds it when that pays off."""
-    global _is_absent, _first_asked
+    global _is_absent, _first_request
     if _loaded.cache_info().currsize:
         return _loaded()
     if _builder is not None:
         return None if _builder.is_alive() else _loaded()
     if _is_absent:  # checked once: a step must not read directories
-        if tensors >= LEAST_TENSORS and _first_asked is not None and time.monotonic() - _first_asked > _START_SECONDS:
+        if (
+            tensors >= LEAST_TENSORS
+            and _first_request is not None
+            and time.monotonic() - _first_request > _START_SECONDS
+        ):
             _start()
         return None
     name = _file_name()
     if name is not None and find_cached(name) is not None:
         return _loaded()
     _is_absent = True
-    _first_asked = None if name is None else time.monotonic()
+    _first_request = None if name is None else time.monotonic()
     return None
 
 

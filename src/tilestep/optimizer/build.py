@@ -25,12 +25,12 @@ from ..placement import (
     MatrixExchange,
     ReductionGroup,
     Share,
+    add_matrix,
     checked_part,
     distribute,
     is_distributed,
     is_whole,
     local_state,
-    take_in_matrix,
 )
 from ..placement.combinations import FSDP1, refuse, split_kind
 from ..placement.local import (
@@ -168,7 +168,7 @@ class Planned:
             return
         shape = (*share.local.shape[:lead], *holder.shape[lead:])  # this rank's matrices, whole
         share.exchanges = [
-            take_in_matrix(
+            add_matrix(
                 exchanges,
                 share.label,
                 holder,

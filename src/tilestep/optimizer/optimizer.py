@@ -391,7 +391,7 @@ class Optimizer(torch.optim.Optimizer):
             self.control.assign_number(self.param_groups)
             with limited_workspace(self.workspace_limit):
                 self.plan = plan = build_plan(self, arrivals, ahead=ahead)
-            self.placement.take_part(plan)
+            self.placement.set_ranks(plan)
             plan.masters.carry(self._masters)
             if self.reports is not None:
                 self.reports.attach(plan, self, spec_of)

@@ -26,7 +26,7 @@ multiprocessors idle. With more, less communication is hidden: nothing is comput
 _ALIGNMENT = 64  # alignment of parts in a message, in elements
 
 
-def take_in_matrix(
+def add_matrix(
     exchanges: dict[Any, MatrixExchange],
     label: str,
     param: Any,

@@ -75,7 +75,7 @@ class Placement:
         parts = [("a parameter", param) for param in params if is_distributed(param)]
         return ReductionGroup.of_tensors(parts) if parts else None
 
-    def take_part(self, plan: Any) -> None:
+    def set_ranks(self, plan: Any) -> None:
         """Set the ranks over which a plan takes decisions and combines reductions."""
 
 

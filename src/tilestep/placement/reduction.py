@@ -153,8 +153,8 @@ class ReductionGroup:
         if (mesh, placements, gone) not in self._shares:
             copies = len(self.ranks) // mesh.size()
             for dim, placement in enumerate(placements):
-                holds_same = placement.is_replicate() or placement.dim % tensor.dim() in gone
-                copies *= mesh.size(dim) if holds_same else 1
+                has_copies = placement.is_replicate() or placement.dim % tensor.dim() in gone
+                copies *= mesh.size(dim) if has_copies else 1
             self._shares[mesh, placements, gone] = 1 / copies
         return self._shares[mesh, placements, gone]
 
@@ -181,8 +181,8 @@ class ReductionGroup:
         """All-gather tensors of the same shape, in a dtype that collectives support."""
         if not self._groups:
             return [values]
-        group, takes_host = self._groups[0]
-        values = values if takes_host else _on_gpu(values)
+        group, supports_cpu = self._groups[0]
+        values = values if supports_cpu else _on_gpu(values)
         gathered = [torch.empty_like(values) for _ in self.ranks]
         dist.all_gather(gathered, values, group)
         return gathered
@@ -211,8 +211,8 @@ class ReductionGroup:
         values.copy_(message[len(head) : len(head) + values.numel()].view_as(values))
 
     def _all_reduce(self, values: torch.Tensor, operation: Any) -> None:
-        for group, takes_host in self._groups:
-            sent = values if takes_host else _on_gpu(values)
+        for group, supports_cpu in self._groups:
+            sent = values if supports_cpu else _on_gpu(values)
             try:
                 dist.all_reduce(sent, operation, group)
             except RuntimeError as error:

@@ -118,7 +118,7 @@ def describe(
         backend=backend,
         equations=inspect.cleandoc(rule.__doc__ or "No docstring."),
         states=_states(rule, spec, master_kind(kind.get("dtype", torch.float32), kind)),
-        specialized=tuple(starmap(_as_it_holds, spec.program.graph.guards)),
+        specialized=tuple(starmap(_true_condition, spec.program.graph.guards)),
         outputs=_outputs(spec),
         passes=tuple(_passes(spec, backend)),
         source=source,
@@ -203,7 +203,7 @@ _LONGEST = 40
 _OPPOSITE = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le", "eq": "ne", "ne": "eq"}
 
 
-def _as_it_holds(condition: Value, outcome: bool) -> str:
+def _true_condition(condition: Value, outcome: bool) -> str:
     """A guard as the condition that holds."""
     if condition.operation not in _OPPOSITE:
         return f"{_in_words(condition)} is {outcome}"

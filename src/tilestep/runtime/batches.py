@@ -601,8 +601,8 @@ class MatrixBatches:
         self.conditions.look(active)
         for (index, place), values in skipped_values.items():
             batch = self.batches[place]
-            takes_part = active[batch.members].any()
-            if takes_part and not values <= self._skipped_values(self.passes[index], batch):
+            is_active = active[batch.members].any()
+            if is_active and not values <= self._skipped_values(self.passes[index], batch):
                 return False
         return True
 

@@ -107,10 +107,10 @@ def _meetings(segments: Sequence[Segment], index: int) -> Calls:
     for segment in segments:
         if made := [(segment, kind, slot) for _, place, kind, slot in _reductions(segment) if place == index]:
             by_rule.setdefault(segment.spec.program.graph.title, []).append(made)
-    return [[partial(_meet, together)] for listed in by_rule.values() for together in zip(*listed)]
+    return [[partial(_reduce_together, together)] for listed in by_rule.values() for together in zip(*listed)]
 
 
-def _meet(together: Sequence[tuple[Segment, str, int]]) -> None:
+def _reduce_together(together: Sequence[tuple[Segment, str, int]]) -> None:
     parts = [segment.global_parts[:, slot] for segment, _, slot in together]
     if together[0][1] == "global_sum":
         total = combined([part.sum() for part in parts])

@@ -96,11 +96,11 @@ def inspect(entries: Sequence[Entry], written: WrittenMemory, gradients: Sequenc
             seen.strided[place] = torch.empty_strided(gradient.shape, gradient.stride(), device="meta")
     sizes = np.asarray([0 if one is None else one.nbytes for one in seen.gradients], dtype=np.int64)
     for place in np.nonzero(written.overlapped(rows_of(seen.gradients), sizes))[0].tolist():
-        _set_apart(seen, place)
+        _copy_overlapping(seen, place)
     return seen
 
 
-def _set_apart(seen: Inspected, place: int) -> None:
+def _copy_overlapping(seen: Inspected, place: int) -> None:
     """Copy a gradient that shares memory with its parameter; raise if it shares other memory that a step writes."""
     gradient = seen.gradients[place]
     assert gradient is not None

@@ -223,7 +223,7 @@ class Held:
         self.pending.append((memory, mark, streams, nbytes))
         self._bytes += nbytes
 
-    def give_back(self, most: int = -1) -> None:
+    def release(self, most: int = -1) -> None:
         """Make streams wait and free their memory: all of it, or all but `most` bytes and the last entry."""
         while self.pending and (most < 0 or (self._bytes > most and len(self.pending) > 1)):
             _, mark, streams, nbytes = self.pending[0]

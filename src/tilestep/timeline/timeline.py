@@ -100,7 +100,7 @@ class Awaited:
         self.trains = b""  # 1 for each parameter that trains, else 0
         self.places = bytearray(len(self.params))  # 1 for each awaited gradient, else 0
         self._module, self._counted = module, counted
-        self.know_stream: Callable[[torch.Tensor], object] = (
+        self.note_stream: Callable[[torch.Tensor], object] = (
             _nothing if module is None else partial(module.note, counted)
         )
         """Tells C++ that the current stream is in `writers`: until the next pass it counts this stream's gradients."""
@@ -304,7 +304,7 @@ class Timeline:
         elif self.is_open and row.accumulates:
             row.collect()
 
-    def begin_another(self, bucket: int) -> None:
+    def restart_round(self, bucket: int) -> None:
         """End the round during a backward, and begin another round with a gradient of this bucket."""
         row, current, passes = self.row(), self._pass, self._passes
         row.end()
@@ -360,7 +360,7 @@ def arrived(living: Callable[[], Timeline | None], param: torch.Tensor, *, is_no
     awaited = timeline.buckets[bucket]
     if timeline._lane.stream is not None:
         timeline._lane.note_current(awaited.writers)
-        awaited.know_stream(param)
+        awaited.note_stream(param)
     # A later hook of this backward may still change the gradient: then later code takes it.
     if id(param) in moved:
         return
@@ -402,12 +402,12 @@ def refuse_taken_by_another(params: Iterable[Any], own: Timeline | None = None) 
 def refuse_another_taker(own: Timeline) -> None:
     """Raise if another live optimizer takes these gradients in backward too, and one of the two updates there."""
 
-    def takes_too(timeline: Timeline) -> bool:
+    def consumes_too(timeline: Timeline) -> bool:
         row = timeline.row()
         both = row is not None and row.takes and (row.updates or own.row().updates)
         return both and any(map(timeline.holds, own.params))
 
-    if _another(own, takes_too):
+    if _another(own, consumes_too):
         raise GradientError(
             "two optimizers consume the gradients of these parameters in backward: delete one optimizer (and its "
             "scheduler) before the other trains"

@@ -65,7 +65,7 @@ class Bucket:
         self.calls.append(place)
         number = backward_pass()
         self.follow(-1 if number is None else number)
-        self.awaited.know_stream(param)
+        self.awaited.note_stream(param)
         self.awaited.places[place] = 0
         if 1 not in self.awaited.places:
             self.last.append(place)

@@ -301,10 +301,10 @@ class GroupUpdates(Row):
         # Waiting would stall a stream that computes backward; FSDP2's reduce-scatters have a stream that may wait.
         at_once = bool(used_up and group.modules) and all(map(is_distributed, group.params))
         if not at_once:
-            self._held.give_back()
+            self._held.release()
         self._held.hold(used_up, mark, streams)
         if at_once:
-            self._held.give_back()
+            self._held.release()
 
     def finish(self) -> None:
         """Update the remaining groups, make the current stream wait for all updates, and end the round."""
@@ -357,7 +357,7 @@ class GroupUpdates(Row):
     def forget(self) -> None:
         """End the round; the current stream has waited for its updates."""
         if self.publication.lane.in_order:
-            self._held.give_back()
+            self._held.release()
         if self.updates:
             self.publication.tickets.clear()
         self._scaled_losses = count_scaled_losses()

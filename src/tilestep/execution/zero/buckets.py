@@ -325,7 +325,7 @@ class Bucket:
         own.copy_(self.updated)
         return whole, own
 
-    def theirs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def peer_sections(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """For each other rank its section: where this rank keeps it, and in the rank's memory, to fetch it from."""
         if self.peers is None:
             return []
@@ -360,7 +360,7 @@ class Bucket:
         return any(param.requires_grad for param in self.params)
 
     @torch.no_grad()
-    def take_back(self) -> list[torch.Tensor]:
+    def restore_views(self) -> list[torch.Tensor]:
         """Make parameters whose memory was replaced views of the bucket again, with their values; returns them."""
         moved = [(one, view) for one, view in zip(self.params, self._views) if address_of(one) != address_of(view)]
         for param, view in moved:

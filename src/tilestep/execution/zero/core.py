@@ -260,7 +260,7 @@ class Sharding(Placement):
     def sharers(self, params: Iterable[torch.Tensor]) -> ReductionGroup | None:
         return self.ranks.reductions
 
-    def take_part(self, plan: Any) -> None:
+    def set_ranks(self, plan: Any) -> None:
         """Reduce decisions over all ranks, and rules' reductions over the ranks that shard the state."""
         plan.deciders.ranks, plan.sharers = self.deciders, self.ranks.reductions
         self.show_begun(plan.basis.state)
@@ -325,8 +325,8 @@ class Sharding(Placement):
 
     def note_stepped(self, params: Iterable[torch.Tensor], has_gradient: Iterable[bool], trains: Iterable[int]) -> None:
         """Note state after a step: trained parameters have it from the first step, frozen ones after a gradient."""
-        for member, has_one, is_trained in zip(map(self.member_of.__getitem__, params), has_gradient, trains):
-            member.has_begun = bool(member.has_begun or has_one or (member.has_begun is None and is_trained))
+        for member, has_grad, is_trained in zip(map(self.member_of.__getitem__, params), has_gradient, trains):
+            member.has_begun = bool(member.has_begun or has_grad or (member.has_begun is None and is_trained))
 
     def holds_state(self, optimizer: Optimizer, member: Member) -> bool:
         """Whether any rank has state of a parameter."""

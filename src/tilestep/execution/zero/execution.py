@@ -58,7 +58,7 @@ class GradientBucket:
         self.carried: torch.Tensor | None = None  # the sum of earlier rounds since the last step
         self.work: Any = None
         like = torch.empty(0, dtype=bucket.grad_dtype, device=bucket.flat.device)
-        self.comes_averaged = options.average and bucket.ranks.can_average(like)
+        self.is_averaged = options.average and bucket.ranks.can_average(like)
         """Whether the reduce-scatter returns means instead of sums."""
         self.is_agreed = bucket.trains  # whether the bucket trains, as all ranks have agreed
         self.excluded = False  # whether this rank has sent zeros, since it has frozen the bucket
@@ -125,7 +125,7 @@ class GradientBucket:
         # Without permanent memory, the bucket is freed after the reduction.
         self.section = flat.new_empty(bucket.layout.section) if section is None else section
         with channel.after_compute(*((flat, self.section) if section is None else ()), self.carried):
-            self.work = bucket.ranks.reduce_scatter(self.section, flat, mean=self.comes_averaged)
+            self.work = bucket.ranks.reduce_scatter(self.section, flat, mean=self.is_averaged)
             if channel.in_order:
                 self.arrive()
         if trains and self.own_section is None:
@@ -139,8 +139,8 @@ class GradientBucket:
         self.work, section, ranks = None, self.section, self.bucket.ranks
         assert section is not None
         if ranks.copies > 1:
-            ranks.add_copies(section, mean=self.comes_averaged)
-        if self._average and not self.comes_averaged and ranks.count > 1:
+            ranks.add_copies(section, mean=self.is_averaged)
+        if self._average and not self.is_averaged and ranks.count > 1:
             section.div_(ranks.count)
         if self.carried is not None:
             section.add_(self.carried)
@@ -171,13 +171,13 @@ class ReduceScatter(Row):
         self._rounds = 0  # the number of rounds since the last step
         self.summed_in_graph = False  # whether the last round is a part of a CUDA graph under capture
         self._sections: list[torch.Tensor | None] = []  # the sections from which pieces last took their gradients
-        self.has_gradient, self.given_as = tuple[bool, ...](), b""
+        self.has_gradient, self.assigned_trains = tuple[bool, ...](), b""
         """For each parameter whether it had a gradient then, and whether it trained."""
         self.unmoved = False  # whether pieces and their gradients are those of the last step, without writes since
-        self.take_in(sharding.buckets)
+        self.add_buckets(sharding.buckets)
         self.timeline.announce(sharding.model)
 
-    def take_in(self, buckets: Sequence[Bucket]) -> None:
+    def add_buckets(self, buckets: Sequence[Bucket]) -> None:
         """Reduce the gradients of new buckets too; no gradients may be pending."""
         options, device = self._sharding.options, self._sharding.device
         kept = [bucket for bucket in buckets if bucket.trains and options.grad_buffer == "contiguous"]
@@ -213,7 +213,7 @@ class ReduceScatter(Row):
         sums, timeline = self.sums[bucket], self.timeline
         if sums.section is not None:
             # The bucket was reduced already: activation checkpoints that are recomputed separately share parameters.
-            timeline.begin_another(bucket)
+            timeline.restart_round(bucket)
         reduces = timeline.when == "ready"
         if not reduces or self._next != bucket:
             sums.collect()
@@ -270,7 +270,7 @@ class ReduceScatter(Row):
         if not timeline.is_alone:
             refuse_another_taker(timeline)
         versions, has_gradients, trains = timeline.survey(timeline.params)
-        begins = not timeline.is_open and (not self._rounds or (has_gradients and self._was_given()))
+        begins = not timeline.is_open and (not self._rounds or (has_gradients and self._set_by_hand()))
         if begins:
             self.begin()
         if begins or timeline.is_open:
@@ -291,27 +291,29 @@ class ReduceScatter(Row):
         if message.trains != self.trains:
             self._follow_trains()
         sections = [sums.section for sums in self.sums]
-        known = (self.has_gradient, self.given_as) == (has_gradient, trains)
+        known = (self.has_gradient, self.assigned_trains) == (has_gradient, trains)
         if not known or not all(map(operator.is_, self._sections, sections)):
-            self._give(sections, has_gradient, trains)
+            self._assign_gradients(sections, has_gradient, trains)
         return versions
 
-    def _give(self, sections: list[torch.Tensor | None], has_gradient: tuple[bool, ...], trains: bytes) -> None:
+    def _assign_gradients(
+        self, sections: list[torch.Tensor | None], has_gradient: tuple[bool, ...], trains: bytes
+    ) -> None:
         timeline, member_of = self.timeline, self._sharding.member_of
-        refuse_taken_by_another([one for one, has_one in zip(timeline.params, has_gradient) if not has_one], timeline)
+        refuse_taken_by_another([one for one, has_grad in zip(timeline.params, has_gradient) if not has_grad], timeline)
         section_of = {sums.bucket: sums.section for sums in self.sums}
         members = [member_of[param] for param in timeline.params]
-        for member, has_one, is_trained in zip(members, has_gradient, trains):
-            left_behind = has_one or member.param.grad is not None
-            if left_behind and not is_trained and section_of[member.bucket] is None:
+        for member, has_grad, is_trained in zip(members, has_gradient, trains):
+            has_any = has_grad or member.param.grad is not None
+            if has_any and not is_trained and section_of[member.bucket] is None:
                 raise GradientError(
                     f"{member.name} has a gradient and is frozen with its whole bucket, so its gradient was not "
                     "reduced over the ranks: freeze parameters after step() or after a backward outside no_sync(), or "
                     "set their .grad to None"
                 )
-        self._sections, self.has_gradient, self.given_as, self.unmoved = sections, has_gradient, trains, False
-        for member, has_one, is_trained in zip(members, has_gradient, trains):
-            member.take_gradient(section_of[member.bucket] if has_one else None, bool(is_trained))
+        self._sections, self.has_gradient, self.assigned_trains, self.unmoved = sections, has_gradient, trains, False
+        for member, has_grad, is_trained in zip(members, has_gradient, trains):
+            member.take_gradient(section_of[member.bucket] if has_grad else None, bool(is_trained))
 
     def _with_kept(self, trains: bytes) -> bytes:
         """Which parameters train, or trained when their bucket kept gradients."""
@@ -333,7 +335,7 @@ class ReduceScatter(Row):
                 sums.reduce(self.channel, trains=True)
         self._await_all()
 
-    def _was_given(self) -> bool:
+    def _set_by_hand(self) -> bool:
         """Whether gradients were set by hand since the last round."""
         given = (sums.bucket.params for sums in self.sums if sums.bucket.trains and not sums.keeps)
         return any(param.grad is not None for params in given for param in params)
@@ -345,8 +347,8 @@ class ReduceScatter(Row):
         had, params = list(map(bool, self.timeline.taken)), self.timeline.params
         unsure = [
             place
-            for place, (has_one, trained) in enumerate(zip(had, self._trained()))
-            if not has_one and (trained or params[place].requires_grad)
+            for place, (has_grad, trained) in enumerate(zip(had, self._trained()))
+            if not has_grad and (trained or params[place].requires_grad)
         ]
         if unsure and self._sharding.ranks.count > 1:
             require(not is_capturing(), "a parameter has no gradient on this rank but may have on another rank")
@@ -398,7 +400,7 @@ class GatherGroup(Ticket):
         self.sent: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None
         """The tensors of the all-gather, whole buckets and this rank's sections, if none is converted."""
         self.peers: PeerMemory | None = None  # the peer memory of the buckets, if sections are fetched
-        self.theirs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.peer_sections: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Pairs of destination on this rank and source in the other rank's memory, if sections are fetched."""
 
     def choose(self, updated: Sequence[Bucket]) -> bool:
@@ -406,8 +408,8 @@ class GatherGroup(Ticket):
         self._chosen = [bucket for bucket in self.buckets if bucket in updated]
         plain = bool(self._chosen) and all(bucket.sync_dtype == bucket.flat.dtype for bucket in self._chosen)
         self.sent = self.send() if plain else None
-        self.theirs = [pair for bucket in self._chosen for pair in bucket.theirs()] if plain else []
-        self.peers = self._chosen[0].peers if self.theirs else None
+        self.peer_sections = [pair for bucket in self._chosen for pair in bucket.peer_sections()] if plain else []
+        self.peers = self._chosen[0].peers if self.peer_sections else None
         return bool(self._chosen)
 
     def send(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
@@ -457,9 +459,9 @@ class ParameterSync:
         self._groups: list[GatherGroup] = []
         self._which = b""  # for each bucket 1 if the last step updated it, else 0
         self._updated_groups: list[GatherGroup] = []
-        self.take_in(sharding.buckets)
+        self.add_buckets(sharding.buckets)
 
-    def take_in(self, buckets: Sequence[Bucket]) -> None:
+    def add_buckets(self, buckets: Sequence[Bucket]) -> None:
         """Gather new buckets too."""
         # Separately on a CPU: gloo would copy joined buckets, and its calls are cheap.
         together = all(bucket.flat.is_cuda for bucket in buckets)
@@ -499,7 +501,7 @@ class ParameterSync:
                 if group in fetched:
                     # A copy per section: contiguous copies between GPUs run on copy engines, not in a kernel. The
                     # barrier after them keeps ranks from overwriting sections that another rank still reads.
-                    for own, other in group.theirs:
+                    for own, other in group.peer_sections:
                         own.copy_(other)
                     fetched[group].barrier()
                     group.work = None
@@ -532,7 +534,7 @@ class ParameterSync:
         params = self.writes.params
         self.writes.attribute(self._written)
         if self.fixed.look(1) != SAME:
-            moved = {id(param) for bucket in self._sharding.buckets for param in bucket.take_back()}
+            moved = {id(param) for bucket in self._sharding.buckets for param in bucket.restore_views()}
             self.fixed = Table(states=params)
         for bucket in self._sharding.buckets:
             # Version counters do not count writes through `param.data`.
@@ -613,7 +615,7 @@ class ShardedExecution(Execution):
         plain(unmoved=unmoved)
         gradients.unmoved = True
         if not unmoved:
-            sharding.note_stepped(gradients.timeline.params, gradients.has_gradient, gradients.given_as)
+            sharding.note_stepped(gradients.timeline.params, gradients.has_gradient, gradients.assigned_trains)
         if not captures or gradients.summed_in_graph:
             gradients.forget()
         params.gather(updates, captures)
@@ -647,7 +649,9 @@ class ShardedExecution(Execution):
         self.gradients.reset()
 
     def stepped(self, optimizer: Any) -> list[torch.Tensor]:
-        return [param for param, has_one in zip(self.gradients.timeline.params, self.gradients.has_gradient) if has_one]
+        return [
+            param for param, has_grad in zip(self.gradients.timeline.params, self.gradients.has_gradient) if has_grad
+        ]
 
     def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """This rank's part of the state, for `torch.distributed.checkpoint`, as tensors of the parameters' shapes.
@@ -706,8 +710,8 @@ class ShardedExecution(Execution):
         names = validate_across_ranks(optimizer, sharding.model, sharding.ranks, sharding.options)
         self.sync_masters(optimizer)
         buckets = sharding.lay_out(optimizer, names)
-        self.gradients.take_in(buckets)
-        self.parameters.take_in(buckets)
+        self.gradients.add_buckets(buckets)
+        self.parameters.add_buckets(buckets)
         self.gradients.has_gradient = ()
 
     def swap_weights(self, plain: Callable[[], None]) -> None:

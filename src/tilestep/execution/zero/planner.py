@@ -120,7 +120,7 @@ def _begin_states(state_dict: Any, metadata: Any) -> None:
             if numbers.get(param, param) not in state:
                 continue
             own = state[numbers.get(param, param)] = dict(state[numbers.get(param, param)])
-            names = _take_out_other_blocks(own, entries)
+            names = _pop_other_blocks(own, entries)
         for name in names:
             entry = entries[name]
             # `load_bytes` sets values that are not tensors.
@@ -128,7 +128,7 @@ def _begin_states(state_dict: Any, metadata: Any) -> None:
             state.setdefault(numbers.get(param, param), {})[name] = value
 
 
-def _take_out_other_blocks(own: dict[str, Any], entries: Mapping[str, Any]) -> list[str]:
+def _pop_other_blocks(own: dict[str, Any], entries: Mapping[str, Any]) -> list[str]:
     """Remove states that a checkpoint has in another block format; returns the checkpoint's keys of these."""
     dtypes = {name: entry.properties for name, entry in entries.items() if hasattr(entry, "size")}
     mine, theirs = states_in_blocks(own), states_in_blocks(with_code_names(dtypes))

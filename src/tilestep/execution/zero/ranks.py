@@ -187,7 +187,7 @@ def _steps(graph: Graph) -> Iterator[str]:
     yield ", ".join(f"new {name} [{places[id(value)]}]" for name, value in graph.outputs.items())
 
 
-def apart_from_others(ranks: Ranks, model: nn.Module) -> Ranks:
+def with_separate_groups(ranks: Ranks, model: nn.Module) -> Ranks:
     """The ranks, with separate process groups if another sharded optimizer has parameters of the same model."""
     # The same backward completes buckets of both optimizers, and their order may differ between ranks.
     modules = set(model.modules())

@@ -27,7 +27,7 @@ from .buckets import Options
 from .checkpoint import full_state_dict, steps_behind
 from .core import Sharding
 from .execution import ShardedExecution
-from .ranks import apart_from_others, attempt_together, ranks_of, validate_across_ranks
+from .ranks import attempt_together, ranks_of, validate_across_ranks, with_separate_groups
 
 
 class ShardedMethods:
@@ -367,7 +367,7 @@ def shard(
     if state is None:
         optimizer.state.clear()
     optimizer.drop_plan()
-    sharding = Sharding(optimizer, model, names, apart_from_others(ranks, model), options, norm_groups)
+    sharding = Sharding(optimizer, model, names, with_separate_groups(ranks, model), options, norm_groups)
     execution = ShardedExecution(optimizer, sharding)
     with unchanged_on_error(optimizer):
         optimizer.state.clear()
