@@ -723,7 +723,7 @@ def of_execution() -> None:
     >>> from tilestep.execution.zero.buckets import Item, padding_advice, plan_buckets
     >>> tiny = [Item(20, 4)] * 64
     >>> padding_advice(tiny, plan_buckets(tiny, ranks=16, cap_bytes=64), 64)[:64]
-    'buckets of bucket_cap_mb=6.1e-05 are 92% padding (59.0 KiB): a l'
+    'buckets of bucket_cap_mb=6.1e-05 are 92% padding (59.0 KiB): use'
 
     >>> from tilestep.execution.zero.tensor_piece import blocks_of
     >>> [(offsets, sizes) for offsets, sizes, _ in blocks_of((4, 3), 2, 10)]

@@ -63,7 +63,9 @@ def require_no_branches(every: Sequence[Passes], *, alone: bool) -> None:
         matrices, rule = passes.matrices, passes.segment.spec.program.graph.title
         if matrices is None or not matrices.waits or matrices.skipped_values is not None:
             continue
-        require(matrices.plain() is not None, f"the host waits for matrix decompositions in every step of rule {rule}")
+        require(
+            matrices.plain() is not None, f"every step of rule {rule} decomposes matrices, for which the host waits"
+        )
         require(
             alone,
             f"the host decides at each step of rule {rule} which matrix operations to run; capture the step alone, "
