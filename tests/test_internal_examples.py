@@ -584,7 +584,7 @@ def of_optimizer() -> None:
     >>> check_state_dtype(registry["AdamW"], {"exp_avg": torch.bfloat16, "exp_avg_sq": "float32"})
     >>> check_state_dtype(registry["Lion"], {"momentum": torch.bfloat16})
     Traceback (most recent call last):
-    ValueError: Invalid state_dtype: Lion has no state 'momentum' like its parameters; it has 'exp_avg'
+    ValueError: Invalid state_dtype: Lion has no state 'momentum' shaped like its parameters; it has 'exp_avg'
 
     >>> from tilestep.optimizer.states import check_rounding
     >>> check_rounding({"rounding": "up"})
