@@ -333,6 +333,16 @@ def rules_with_reductions_are_those_of_one_process() -> None:
             _step(step, alone, *models)
         for params, _ in models:
             _same(params, alone.params, atol=1e-4, rtol=1e-4)
+    # Row states of matrices inside of a tensor have its dimensions, not those of the stack that the rule sees.
+    for shape, given in (((2, 3, 8, 6), {}), ((8, 6), {"heads": 2})):
+        copies = distribute_tensor(torch.ones(shape, device=device()), meshes["rows"][0], [Replicate()])
+        param = torch.nn.Parameter(copies)
+        optimizer = tilestep.NorMuon([{"params": [param], **given}])
+        for _ in range(2):
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+            assert optimizer.state[param]["second_momentum_buffer"].shape == (*shape[:-1], 1)
+            optimizer.load_state_dict(optimizer.state_dict())
 
 
 def tensor_parallel_and_sharded() -> None:

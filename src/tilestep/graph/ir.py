@@ -231,6 +231,11 @@ class Graph:
         overs = {*self.slice_states.values(), *(value.over for value in self.values() if value.level is Level.SLICE)}
         return {over[1] if over[1] < self.dims else over[0] for over in overs if over is not None}
 
+    def reduced_dims(self, dims: int) -> dict[str, Over]:
+        """The dimensions that row and column states reduce, of a parameter with `dims`: matrices are its last two."""
+        shift = dims - self.dims
+        return {name: (start + shift, stop + shift) for name, (start, stop) in self.slice_states.items()}
+
     def loads(self) -> list[str]:
         """Return the names of the buffers that are read."""
         return [value.attribute for value in self.values() if value.operation == "load"]

@@ -185,7 +185,7 @@ class Planned:
         param, state, graph = self.share.holder, self.state, self.kind.graph
         if not is_distributed(param) and not param.is_complex():
             return state
-        overs, entries = graph.slice_states, entries_of(state, graph.states)
+        overs, entries = graph.reduced_dims(param.dim()), entries_of(state, graph.states)
         buffers = {*MASTER_KEYS, *graph.states, *entries}.difference(graph.scalar_states, graph.matrix_states)
         return {
             name: distribute(as_complex(value, param), param, overs.get(name), entries.get(name, 1))
@@ -304,7 +304,8 @@ class Builder:
         def kernel_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
             entries = entries_of(values, template.names)
             wholes = ("step", *graph.scalar_states, *graph.matrix_states)
-            own = local_state(label, values, param, template.buffers, graph.slice_states, wholes, entries)
+            overs = graph.reduced_dims(param.dim())
+            own = local_state(label, values, param, template.buffers, overs, wholes, entries)
             if not unreal:
                 own = {name: value for name, value in own.items() if not is_fake_or_meta(value)}
             if param.is_complex():

@@ -248,14 +248,13 @@ class _Part:
         self._numbers = list(graph.scalar_states)
         self._factors = {}
         for name in (*graph.slice_states, *graph.matrix_states):
-            over = graph.slice_states.get(name)
             # Weights of a rank's sums over row, column or matrix states; matrices are equal on all ranks.
             shares = [
                 entry.weight
                 if sharers is None or not is_distributed(entry.handle)
                 else 1 / sharers.size
-                if over is None
-                else sharers.share(entry.handle, over)
+                if name in graph.matrix_states
+                else sharers.share(entry.handle, graph.reduced_dims(entry.handle.dim())[name])
                 for entry in self._entries
             ]
             factors = [share / entry.weight for share, entry in zip(shares, self._entries)]
