@@ -227,7 +227,7 @@ def of_storage() -> None:
     'bfloat16'
     >>> state_format("int7")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    ValueError: Invalid state_dtype: 'int7'; a state can be kept as 'float32', 'bfloat16', 'float16', ...
+    ValueError: Invalid state_dtype: 'int7'; it must be one of 'float32', 'bfloat16', 'float16', ...
 
     >>> from tilestep.storage.stochastic import stream_of
     >>> stream_of(0, 0) == stream_of(0, 0), len({stream_of(seed, place) for seed in (0, 1) for place in (0, 1)})
