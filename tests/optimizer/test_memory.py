@@ -308,7 +308,7 @@ def test_a_step_that_was_interrupted_was_taken_or_not_or_stops_the_next(name: st
         now = numbers_of(optimizer)
         is_before, is_after = (all(map(torch.equal, now, other)) for other in (before, after))
         assert optimizer.plan is not None
-        if optimizer.plan.interrupted_by:
+        if optimizer.plan.interruption:
             broken += not (is_before or is_after)
             for _ in range(2):
                 with pytest.raises(StateError, match="KeyboardInterrupt has interrupted a step"):

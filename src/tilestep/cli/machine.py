@@ -20,6 +20,7 @@ from ..kernels.cache import cache_directory, forget_directory
 from ..native import module
 
 OLDEST_TORCH = (2, 11)
+_ANOTHER = "Install another, or set CXX to it."
 _WITHOUT_COMPILER = "rules on the CPU run as eager PyTorch, which is slow"
 
 PROBE = """
@@ -101,7 +102,7 @@ def _compiler() -> str | None:
         try:
             done = subprocess.run(build, input=PROBE, capture_output=True, encoding="utf-8", timeout=120)
         except (OSError, subprocess.SubprocessError) as error:
-            return f"the C++ compiler {name} cannot be run ({error}). Install another, or set CXX to it."
+            return f"the C++ compiler {name} cannot be run ({error}). {_ANOTHER}"
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if "error" in line.lower()] or done.stderr.splitlines()
             reason = lines[0].strip() if lines else f"exit code {done.returncode}"
@@ -114,7 +115,7 @@ def _compiler() -> str | None:
                 "code may be run."
             )
         if loaded.probe(ctypes.c_int64(10)) != 45:
-            return f"the C++ compiler {name} builds code that computes wrong sums. Install another, or set CXX to it."
+            return f"the C++ compiler {name} builds code that computes wrong sums. {_ANOTHER}"
     return None
 
 

@@ -101,7 +101,7 @@ class Accelerator(accelerate.Accelerator):
         tensor(3.)
     """
 
-    _prepares_sharded = False
+    _sharded = False
     """Whether the models in `prepare` are sharded: their optimizers sum gradients over ranks."""
 
     scaler: Any
@@ -115,15 +115,15 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """accelerate's `prepare`; pass a sharded optimizer and its model together."""
-        self._prepares_sharded = any(map(is_sharded, args))
+        self._sharded = any(map(is_sharded, args))
         try:
             return super().prepare(*args, **kwargs)
         finally:
-            self._prepares_sharded = False
+            self._sharded = False
 
     def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
         """accelerate's `prepare_model`, without DistributedDataParallel around the model of a sharded optimizer."""
-        return super().prepare_model(model, device_placement, evaluation_mode or self._prepares_sharded)
+        return super().prepare_model(model, device_placement, evaluation_mode or self._sharded)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """accelerate's `prepare_optimizer`; returns a `PreparedOptimizer`."""
@@ -142,16 +142,16 @@ class Accelerator(accelerate.Accelerator):
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         """accelerate's `get_state_dict`; parameters of a sharded optimizer, which share memory, are cloned."""
-        with self._without_shared_memory():
+        with self._unshared():
             return super().get_state_dict(model, unwrap)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """accelerate's `load_state`."""
-        with self._without_shared_memory():
+        with self._unshared():
             super().load_state(*args, **kwargs)
 
     @contextmanager
-    def _without_shared_memory(self) -> Iterator[None]:
+    def _unshared(self) -> Iterator[None]:
         """A context in which tensors in models' state_dicts share no memory: safetensors refuses shared memory."""
         models = self._models if any(map(is_sharded, self._optimizers)) else []
         handles = [model.register_state_dict_post_hook(_clone_entries) for model in models]

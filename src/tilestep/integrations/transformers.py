@@ -83,7 +83,7 @@ class TilestepTrainerMixin:
 
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's method, with tilestep's `Accelerator`."""
-        with _patched_accelerator(Accelerator):
+        with _patched(Accelerator):
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +147,7 @@ class TilestepTrainer(TilestepTrainerMixin, transformers.Trainer):
 
 
 @contextmanager
-def _patched_accelerator(accelerator: type) -> Iterator[None]:
+def _patched(accelerator: type) -> Iterator[None]:
     """A context in which the Trainer creates this accelerator, for which it has no argument."""
     module: Any = transformers.trainer
     before, module.Accelerator = module.Accelerator, accelerator

@@ -82,13 +82,13 @@ def offload(
         raise ValueError("Invalid state: False; nothing would be offloaded")
     if not chunk_mb > 0 or buffers < 1:
         raise ValueError(f"Invalid chunk_mb or buffers: {chunk_mb}, {buffers}; both must be positive")
-    resolved = resolve_optimizer("offload", optimizer)
-    refuse("offload", resolved.attached, error=OffloadError)
+    target = resolve_optimizer("offload", optimizer)
+    refuse("offload", target.attached, error=OffloadError)
     if gradients:
-        refuse("offload of gradients", resolved.attached, error=OffloadError)
-        _refuse_wrappers(resolved)
-    device = _device_of(resolved)
-    place, reason = choose(resolved, device, where)
+        refuse("offload of gradients", target.attached, error=OffloadError)
+        _refuse_wrappers(target)
+    device = _device_of(target)
+    place, reason = choose(target, device, where)
     size = int(chunk_mb * _MIB)
     memory = OffloadedState()
     memory.on_device = True  # for parameters on the CPU; replaced below for other devices
@@ -96,7 +96,7 @@ def offload(
         memory = StreamedState(device, size, buffers, gradients)
     elif place == "cpu":
         memory = HostState(device, size, gradients)
-    return move_state(resolved, memory, place, reason)
+    return move_state(target, memory, place, reason)
 
 
 def _refuse_wrappers(optimizer: Optimizer) -> None:

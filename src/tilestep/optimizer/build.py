@@ -436,7 +436,7 @@ def build_plan(optimizer: Optimizer, arrivals: ExitStack, *, ahead: bool) -> Ste
 
 
 @without_collections()
-def create_early_states(optimizer: Optimizer) -> None:
+def create_early(optimizer: Optimizer) -> None:
     """Create the states that torch creates in the constructor, for a checkpoint saved before the first step."""
     if creates_all_states(optimizer) or not any(optimizer.rule_of(group).at_once for group in optimizer.param_groups):
         return

@@ -545,7 +545,7 @@ class JointGradNorm:
         return any(member.control.policy.skip_nonfinite for member in self._live_members())
 
     def _live_members(self) -> list[Optimizer]:
-        return [member for member in (reference() for reference in self._members) if member is not None]
+        return [member for reference in self._members if (member := reference()) is not None]
 
 
 def joint_norm(optimizers: Sequence[Optimizer], group: Any = None) -> None:

@@ -39,7 +39,7 @@ from .build import (
     Builder,
     build_plan,
     check_params,
-    create_early_states,
+    create_early,
     creates_all_states,
     flat_part,
     require_fake,
@@ -384,7 +384,7 @@ class Optimizer(torch.optim.Optimizer):
         """Build a plan, and missing state, for the current parameters; see `build_plan`."""
         # State created during an evaluation under inference_mode must be writable in steps.
         if self.plan is not None:
-            self.plan.require_uninterrupted()
+            self.plan.require_whole()
         with ExitStack() as arrivals, torch.inference_mode(False), torch.no_grad(), self.execution.building_plan():
             self.drop_plan()
             self.control.flat_part = flat_part(self)
@@ -470,8 +470,8 @@ class Optimizer(torch.optim.Optimizer):
         """
         if not self.control.history.has_norm and (self.plan is None or self.plan.engines):
             raise RuntimeError(
-                "grad_norm: the norm has not been computed; create the optimizer with "
-                "track_grad_norm=True or max_grad_norm, and call step() first"
+                "grad_norm has not been computed; create the optimizer with track_grad_norm=True or max_grad_norm, "
+                "and call step() first"
             )
         control = self.control.numbers
         wide = any(param.dtype in _WIDE for param in params_of(self))
@@ -870,15 +870,11 @@ class Optimizer(torch.optim.Optimizer):
     def plain_state_dict(self) -> dict[str, Any]:
         """Return the `state_dict`, regardless of the execution."""
         if not self.attached:
-            create_early_states(self)
+            create_early(self)
         initialize(self)
         if self.plan is not None:
-            if self.plan.interrupted_by:
-                warnings.warn(
-                    f"state_dict(): {self.plan.interrupted_by} has interrupted a step between two of its passes, so "
-                    "some values in the checkpoint are updated and some are not",
-                    stacklevel=3,
-                )
+            if self.plan.interruption:
+                warnings.warn(f"state_dict(): {self.plan.interruption}", stacklevel=3)
             # Masters of parameters that other code has written are saved as the next step would read them.
             self.plan.masters.sync()
         with states_of_groups(self):
@@ -948,7 +944,7 @@ class Optimizer(torch.optim.Optimizer):
         """Make states reflect all updates, and writes of other code to parameters."""
         self.execution.settle_everywhere()
         if self.plan is not None:
-            self.plan.require_uninterrupted()
+            self.plan.require_whole()
             self.plan.masters.catch_up()
 
     @opaque

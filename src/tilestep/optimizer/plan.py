@@ -149,7 +149,7 @@ class StepPlan:
     active_set_changed: bool = (
         True  # whether the set of parameters with gradients changed since the last ownership check
     )
-    interrupted_by: str = ""  # type of the error that interrupted an update between two of its passes
+    interruption: str = ""  # the error that interrupted an update between two of its passes, and its effect
 
     def __post_init__(self) -> None:
         self.shared_sums: Sequence[Calls] = ()  # per engine, by tile pass: reductions over tensors of several ranks
@@ -308,7 +308,8 @@ class StepPlan:
         except BaseException as error:
             in_graph = any(engine.graph_tables.in_use for engine in engines)
             if len(self.progress) not in (0, _WHOLE) and not in_graph:
-                self.interrupted_by, self.basis.state_changes = type(error).__name__, -1
+                name, self.basis.state_changes = type(error).__name__, -1
+                self.interruption = f"{name} has interrupted a step between two passes, so only some values are updated"
             raise
         finally:
             for engine in engines:
@@ -319,13 +320,12 @@ class StepPlan:
         every = chain(self.basis.dormant, self.basis.unreal, *(engine.holders for engine in self.engines))
         return (one for one in every if one.grad is None)
 
-    def require_uninterrupted(self) -> None:
+    def require_whole(self) -> None:
         """Raise if an update was interrupted between two of its passes; such a plan no longer fits."""
-        if self.interrupted_by:
+        if self.interruption:
             raise StateError(
-                f"{self.interrupted_by} has interrupted a step between two of its passes, so some values are updated "
-                "and some are not. Load a checkpoint of model and optimizer, or continue with the present values by "
-                "optimizer.load_state_dict(optimizer.state_dict())"
+                f"{self.interruption}. Load a checkpoint of model and optimizer, or continue with the present values "
+                "by optimizer.load_state_dict(optimizer.state_dict())"
             )
 
     def release(self) -> None:

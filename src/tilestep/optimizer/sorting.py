@@ -146,7 +146,7 @@ def muon_groups(
     check_expression("stacks", stacks)
     require_shapes("muon_groups()", named)
     modules = dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {}
-    ends = _routers(named) | _embeddings_and_heads(modules.values(), named)
+    ends = _routers(named) | _end_matrices(modules.values(), named)
     convolutions = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
     windows = {module.weight for module in modules.values() if isinstance(module, convolutions)}
     inside, rest, flat = list[tuple[str, torch.Tensor]](), list[tuple[str, torch.Tensor]](), list[str]()
@@ -206,9 +206,7 @@ def _routers(named: list[tuple[str, torch.Tensor]]) -> set[torch.Tensor]:
     return {param for path, param in gates if path in with_experts}
 
 
-def _embeddings_and_heads(
-    modules: Iterable[torch.nn.Module], named: Iterable[tuple[str, torch.Tensor]]
-) -> set[torch.Tensor]:
+def _end_matrices(modules: Iterable[torch.nn.Module], named: Iterable[tuple[str, torch.Tensor]]) -> set[torch.Tensor]:
     """Embeddings, and the head with the shape of an embedding, if there is exactly one."""
     tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     ends: set[torch.Tensor] = {module.weight for module in modules if isinstance(module, tables)}

@@ -88,8 +88,8 @@ def state_formats(
     if callable(choice):
         if not name:
             warnings.warn(
-                "state_dtype is a function of a parameter's name, but the parameters have no names, so it gets '': "
-                "pass model.named_parameters() to the optimizer",
+                "state_dtype is a function of names, but the parameters have none, so it gets '': pass "
+                "model.named_parameters() to the optimizer",
                 stacklevel=2,
             )
         choice = choice(name)
