@@ -183,7 +183,7 @@ class Planned:
     def user_state(self) -> dict[str, Any]:
         """The state as users see it: buffers are DTensors or complex like the parameter, scalars are plain tensors."""
         param, state, graph = self.share.holder, self.state, self.kind.graph
-        if not is_distributed(param) and not param.is_complex():
+        if (type(param) in PLAIN or not is_distributed(param)) and not param.is_complex():
             return state
         overs, entries = graph.reduced_dims(param.dim()), entries_of(state, graph.states)
         buffers = {*MASTER_KEYS, *graph.states, *entries}.difference(graph.scalar_states, graph.matrix_states)
