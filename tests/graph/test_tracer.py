@@ -297,8 +297,8 @@ def test_a_branch_on_hyperparameters_becomes_a_guard() -> None:
     rule = tilestep.rule(decays)
     without = trace(rule, {"lr": 0.1, "decay": 0.0})
     with_decay = trace(rule, {"lr": 0.1, "decay": 0.5})
-    assert [guard.outcome for guard in without.guards] == [False]
-    assert [guard.outcome for guard in with_decay.guards] == [True]
+    assert [outcome for _, outcome in without.guards] == [False]
+    assert [outcome for _, outcome in with_decay.guards] == [True]
     assert "decay" not in without.hypers() and "decay" in with_decay.hypers()
 
 
@@ -336,7 +336,7 @@ def test_a_branch_on_sizes_becomes_a_guard() -> None:
     operations = {shape: {value.operation for value in graph.values()} for shape, graph in graphs.items()}
     assert [shape for shape, operation_names in operations.items() if "sign" in operation_names] == [(3, 9)]
     assert [graph.branches_on_sizes for graph in graphs.values()] == [True, True, False]
-    assert [guard.outcome for guard in trace(rule, rule.hyperparameters, 2).guards] == [False]  # sizes of one
+    assert [outcome for _, outcome in trace(rule, rule.hyperparameters, 2).guards] == [False]  # sizes of one
     earlier = graph_for(rule, {"lr": 0.1, "limit": 8}, 2, (4, 9))
     assert graph_for(rule, {"lr": 0.2, "limit": 9}, 2, (7, 10)) is earlier
     assert graph_for(rule, {"lr": 0.1, "limit": 8}, 2, (4, 8)) is not earlier

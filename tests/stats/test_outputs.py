@@ -92,6 +92,8 @@ def test_columns_have_names_of_their_own() -> None:
         tilestep.Stats(outputs=(AMAX, AMAX))
     with pytest.raises(ValueError, match="a sum or a max"):
         tilestep.Stats(outputs=(Output("bits", lambda stored: stored.changed(), "or"),))
+    with pytest.raises(ValueError, match="Invalid reduce: 'mean'"):
+        Output("mean", lambda stored: stored.new("param"), "mean")  # type: ignore[arg-type]
     for name in ("grad_norm", "exp_avg_norm", "lost"):
         taken = Output(name, lambda stored: stored.new("param"), "sum")
         with pytest.raises(tilestep.RuleError, match=f"stats have {name} already"):

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..devices import has_streams
 from ..norm import clip_grad_norm_, total_norm
 from ..optimizer import Optimizer
+from ..storage import dtype_name
 from . import measure as bandwidth
 from .measure import Contender, Row, measure
 from .results import OURS, Group, Result, environment
@@ -41,8 +42,9 @@ class Workload:
     @property
     def title(self) -> str:
         """The name with counts."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.name}: {len(self.shapes):,} {dtype} tensors, {self.elements / 1e6:,.4g} M elements"
+        return (
+            f"{self.name}: {len(self.shapes):,} {dtype_name(self.dtype)} tensors, {self.elements / 1e6:,.4g} M elements"
+        )
 
 
 def gpu_workloads(quick: bool = False) -> list[Workload]:
@@ -129,7 +131,7 @@ def _torch_compiled(parameters: Sequence[Tensor]) -> Any:
 
 
 def _of_peer(parameters: Sequence[Tensor], module: str, name: str, **options: Any) -> Any:
-    extra = {"storage_dtype": str(parameters[0].dtype).removeprefix("torch.")} if module == "heavyball" else {}
+    extra = {"storage_dtype": dtype_name(parameters[0].dtype)} if module == "heavyball" else {}
     return getattr(importlib.import_module(module), name)(parameters, **_ADAMW, **options, **extra)
 
 

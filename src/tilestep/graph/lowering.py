@@ -453,16 +453,15 @@ LOWERINGS: dict[str, Lowering] = {
     "masked_fill": lambda build, value, mask, fill: _lower_where(build, mask, fill, value),
     "isfinite": formula(lambda value: (value.function("isnan") | value.function("isinf")).function("not")),
     "nan_to_num": _nan_to_num,
-    **{name: _same for name in ("clone", "detach", "alias", "lift_fresh", "lift_fresh_copy", "contiguous")},
-    "_to_copy": _same,
-    "copy": lambda build, value, source, *_, **__: _as_value(build, source),
+    **dict.fromkeys(("clone", "detach", "alias", "lift_fresh", "lift_fresh_copy", "contiguous", "_to_copy"), _same),
+    "scalar_tensor": _same,
+    "copy": _filled(None),
     "empty_like": _filled(math.nan),  # a read before a write gives NaN
     "zeros_like": _filled(0.0),
     "ones_like": _filled(1.0),
     "full_like": _filled(None),
     "zero": _filled(0.0),
     "fill": _filled(None),
-    "scalar_tensor": _same,
 }
 for _name in ("number", "and", "or", "not"):  # not in ATen
     del LOWERINGS[_name]
