@@ -447,4 +447,4 @@ def test_a_build_in_the_background_says_nothing_while_it_waits(
     with FileLock(f"{directory / 'kernel.txt'}.lock"), warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(BuildError, match="has not finished building"):
-            cache.cached("kernel.txt", lambda path: None, seconds=0.5, says=False)
+            cache.cached("kernel.txt", lambda path: None, seconds=0.5, warns=False)

@@ -212,14 +212,14 @@ def cached(
     seconds: float = 60.0,
     by: str = "",
     anew: bool = False,
-    says: bool = True,
+    warns: bool = True,
 ) -> CachedFile:
     """The verified file with this name, built first if it does not exist."""
     file = None if anew else open_cached(name)
     if file is not None:
         return file
     directory = _present(cache_directory())
-    with _locked(directory / name, seconds, by, says):
+    with _locked(directory / name, seconds, by, warns):
         file = None if anew else _open_verified(directory, name)
         if file is None:
             _write_whole(directory, name, build)
@@ -309,14 +309,14 @@ def _present(directory: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, seconds: float, by: str, says: bool) -> Iterator[None]:
+def _locked(path: Path, seconds: float, by: str, warns: bool) -> Iterator[None]:
     """A context that one process at a time enters; a long wait is warned of, and ends in `BuildTimeout`."""
     lock = FileLock(f"{path}.lock")
     begin = time.monotonic()
     what = f"{path.name} with {by}" if by else path.name
     try:
         try:
-            lock.acquire(timeout=min(_WORD, seconds) if says else seconds)
+            lock.acquire(timeout=min(_WORD, seconds) if warns else seconds)
         except Timeout:
             left = seconds - (time.monotonic() - begin)
             if left <= 0:

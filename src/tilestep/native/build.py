@@ -137,7 +137,7 @@ def _build() -> None:
     name = _file_name()
     with contextlib.suppress(OSError, BuildError):
         if name is not None:
-            cached(name, _compile, seconds=_SECONDS, says=False).close()
+            cached(name, _compile, seconds=_SECONDS, warns=False).close()
 
 
 def _compile(target: Path) -> None:

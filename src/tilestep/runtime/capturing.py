@@ -99,7 +99,7 @@ class HostBranches:
         plain = [matrices.plain() for matrices in self._matrices]
         assert None not in plain  # `require_no_branches` has refused them
         self._skipped = [skipped for skipped in plain if skipped is not None]
-        self._taking_part = [matrices.active for matrices in self._matrices]
+        self._active_matrices = [matrices.active for matrices in self._matrices]
         """The tensors that take part in the captured step."""
         self._may_skip = [False] * len(self._matrices)
 
@@ -113,16 +113,16 @@ class HostBranches:
         finally:
             for matrices in self._matrices:
                 matrices.skipped_values = None
-            self._taking_part = [matrices.active for matrices in self._matrices]
+            self._active_matrices = [matrices.active for matrices in self._matrices]
             self._may_skip = [matrices.segment.control.may_skip for matrices in self._matrices]
 
     def suffices(self) -> bool:
         """Whether the next step needs no optional work; does not wait for the device."""
-        parts = zip(self._matrices, self._skipped, self._taking_part)
+        parts = zip(self._matrices, self._skipped, self._active_matrices)
         return all(matrices.suffices(skipped, active) for matrices, skipped, active in parts)
 
     def replayed(self) -> None:
         """Account for a replay of the captured step."""
-        for matrices, active, may_skip in zip(self._matrices, self._taking_part, self._may_skip):
+        for matrices, active, may_skip in zip(self._matrices, self._active_matrices, self._may_skip):
             if matrices.conditions is not None:
                 matrices.conditions.launched(active, may_skip)

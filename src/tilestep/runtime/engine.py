@@ -56,7 +56,7 @@ def pass_calls(engines: Sequence[DeviceEngine], shared: Sequence[Calls], progres
         running = [passes for passes in every if index < len(passes.segment.spec.program.scalars)]
         segments = [passes.segment for passes in running]
         calls += [passes.scalar_calls(index) for passes in running]
-        calls += _meetings(segments, index)
+        calls += _joint_reductions(segments, index)
         calls += [
             [partial(segment.streamer.run, index)] if segment.streamer else passes.tile_calls(index)
             for passes, segment in zip(running, segments)
@@ -100,7 +100,7 @@ def check_reductions(engines: Sequence[DeviceEngine]) -> None:
             )
 
 
-def _meetings(segments: Sequence[Segment], index: int) -> Calls:
+def _joint_reductions(segments: Sequence[Segment], index: int) -> Calls:
     """The calls that reduce the results of scalar pass `index` over all tensors of each rule, on all devices."""
     # A graph numbers its slots in the order in which its outputs need them, which may differ between shapes.
     by_rule: dict[str, list[list[tuple[Segment, str, int]]]] = {}

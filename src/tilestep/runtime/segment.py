@@ -321,7 +321,10 @@ class ArrayTable:
         self.addresses = np.zeros((max(len(self.names), 1), len(entries)), dtype=np.int64)
         self.read()
         # Arrays of rows, columns or blocks are never indexed together with the elementwise arrays.
-        self._apart = {*spec.program.graph.slice_states, *(array.name for array in spec.arrays if array.elements != 1)}
+        self._separate = {
+            *spec.program.graph.slice_states,
+            *(array.name for array in spec.arrays if array.elements != 1),
+        }
         by_rows = bool(spec.program.slices.views) or spec.has_blocks
         self.strided = [index for index, entry in enumerate(entries) if not self._is_plain(entry, by_rows)]
         """Indices of tensors that are indexed by coordinates, whatever the layout of their gradients."""
@@ -329,7 +332,7 @@ class ArrayTable:
 
     def _is_plain(self, entry: Entry, by_rows: bool) -> bool:
         """Whether a tensor is walked in memory order, which must be its index order if kernels work by rows."""
-        arrays = [array for name, array in entry.arrays.items() if name not in self._apart]
+        arrays = [array for name, array in entry.arrays.items() if name not in self._separate]
         if self._spec.draws:  # consecutive elements must have consecutive indices in the whole tensor
             walk = zip(entry.param.shape, entry.param.stride(), strides_of(entry))
             if any(size != 1 and own != whole for size, own, whole in walk):
@@ -368,7 +371,7 @@ class ArrayTable:
         for row, index in enumerate(indices):
             entry = self._entries[index]
             gradient = gradients.get(index, entry.param)
-            arrays = {name: entry.param if name in self._apart else entry.arrays[name] for name in self.names}
+            arrays = {name: entry.param if name in self._separate else entry.arrays[name] for name in self.names}
             walked = [gradient, *arrays.values()]
             if self._spec.draws:
                 walked.append(torch.empty_strided(entry.param.shape, strides_of(entry), device="meta"))

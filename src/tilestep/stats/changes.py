@@ -49,7 +49,7 @@ class _Tracked:
     watched: list[torch.Tensor]  # tensors whose versions reveal writes
     leads: bool  # whether this rank is the first holder of this part
     logical: Callable[[torch.Tensor], torch.Tensor] | None  # from flat indices into the part to indices into the whole
-    wholly: bool = False  # whether other code has written to it since the last list
+    written_elsewhere: bool = False  # whether other code has written to it since the last list
 
     def change(self, index: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Map flat indices into the part to indices into the parameter."""
@@ -84,7 +84,7 @@ class Changes:
         self._words: list[torch.Tensor] = []
         self._steps: dict[int, tuple[list[torch.Tensor], np.ndarray]] = {}  # lists of tensors that steps wrote, places
         self._counts: Counter[int] = Counter()  # number of such steps, by `id` of the list
-        self._lying: list[int] = []
+        self._last_addresses: list[int] = []
         self._cut: _Cut = {}
 
     def watch(self, params: Iterable[torch.Tensor]) -> None:
@@ -128,15 +128,15 @@ class Changes:
                 # Pieces of parameters have separate memory.
                 address, versions = _state_of(entry.handle)
                 is_piece = entry.watched[-1] is not entry.handle
-                entry.wholly = (before_steps[0] if is_piece else address, versions) != before_steps
+                entry.written_elsewhere = (before_steps[0] if is_piece else address, versions) != before_steps
             # Receivers identify weights by name, and hold the weights of another parameter.
-            entry.wholly |= replaced.get(names.names[entry.place], entry.handle) is not entry.handle
+            entry.written_elsewhere |= replaced.get(names.names[entry.place], entry.handle) is not entry.handle
             if earlier is not None and earlier.handle is entry.handle:
-                entry.wholly |= earlier.wholly
+                entry.written_elsewhere |= earlier.written_elsewhere
                 if earlier.bits.shape == entry.bits.shape and earlier.param.stride() == entry.param.stride():
                     entry.bits.copy_(earlier.bits)
                 else:
-                    entry.wholly |= bool(earlier.bits.any())
+                    entry.written_elsewhere |= bool(earlier.bits.any())
         self._tracked = tracked
         self._writes = Writes([entry.watched[-1] for entry in tracked.values()])
         self._places = {id(tensor): place for place, entry in enumerate(tracked.values()) for tensor in entry.watched}
@@ -149,7 +149,7 @@ class Changes:
         self._ordered = sorted(tracked.values(), key=operator.attrgetter("place"))
         for engine in tables.engines:
             engine.wrote = self._note
-        self._lying = self._addresses()
+        self._last_addresses = self._addresses()
 
     def _track(self, names: Names, handle: Any, holder: Any, part: torch.Tensor, bits: torch.Tensor) -> _Tracked:
         """Return the tracking record of a parameter, or of its section `holder`."""
@@ -185,11 +185,11 @@ class Changes:
         """Mark parameters that other code has written to, or moved to other memory."""
         self._count_steps()
         # An assignment to `param.data` increments no version.
-        before, self._lying = self._lying, self._addresses()
-        moved = [place for place, pair in enumerate(zip(before, self._lying)) if pair[0] != pair[1]]
+        before, self._last_addresses = self._last_addresses, self._addresses()
+        moved = [place for place, pair in enumerate(zip(before, self._last_addresses)) if pair[0] != pair[1]]
         tracked = list(self._tracked.values())
         for place in (*self._writes.take(), *moved):
-            tracked[place].wholly = True
+            tracked[place].written_elsewhere = True
 
     @torch.no_grad()
     def read(self, *, clear: bool, gather: bool) -> list[Change]:
@@ -208,7 +208,7 @@ class Changes:
                 made[entry.place] = _moved(pair[0], entry.handle), _moved(pair[1], entry.handle)
         if clear:
             for entry in tracked:
-                entry.wholly = False
+                entry.written_elsewhere = False
             if self._words:
                 torch._foreach_zero_(self._words)
         return [(self._names[place], *made[place]) for place in sorted(made) if made[place][0].numel()]
@@ -319,7 +319,7 @@ class _OnCpu:
 
 def _changed(entry: _Tracked) -> torch.Tensor:
     """Flat indices of changed weights of the local part, on the host."""
-    if entry.wholly:
+    if entry.written_elsewhere:
         return torch.arange(entry.param.numel(), dtype=torch.int64, device="cpu")
     if entry.bits.numel() and not entry.param.is_contiguous():
         return _flags(entry).reshape(-1).nonzero().reshape(-1)
@@ -342,7 +342,7 @@ class _OnDevice:
 
     def __init__(self, tracked: Sequence[_Tracked], device: torch.device, cut: _Cut) -> None:
         self.device, by_kernels = device, _by_kernels(device)
-        marked = [entry for entry in tracked if not entry.wholly and entry.bits.numel()]
+        marked = [entry for entry in tracked if not entry.written_elsewhere and entry.bits.numel()]
         plain = [entry for entry in marked if by_kernels and entry.param.is_contiguous()]
         key = (*map(id, plain), addresses_of([entry.param for entry in plain]).tobytes())
         if device not in cut or cut[device][0] != key:
@@ -359,7 +359,9 @@ class _OnDevice:
         """int64[parameters] on the device."""
         counts = [*(run.counted() for run in self._runs), *(flags.sum().reshape(1) for flags in self._flags)]
         if self._unmarked:
-            counts.append(sent([entry.param.numel() if entry.wholly else 0 for entry in self._unmarked], self.device))
+            counts.append(
+                sent([entry.param.numel() if entry.written_elsewhere else 0 for entry in self._unmarked], self.device)
+            )
         return torch.cat(counts)
 
     def made(self, counts: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -260,7 +260,7 @@ class _Part:
             factors = [share / entry.weight for share, entry in zip(shares, self._entries)]
             self._factors[name] = torch.tensor(factors, dtype=torch.float64, device=segment.device)
 
-    def put_into(self, table: torch.Tensor) -> None:
+    def write_to(self, table: torch.Tensor) -> None:
         """Write the columns into the table of all parameters."""
         if not self._outputs.has_run or not self._entries:
             return
@@ -315,9 +315,9 @@ class Measurer:
             _Part(passes, places, self._raw, sharers, self.device) for engine in engines for passes in engine.passes
         ]
         self._states = [state for state in states if f"{state}_max" in raw or f"{state}_number_max" in raw]
-        self._further = [output.name for output in stats.outputs]
+        self._output_columns = [output.name for output in stats.outputs]
         of_states = (f"{state}_{what}" for state in self._states for what in ("norm", "max"))
-        self.columns = [*_COLUMNS, *of_states, *self._further]
+        self.columns = [*_COLUMNS, *of_states, *self._output_columns]
         is_sum = [reduce == "sum" for reduce in raw.values()]
         self._sums = torch.tensor([place for place, adds in enumerate(is_sum) if adds], device=self.device)
         self._extremes = torch.tensor([place for place, adds in enumerate(is_sum) if not adds], device=self.device)
@@ -329,7 +329,7 @@ class Measurer:
         """Return float64[parameters, columns] of the last launched step, on the device."""
         raw = self._nothing.expand(len(self.names), len(self._raw)).clone()
         for part in self._parts:
-            part.put_into(raw)
+            part.write_to(raw)
         # The maximum of an empty parameter is 0.
         raw = self._together(raw)
         raw = raw.masked_fill_((self._numel == 0)[:, None] & (raw == -math.inf), 0.0)
@@ -352,7 +352,7 @@ class Measurer:
         ]
         for state in self._states:
             made += self._of_state(state, column)
-        return torch.stack([*made, *(column[name] for name in self._further)], 1)
+        return torch.stack([*made, *(column[name] for name in self._output_columns)], 1)
 
     def _together(self, raw: torch.Tensor) -> torch.Tensor:
         """Reduce sums and extremes over all ranks."""

@@ -221,7 +221,7 @@ class Timeline:
         finally:
             self.syncing = before
 
-    def leave_out(self, params: Set[int]) -> None:
+    def exclude(self, params: Set[int]) -> None:
         """Remove the hooks of some parameters, by `id`: other code calls `arrived` for them."""
         self.elsewhere |= params
         self.hooks.remove(params)

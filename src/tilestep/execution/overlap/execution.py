@@ -52,7 +52,7 @@ class OverlapExecution(Execution):
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
         self.grouping, self.during = grouping, during
         self._had_gradients = False
-        self._knows_ranks = during != "backward"
+        self._ranks_checked = during != "backward"
         self.lane = SideStream(device)
         self.publication = _publication(grouping, self.lane)
         self.updates = GroupUpdates(optimizer, grouping, self.publication, during == "backward", scaler, comm_hook)
@@ -74,7 +74,7 @@ class OverlapExecution(Execution):
         """A block in which no update runs, with groups for the optimizer's current parameters."""
         self.publication.wait_all()
         with self.lane.left():
-            if not self.grouping.knows(self._optimizer()):
+            if not self.grouping.is_current(self._optimizer()):
                 self.grouping.divide(self._optimizer())
                 self.updates.watch()
                 self.publication.wait_on_host()
@@ -147,7 +147,7 @@ class OverlapExecution(Execution):
             raise evaluation_error("step()")
         if is_capturing():
             self.prepare_capture(optimizer)
-        if not self._knows_ranks and updates.applied:
+        if not self._ranks_checked and updates.applied:
             self._warn_of_ranks()
         is_run_by_scaler = hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf")
         if updates.found_scaler and is_run_by_scaler:
@@ -167,7 +167,7 @@ class OverlapExecution(Execution):
             updates.forget()
             params = params_of(optimizer)
             self._had_gradients = any(param.grad is not None for param in params)
-            updates.look_for_missing(self.grouping.groups)
+            updates.find_missing(self.grouping.groups)
             plain()
             taken_gradients(params)
 
@@ -235,7 +235,7 @@ class OverlapExecution(Execution):
 
     def _warn_of_ranks(self) -> None:
         """After the first updates in backward: warn if nothing has reduced the gradients over the ranks."""
-        self._knows_ranks = True
+        self._ranks_checked = True
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if (
             several

@@ -92,7 +92,7 @@ class Grouping:
             if own_group is not None and own_group not in groups:
                 groups.append(own_group)
 
-    def knows(self, optimizer: torch.optim.Optimizer) -> bool:
+    def is_current(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the groups hold exactly the optimizer's current parameters."""
         listed = list(map(id, params_of(optimizer)))
         return len(listed) == len(self.of) and all(key in self.of for key in listed)

@@ -68,7 +68,7 @@ def follow_reductions(updates: GroupUpdates, wrapper: DistributedDataParallel) -
         ) from error
     ignored = set(wrapper.parameters_to_ignore)
     named = wrapper.module.named_parameters()
-    updates.timeline.leave_out({id(param) for name, param in named if param.requires_grad and name not in ignored})
+    updates.timeline.exclude({id(param) for name, param in named if param.requires_grad and name not in ignored})
 
 
 def _mean(group: Any, bucket: Any) -> torch.futures.Future[Any]:
@@ -130,7 +130,7 @@ class GroupUpdates(Row):
         self.timeline.is_alone = False
         if not self.updates:
             # Gradients stay on their parameters until the step, which takes them.
-            self.timeline.leave_out(self._grouping.of.keys())
+            self.timeline.exclude(self._grouping.of.keys())
         self.timeline.count(group.params for group in self._grouping.groups)
 
     def wrapped(self, wrapper: nn.Module) -> None:
@@ -333,7 +333,7 @@ class GroupUpdates(Row):
         self.reduced.clear()
         left = [group for group in self._grouping.groups if group not in self.applied]
         if left:
-            self.look_for_missing(left)
+            self.find_missing(left)
         for group in self._grouping.groups:
             if any(param.grad is not None for param in group.params):
                 self._update(group)
@@ -373,7 +373,7 @@ class GroupUpdates(Row):
         self.forget()
         self._scaled_losses = scaled_losses
 
-    def look_for_missing(self, groups: Sequence[Group]) -> None:
+    def find_missing(self, groups: Sequence[Group]) -> None:
         """If the set of parameters without gradients has changed, raise if the model no longer holds them."""
         missing = [id(param) for group in groups for param in group.params if param.grad is None]
         if missing and missing != self._missing:

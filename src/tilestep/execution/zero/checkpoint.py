@@ -230,7 +230,7 @@ def _from_first_rank(find: Callable[..., Any], *given: Any) -> Any:
     return answer[0]
 
 
-def _is_own(path: Path) -> bool:
+def _is_saved_here(path: Path) -> bool:
     """Whether `save_checkpoint` made this folder with this name."""
     try:
         return (path / _MARK).read_text() == path.name.removesuffix(_BEGUN)
@@ -246,7 +246,7 @@ def _finished(root: Path) -> list[tuple[int, Path]]:
 def _newest(root: Path) -> str | None:
     """The name of the checkpoint to load, or None."""
     paths = [path for _, path in _finished(root)]
-    written = list(filter(_is_own, paths)) or [path for path in paths if (path / ".metadata").is_file()]
+    written = list(filter(_is_saved_here, paths)) or [path for path in paths if (path / ".metadata").is_file()]
     return written[-1].name if written else None
 
 
@@ -254,7 +254,7 @@ def _begin(root: Path) -> int:
     """Make the folder of the next checkpoint, remove unfinished folders of earlier saves; returns the number."""
     root.mkdir(parents=True, exist_ok=True)
     for path in root.glob(f"checkpoint-*{_BEGUN}"):
-        if _is_own(path):
+        if _is_saved_here(path):
             _remove(path)
     number = max((number for number, _ in _finished(root)), default=0) + 1
     while (root / f"checkpoint-{number}{_BEGUN}").exists():
@@ -271,7 +271,7 @@ def _finish(begun: Path, whole: Path, keep: int | None) -> None:
     os.rename(begun, whole)
     _to_disk(whole.parent)  # the new name is on disk before older checkpoints are removed
     if keep is not None:
-        for path in [path for _, path in _finished(whole.parent) if _is_own(path)][:-keep]:
+        for path in [path for _, path in _finished(whole.parent) if _is_saved_here(path)][:-keep]:
             _remove(path)
 
 
