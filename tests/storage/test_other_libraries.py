@@ -475,4 +475,6 @@ def test_a_sum_becomes_an_average() -> None:
     del theirs["param_groups"][0]["momentum"]
     with pytest.raises(StateError, match="group 0 of the checkpoint has no 'momentum': pass `momentum`"):
         tilestep.averaged_momentum(theirs)
+    with pytest.raises(ValueError, match=r"Invalid momentum: 1.5; it must be in \[0, 1\)"):
+        tilestep.averaged_momentum(theirs, 1.5)
     torch.testing.assert_close(tilestep.averaged_momentum(theirs, 0.95)["state"][0]["momentum_buffer"], average)

@@ -89,6 +89,7 @@ def averaged_momentum(state_dict: Mapping[str, Any], momentum: float | None = No
 
     Raises:
         StateError: if a param group with such a state has no `momentum`, and none is given.
+        ValueError: for a `momentum` out of [0, 1).
 
     Example:
         >>> import torch
@@ -105,6 +106,8 @@ def averaged_momentum(state_dict: Mapping[str, Any], momentum: float | None = No
             own = group.get("momentum") if momentum is None else momentum
             if own is None:
                 raise StateError(f"group {index} of the checkpoint has no 'momentum': pass `momentum`")
+            if not 0 <= float(own) < 1:
+                raise ValueError(f"Invalid momentum: {own}; it must be in [0, 1)")
             values["momentum_buffer"] = values["momentum_buffer"] * (1 - float(own))
     return {**state_dict, "state": state}
 
