@@ -297,7 +297,13 @@ def overflows(param: Any, grad: Any, *, lr: Any = 1.0) -> Any:
     return param - (grad > 0).to(torch.int8) * 100 * 2
 
 
-@pytest.mark.parametrize("function", [counts_on, counts_in_place, divides_integers, sums_integers, overflows])
+def wraps_around(param: Any, grad: Any, *, lr: Any = 1.0) -> Any:
+    return param - lr * grad.to(torch.int8).to(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "function", [counts_on, counts_in_place, divides_integers, sums_integers, overflows, wraps_around]
+)
 def test_integers_that_kernels_would_round_are_refused(function: Any) -> None:
     """They were float32, where 2^24 + 1 is 2^24, and bytes did not overflow."""
     with pytest.raises(RuleError, match=r"in rule .*integer elements may exceed [\d,]+.* or clamp them"):
@@ -313,6 +319,7 @@ def test_integers_that_are_small_or_not_computed_with_are_as_in_torch() -> None:
             - signs
             - near / 4
             - lr * grad.long().abs().to(grad.dtype)
+            - grad.clamp(-128, 127).to(torch.int8)
             - (grad > 0).sum()
             - step.long() // 2
             + signs.sum()

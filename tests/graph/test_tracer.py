@@ -69,6 +69,14 @@ def rounds_in_place(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
     return param - torch.empty_like(grad, dtype=torch.float16).copy_(grad)
 
 
+def rounds_to_bytes(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    return param - lr * grad.to(torch.float8_e4m3fn).to(torch.float32)
+
+
+def is_complex(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
+    return param - lr * grad.to(torch.complex64).to(torch.float32)
+
+
 def masks_bits(param: Any, grad: Any, *, lr: Any = 0.1) -> Any:
     return param - lr * (grad.int() & 3)
 
@@ -106,6 +114,8 @@ NO_TRANSLATION = [
     (into, "out=param", 1, "out= argument"),
     (rounds, "bfloat16", 1, "buffers are rounded when they are stored"),
     (rounds_in_place, "float16", 1, "buffers are rounded when they are stored"),
+    (rounds_to_bytes, "float8", 1, "8-bit dtypes are not supported inside a rule; buffers are rounded"),
+    (is_complex, "complex64", 1, "complex numbers are not supported inside a rule"),
     (masks_bits, "& 3", 1, "bitwise operations on integers"),
     (inverts_bits, "~grad", 1, "bitwise operations on integers"),
     (asks_for_parity, "& 1", 1, "bitwise operations on integers"),

@@ -351,8 +351,15 @@ def converted(build: Builder, value: Value, dtype: torch.dtype) -> Value:
 def check_dtype(operation: str, dtype: torch.dtype, operand: torch.dtype | None) -> None:
     """Raise for a result dtype that kernels do not support; `operand` is the dtype of the first operand."""
     converts = operation in CONVERTING or (operand is not dtype and not operation.endswith("_like"))
-    if dtype in (torch.float16, torch.bfloat16) and converts:
-        raise Unsupported("16-bit dtypes are not supported inside a rule; buffers are rounded when they are stored")
+    if dtype.is_complex:
+        raise Unsupported(
+            "complex numbers are not supported inside a rule; complex parameters are pairs of reals there"
+        )
+    if dtype.is_floating_point and dtype.itemsize < 4 and converts:
+        bits = 8 * dtype.itemsize
+        raise Unsupported(
+            f"{bits}-bit dtypes are not supported inside a rule; buffers are rounded when they are stored"
+        )
     if operation.startswith("bitwise") and dtype is not torch.bool:
         raise Unsupported("bitwise operations on integers are not supported; &, | and ~ work on bool tensors")
     had_fractions = operand is not None and operand.is_floating_point
@@ -368,11 +375,16 @@ _SUMMED_EXACTLY = 2**8  # the partial sum of a program's 10,000 or so elements i
 
 def check_integers(build: Builder, operation: str, value: Value, operand: Any, dtype: torch.dtype) -> None:
     """Raise for elementwise integers that a kernel may round: kernels hold them in the rule's dtype."""
-    if dtype.is_floating_point or dtype is torch.bool or operation in CONVERTING or operation in _EXACT_AS_NUMBERS:
+    if dtype.is_floating_point or dtype is torch.bool or operation in _EXACT_AS_NUMBERS:
+        return
+    narrows = operation in CONVERTING and dtype.itemsize < 4
+    if operation in CONVERTING and not narrows:
         return
     is_sum = operation == "sum" and isinstance(operand, Value)
     checked = operand if is_sum else value
-    limit = min(2 ** (53 if build.dtype is torch.float64 else 24), torch.iinfo(dtype).max)
+    # torch wraps numbers around that a narrow dtype does not hold; an int8 holds numbers clamped to [-128, 127].
+    largest = torch.iinfo(dtype).max + (narrows and torch.iinfo(dtype).min < 0)
+    limit = min(2 ** (53 if build.dtype is torch.float64 else 24), largest)
     limit = min(limit, _SUMMED_EXACTLY) if is_sum else limit
     if checked.level not in SCALAR_LEVELS and not _magnitude(checked) <= limit:
         raise Unsupported(
