@@ -245,7 +245,7 @@ MOST = {
 """What a reader must hold. A change that adds a mechanism names the one it removes; these numbers only fall."""
 
 
-CEILINGS = {"classes": 309, "functions and lambdas that only pass a call on": 107}
+CEILINGS = {"classes": 309, "functions and lambdas that only pass a call on": 106}
 """More of these may not be added; a change that removes some lowers the number."""
 
 
