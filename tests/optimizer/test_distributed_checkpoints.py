@@ -99,3 +99,27 @@ def test_a_hyperparameter_that_a_checkpoint_lacks_stays_the_optimizer_s() -> Non
     target[1].param_groups[0]["lr"] = 0.25
     target[1].load_state_dict(saved)
     assert target[1].param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_the_memory_of_limits_is_loaded_and_stays_without_any(steps: int, tmp_path: Path) -> None:
+    def stepped(number: int, skip_above: Any) -> Any:
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = tilestep.AdamW([weight], skip_above=skip_above)
+        for _ in range(number):
+            weight.grad = torch.ones(3)
+            optimizer.step()
+        return optimizer
+
+    def loaded(name: str) -> Any:
+        optimizer = stepped(steps, tilestep.Sigma(6))
+        state = {"optimizer": optimizer.state_dict()}
+        dcp.load(state, checkpoint_id=tmp_path / name, planner=tilestep.LoadPlanner(), no_dist=True)
+        optimizer.load_state_dict(state["optimizer"])
+        return optimizer.state_dict()["param_groups"][0]["limits"]["Sigma"]
+
+    sources = {"with": stepped(3, tilestep.Sigma(6)), "without": stepped(3, None)}
+    for name, source in sources.items():
+        dcp.save({"optimizer": source.state_dict()}, checkpoint_id=tmp_path / name, no_dist=True)
+    assert torch.equal(loaded("with"), sources["with"].state_dict()["param_groups"][0]["limits"]["Sigma"])
+    assert loaded("without")[0] == steps

@@ -437,7 +437,7 @@ class StepControl:
     def save(self, state_dict: dict[str, Any]) -> None:
         """Put the memory of limits, unread, into the first group of a state_dict, and plain values for the limits."""
         groups = state_dict["param_groups"]
-        saved = self.history.save(self.limits(groups))
+        saved = self.history.save(self.limits(groups), has_begun=bool(state_dict.get("state")))
         for place, group in enumerate(groups):
             own: dict[str, Any] = {LIMITS_KEY: saved} if saved and not place else {}
             if isinstance(clip := group.get("max_grad_norm"), Limit):

@@ -43,9 +43,15 @@ class StepHistory:
         """The numbers of all limits, in order of creation."""
         return list(self._numbers.values())
 
-    def save(self, limits: Iterable[Limit]) -> dict[str, torch.Tensor]:
+    def save(self, limits: Iterable[Limit], *, has_begun: bool) -> dict[str, torch.Tensor]:
         """Copy the numbers of these limits, by the name of their class; the host does not read them."""
-        return {type(limit).__name__: numbers.clone() for limit in limits for numbers in self._held(limit)[:1]}
+        # State may begin before the first step; `dcp.load` in place needs the numbers then too.
+        first = [torch.device("cpu")] if has_begun else []
+        return {
+            type(limit).__name__: numbers.clone()
+            for limit in limits
+            for numbers in (self._held(limit) or [_first(limit, device) for device in first])[:1]
+        }
 
     def load(self, limits: Iterable[Limit], saved: Mapping[str, Any]) -> None:
         """Load the result of `save`; limits that are missing in it, or differ in size, are reset."""

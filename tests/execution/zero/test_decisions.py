@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from rank_processes import each_passes
 from sharded_twins import TINY, Elementwise, Pair, inputs, train, two_groups
 from torch import nn
@@ -283,6 +285,18 @@ def a_spike_skips_on_all() -> None:
     pair.optimizer.load_state_dict(saved)
     again = pair.optimizer.state_dict()["param_groups"][0]["limits"]
     torch.testing.assert_close(again, remembered, rtol=0, atol=0)
+    # A checkpoint in pieces has it too, also for an optimizer that has not stepped.
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    dcp.save({"optimizer": pair.optimizer.state_dict()}, checkpoint_id=folder[0])
+    for planner in (None, tilestep.LoadPlanner()):
+        model = Elementwise()
+        fresh = tilestep.shard(make(model.parameters()), model, bucket_cap_mb=TINY)
+        state = {"optimizer": fresh.state_dict()}
+        dcp.load(state, checkpoint_id=folder[0], planner=planner)
+        fresh.load_state_dict(state["optimizer"])
+        assert fresh.state_dict()["param_groups"][0]["limits"].keys() == remembered.keys()
+        torch.testing.assert_close(fresh.state_dict()["param_groups"][0]["limits"], remembered, rtol=0, atol=0)
 
 
 def means_of_norms_before_are_the_first_rank_s() -> None:

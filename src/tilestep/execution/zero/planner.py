@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ...errors import StateError
+from ...optimizer.control import LIMITS_KEY
 from ...optimizer.groups import OWN_KEYS
 from ...optimizer.masters import MASTER_KEYS
 from ...storage import block_names, states_in_blocks, with_code_names
@@ -24,10 +25,10 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
     of torch's optimizers may lack; rules of this version may have hyperparameters that an earlier version did not have.
     `DefaultLoadPlanner` refuses such a checkpoint, or, with `allow_partial_load`, accepts a checkpoint that lacks any
     state. This planner keeps the optimizer's values of such keys of param groups, and raises if anything else is
-    missing. For an optimizer without state, before its first step, it loads the state as full tensors in CPU memory. It
-    does the same for states in other blocks than the optimizer's (`state_dtype`), which `load_state_dict` converts by
-    value; `DefaultLoadPlanner` finds no such keys. It refuses a checkpoint with another format of masters
-    (`master_weights`), and says what to do.
+    missing. For an optimizer without state, before its first step, it loads the state as full tensors in CPU memory,
+    and the memory of limits. It does the same for states in other blocks than the optimizer's (`state_dtype`), which
+    `load_state_dict` converts by value; `DefaultLoadPlanner` finds no such keys. It refuses a checkpoint with another
+    format of masters (`master_weights`), and says what to do.
 
     Example:
         >>> import tempfile, torch, tilestep, torch.distributed.checkpoint as dcp
@@ -85,7 +86,8 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
                 # A plain SGD has no other state, and torch's SGD has no state at all.
                 return not counts or place not in places
             # `load_state_dict` keeps the optimizer's value of hyperparameters that the checkpoint's group lacks.
-            return "param_groups." in f"{place}." and (name in OWN_KEYS or (place in places and name != "params"))
+            is_own = name in OWN_KEYS or place.endswith(f".{LIMITS_KEY}")
+            return "param_groups." in f"{place}." and (is_own or (place in places and name != "params"))
 
         self.state_dict = {
             key: value for key, value in self.state_dict.items() if key in saved or not is_never_saved(str(key))
@@ -100,7 +102,7 @@ def _saved_key(key: str, saved: Mapping[str, Any]) -> str:
 
 
 def _begin_states(state_dict: Any, metadata: Any) -> None:
-    """Allocate tensors for a checkpoint's states that an optimizer lacks, or keeps in other blocks."""
+    """Allocate tensors for a checkpoint's states and limits that an optimizer lacks, or keeps in other blocks."""
     # Codes read into numbers, or into codes of another format, would be meaningless: they are read unchanged, and
     # `load_state_dict` converts them by value.
     optimizers = dict(_optimizers(state_dict))
@@ -110,6 +112,11 @@ def _begin_states(state_dict: Any, metadata: Any) -> None:
         place = tuple(map(str, path[:-3]))
         if len(path) >= 3 and place in optimizers and path[-3] == "state":
             saved.setdefault((place, str(path[-2])), {})[path[-1]] = metadata.state_dict_metadata[key]
+        owner = optimizers.get(tuple(map(str, path[:-4])))
+        if owner is not None and path[-4::2] == ("param_groups", LIMITS_KEY):
+            entry, group = metadata.state_dict_metadata[key], dict(enumerate(owner["param_groups"])).get(path[-3], {})
+            limits = group.setdefault(LIMITS_KEY, {})
+            limits.setdefault(path[-1], torch.empty(entry.size, dtype=entry.properties.dtype))
     for (place, param), entries in saved.items():
         optimizer = optimizers[place]
         # Paths of checkpoints have strings, the keys of states are integers.
