@@ -73,6 +73,16 @@ def test_beginnings_ranges_and_defaults_that_there_are_not() -> None:
         tilestep.rule(with_dict)
 
 
+def test_a_default_of_several_elements_is_refused() -> None:
+    several = torch.ones(2)
+
+    def rule(param: Any, grad: Any, *, rates: Any = several) -> Any:
+        return param - rates.sum() * grad
+
+    with pytest.raises(RuleError, match="hyperparameter 'rates' is a Tensor; it must be a number, a tensor of one"):
+        tilestep.rule(rule)
+
+
 def test_dtypes_that_no_kernel_keeps_are_refused_with_those_that_are_possible() -> None:
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         with pytest.raises(RuleError, match=r"float8.* of a state: it must be float16, bfloat16, float32 or float64"):

@@ -304,10 +304,10 @@ class Rule:
                 if name in taken:
                     raise self._refuse(f"the {kind} {name!r} needs another name: it is reserved for {taken[name]}")
         for name, default in self.hyperparameters.items():
-            if isinstance(default, (dict, set)):
+            if isinstance(default, (dict, set)) or (isinstance(default, torch.Tensor) and default.numel() != 1):
                 raise self._refuse(
-                    f"hyperparameter {name!r} is a {type(default).__name__}; it must be a number, a "
-                    "bool, a string, None, or a tuple of these"
+                    f"hyperparameter {name!r} is a {type(default).__name__}; it must be a number, a tensor of one "
+                    "element, a bool, a string, None, or a tuple of these"
                 )
         for name, start in self.states.items():
             if isinstance(start.init, str) and start.init not in ("param", *self.hyperparameters):
