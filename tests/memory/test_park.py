@@ -198,7 +198,7 @@ def test_without_room_nothing_is_changed(device: Device, monkeypatch: pytest.Mon
     step(params, optimizer, 0)
     plan, before = optimizer.plan, copy.deepcopy(optimizer.state_dict())
     monkeypatch.setattr("tilestep.native.host_memory.available", lambda: (10, "a test"))
-    with pytest.raises(tilestep.HostMemoryError, match="the optimizer's state needs"):
+    with pytest.raises(tilestep.HostMemoryError, match="the optimizer's state requires"):
         optimizer.park()
     assert optimizer.plan is plan and device.parked(optimizer) == {False}
     assert MASTER_KEYS & before["state"][0].keys()
