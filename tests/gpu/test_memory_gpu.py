@@ -82,7 +82,7 @@ def test_a_graph_whose_state_has_moved_is_stale(keeps: bool) -> None:
     state = optimizer.state[params[2]]["exp_avg"]
     kept = state.data if keeps else None
     state.data = state.data.clone()
-    with pytest.raises(tilestep.CaptureError, match="stale: state was given other memory"):
+    with pytest.raises(tilestep.CaptureError, match="stale: memory of the state was replaced"):
         captured.replay()
     with pytest.raises(tilestep.CaptureError, match="stale"):
         optimizer.push()
