@@ -174,7 +174,7 @@ def test_a_parameter_that_is_no_matrix_is_refused_by_name(shape: tuple[int, ...]
         ({"ns_steps": 100}, ValueError, "Invalid ns_steps"),
         ({"ns_coefficients": (1.0, 2.0)}, ValueError, "Invalid ns_coefficients: .* it must be three numbers, a list"),
         ({"ns_coefficients": "newton"}, ValueError, "Invalid ns_coefficients: 'newton'; it must be three numbers"),
-        ({"ns_coefficients": [[1.0, 2.0, torch.ones(())]]}, TypeError, "Invalid ns_coefficients: a tensor in a list"),
+        ({"ns_coefficients": [[1.0, 2.0, torch.ones(())]]}, TypeError, "ns_coefficients: a tensor in a nested list"),
         ({"ns_coefficients": [(3.0, -4.0, 2.0)] * 4, "ns_steps": 5}, TypeError, "4 steps with a list of 4 .*, not 5"),
         ({"ns_steps": 2.5}, TypeError, "a whole number of steps"),
         ({"lr_scale": -1.0}, ValueError, "Invalid lr_scale"),

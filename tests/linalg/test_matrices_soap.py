@@ -370,7 +370,7 @@ def test_what_is_no_matrix_is_refused_by_name() -> None:
         tilestep.MatrixError, match=r"up\.filter.*is not a matrix, and SOAP works on matrices only"
     ) as caught:
         tilestep.SOAP(named)
-    said = re.search(r"own: (tilestep\..*) makes such groups", str(caught.value))
+    said = re.search(r"another rule, as (tilestep\..*) does", str(caught.value))
     assert said is not None
     optimizer = tilestep.SOAP(eval(said[1], {"tilestep": tilestep, "model": named}))
     assert [(optimizer.rule_of(group).name, group["param_names"]) for group in optimizer.param_groups] == [
