@@ -52,7 +52,7 @@ def test_random_rules(seed: int) -> None:
 @pytest.fixture(params=[4096, 32768], ids=["small tiles", "large tiles"])
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles as a few and as many tensors have them: rows that end in the middle of a tile, and of a sub-block."""
-    monkeypatch.setattr(slices, "_FEWEST_ELEMENTS", request.param)
+    monkeypatch.setattr(slices, "_MIN_ELEMENTS", request.param)
 
 
 LONG: list[Shape] = [(700, 384), (301, 200), (1000, 24), (515, 256), (514, 130), (2, 300, 320)]
