@@ -64,6 +64,35 @@ def test_an_overflow_on_any_of_two_gpus(order: Order, scaler: str, overflown: st
     assert_trained_as_on_one_cpu(order, scaler, overflown, "cuda:0", "cuda:1")
 
 
+def test_the_memory_of_limits_is_on_the_states_device_and_equal_on_all() -> None:
+    def made(*devices: str) -> tilestep.Optimizer:
+        weights = [torch.nn.Parameter(torch.ones(3, device=device)) for device in devices]
+        return tilestep.Adagrad(weights, skip_above=tilestep.Sigma(6))
+
+    def step(optimizer: tilestep.Optimizer) -> None:
+        for weight in optimizer.param_groups[0]["params"]:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+
+    def saved(optimizer: tilestep.Optimizer) -> torch.Tensor:
+        return optimizer.state_dict()["param_groups"][0]["limits"]["Sigma"]
+
+    first = made("cuda")
+    assert saved(first).is_cuda  # its state begins in the constructor
+    step(first)
+    checkpoint = first.state_dict()
+    checkpoint["param_groups"][0]["limits"] = {"Sigma": saved(first).cpu()}
+    again = made("cuda")
+    again.load_state_dict(checkpoint)
+    step(again)
+    assert saved(first)[0] == 1 and saved(again)[0] == 2
+    both = made("cuda", "cpu")
+    step(both)
+    numbers = [numbers.cpu() for numbers in both.control.history.numbers]
+    assert len(numbers) == 2
+    torch.testing.assert_close(*numbers, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("overflow", ["none", "inf"])
 def test_a_sequence_never_waits_and_launches_five_kernels(overflow: str) -> None:
     params = [param for _ in range(50) for param in parameters("cuda")]

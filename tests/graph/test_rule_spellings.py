@@ -320,6 +320,7 @@ def test_integers_that_are_small_or_not_computed_with_are_as_in_torch() -> None:
             - near / 4
             - lr * grad.long().abs().to(grad.dtype)
             - grad.clamp(-128, 127).to(torch.int8)
+            - grad.clamp(-128, 127).floor().to(torch.int8)
             - (grad > 0).sum()
             - step.long() // 2
             + signs.sum()

@@ -19,6 +19,7 @@ import torch
 from own_limits import Everything, SpikesBeyond, plainly
 
 import tilestep
+from tilestep.runtime.decision import StepHistory
 
 WARMUP = 10
 
@@ -282,6 +283,17 @@ def test_a_limit_of_one_s_own_is_its_function_of_floats(limit: tilestep.Limit) -
         compare(again, slice(5, None))
         assert again.state_dict()["param_groups"][0]["limits"][type(limit).__name__].tolist() == remembered
     assert any(skips for skips, _ in decided) and any(clip < norm for (_, clip), (norm, _) in zip(decided, STEPS))
+
+
+def test_the_memory_that_steps_write_is_saved() -> None:
+    """A checkpoint's numbers on the CPU came first on a GPU, and were saved instead of those that steps write."""
+    limit, history, (cpu, other) = tilestep.ZClip(), StepHistory(), (torch.device("cpu"), torch.device("cpu", 0))
+    assert history.save([limit], None) == {}
+    assert history.save([limit], torch.device("meta"))["ZClip"].is_meta
+    history.load([limit], history.save([limit], cpu))
+    assert len(history.numbers) == 1
+    history.of(limit, other).add_(1)
+    assert torch.equal(history.save([limit], cpu)["ZClip"], history.of(limit, other))
 
 
 def test_a_limit_that_only_skips() -> None:

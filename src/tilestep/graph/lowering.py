@@ -400,7 +400,7 @@ def _magnitude(value: Value) -> float:
         return abs(float(value.attribute))
     if value.is_bool or operation in ("number", "sign"):
         return 1.0
-    if operation in ("neg", "abs", "trunc", "round"):
+    if operation in ("neg", "abs", "trunc", "round", "floor", "ceil"):
         return _magnitude(args[0])
     if operation in ("add", "sub"):
         return _magnitude(args[0]) + _magnitude(args[1])

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -366,6 +366,10 @@ class StepControl:
             for control in deciders.controls:
                 control.unscales, control.may_skip = unscales, inputs.may_skip
         captured = any([engine.graph_tables.in_use for engine in engines])
+        if len(deciders.controls) > 1:
+            # On all devices before the first decides: a new device starts with a copy of another's memory.
+            for limit, control in product(inputs.limits, deciders.controls):
+                self.history.of(limit, control.numbers.device)
         for control in deciders.controls:
             own = inputs if len(deciders.controls) == 1 else replace(inputs)
             if own is not inputs or (own.power_sum is not None and own.power_sum.device != device):
@@ -437,7 +441,13 @@ class StepControl:
     def save(self, state_dict: dict[str, Any]) -> None:
         """Put the memory of limits, unread, into the first group of a state_dict, and plain values for the limits."""
         groups = state_dict["param_groups"]
-        saved = self.history.save(self.limits(groups), has_begun=bool(state_dict.get("state")))
+        limits, device = self.limits(groups), None
+        if limits and (states := state_dict.get("state")):
+            # torch's full_state_dict requires all tensors with dimensions on the same device.
+            values = (value for state in states.values() if isinstance(state, Mapping) for value in state.values())
+            tensors = (value for value in values if isinstance(value, torch.Tensor))
+            device = max(tensors, key=torch.Tensor.dim, default=torch.empty(0, device="cpu")).device
+        saved = self.history.save(limits, device)
         for place, group in enumerate(groups):
             own: dict[str, Any] = {LIMITS_KEY: saved} if saved and not place else {}
             if isinstance(clip := group.get("max_grad_norm"), Limit):

@@ -32,7 +32,7 @@ class StepHistory:
         key = (limit, device)
         if key not in self._numbers:
             first, elsewhere = _first(limit, device), self._held(limit)
-            self._numbers[key] = first.copy_(elsewhere[0]) if elsewhere else first
+            self._numbers[key] = first.copy_(elsewhere[-1]) if elsewhere else first
         return self._numbers[key]
 
     def _held(self, limit: Limit) -> list[torch.Tensor]:
@@ -43,14 +43,15 @@ class StepHistory:
         """The numbers of all limits, in order of creation."""
         return list(self._numbers.values())
 
-    def save(self, limits: Iterable[Limit], *, has_begun: bool) -> dict[str, torch.Tensor]:
-        """Copy the numbers of these limits, by the name of their class; the host does not read them."""
+    def save(self, limits: Iterable[Limit], device: torch.device | None) -> dict[str, torch.Tensor]:
+        """Copy the numbers of these limits, by the name of their class; `device` is the state's, None without state."""
         # State may begin before the first step; `dcp.load` in place needs the numbers then too.
-        first = [torch.device("cpu")] if has_begun else []
+        first = [] if device is None else [device]
+        # The last device: the first may be that of a checkpoint, where no step writes them.
         return {
             type(limit).__name__: numbers.clone()
             for limit in limits
-            for numbers in (self._held(limit) or [_first(limit, device) for device in first])[:1]
+            for numbers in (self._held(limit) or [_first(limit, own) for own in first])[-1:]
         }
 
     def load(self, limits: Iterable[Limit], saved: Mapping[str, Any]) -> None:

@@ -383,7 +383,10 @@ def shard(
             # The history of norms and losses may differ between ranks: all continue with rank 0's.
             optimizer.load_state_dict(state)
             for numbers in optimizer.control.history.numbers:
-                sharding.ranks.broadcast(numbers)
+                # A checkpoint's numbers may be on the CPU, where the process group has no backend.
+                sent = numbers.to(sharding.device)
+                sharding.ranks.broadcast(sent)
+                numbers.copy_(sent)
         else:
             optimizer.rebuild(ahead=True)
     return cast(ShardedOptimizer, optimizer)
