@@ -301,8 +301,26 @@ def wraps_around(param: Any, grad: Any, *, lr: Any = 1.0) -> Any:
     return param - lr * grad.to(torch.int8).to(torch.float32)
 
 
+def wraps_below_zero(param: Any, grad: Any, *, lr: Any = 1.0) -> Any:
+    return param - lr * grad.sign().to(torch.uint8)
+
+
+def negates_bytes(param: Any, grad: Any, *, lr: Any = 1.0) -> Any:
+    return param - lr * -(grad > 0).to(torch.uint8)
+
+
 @pytest.mark.parametrize(
-    "function", [counts_on, counts_in_place, divides_integers, sums_integers, overflows, wraps_around]
+    "function",
+    [
+        counts_on,
+        counts_in_place,
+        divides_integers,
+        sums_integers,
+        overflows,
+        wraps_around,
+        wraps_below_zero,
+        negates_bytes,
+    ],
 )
 def test_integers_that_kernels_would_round_are_refused(function: Any) -> None:
     """They were float32, where 2^24 + 1 is 2^24, and bytes did not overflow."""
@@ -321,6 +339,7 @@ def test_integers_that_are_small_or_not_computed_with_are_as_in_torch() -> None:
             - lr * grad.long().abs().to(grad.dtype)
             - grad.clamp(-128, 127).to(torch.int8)
             - grad.clamp(-128, 127).floor().to(torch.int8)
+            - (1 - grad.clamp(-254, 1)).to(torch.uint8)
             - (grad > 0).sum()
             - step.long() // 2
             + signs.sum()

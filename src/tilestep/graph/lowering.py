@@ -375,44 +375,53 @@ _SUMMED_EXACTLY = 2**8  # the partial sum of a program's 10,000 or so elements i
 
 def check_integers(build: Builder, operation: str, value: Value, operand: Any, dtype: torch.dtype) -> None:
     """Raise for elementwise integers that a kernel may round: kernels hold them in the rule's dtype."""
-    if dtype.is_floating_point or dtype is torch.bool or operation in _EXACT_AS_NUMBERS:
+    if dtype.is_floating_point or dtype is torch.bool:
         return
-    narrows = operation in CONVERTING and dtype.itemsize < 4
-    if operation in CONVERTING and not narrows:
+    held = torch.iinfo(dtype)
+    wraps = held.min == 0 and operation == "neg"
+    if (operation in _EXACT_AS_NUMBERS and not wraps) or (operation in CONVERTING and dtype.itemsize >= 4):
         return
     is_sum = operation == "sum" and isinstance(operand, Value)
     checked = operand if is_sum else value
-    # torch wraps numbers around that a narrow dtype does not hold; an int8 holds numbers clamped to [-128, 127].
-    largest = torch.iinfo(dtype).max + (narrows and torch.iinfo(dtype).min < 0)
-    limit = min(2 ** (53 if build.dtype is torch.float64 else 24), largest)
-    limit = min(limit, _SUMMED_EXACTLY) if is_sum else limit
-    if checked.level not in SCALAR_LEVELS and not _magnitude(checked) <= limit:
+    exact = _SUMMED_EXACTLY if is_sum else 2 ** (53 if build.dtype is torch.float64 else 24)
+    # torch wraps numbers around that a narrow dtype does not hold.
+    least, most = max(-exact, held.min), min(exact, held.max)
+    low, high = _bounds(checked)
+    if checked.level not in SCALAR_LEVELS and not least <= low <= high <= most:
         raise Unsupported(
-            f"integer elements may exceed {limit:,}, and kernels compute integers in floating point; cast to the "
-            f"gradient's dtype before {'the sum' if is_sum else 'the arithmetic'}, or clamp them"
+            f"integer elements may exceed {most:,} or be less than {least:,}, and kernels compute integers in floating "
+            f"point; cast to the gradient's dtype before {'the sum' if is_sum else 'the arithmetic'}, or clamp them"
         )
 
 
-def _magnitude(value: Value) -> float:
-    """Return an upper bound of the magnitudes of a value, as far as constants determine it."""
-    operation, args = value.operation, value.args
+def _bounds(value: Value) -> tuple[float, float]:
+    """Return bounds of the elements of a value, as far as constants determine them."""
+    operation = value.operation
     if operation == "constant":
-        return abs(float(value.attribute))
+        return float(value.attribute), float(value.attribute)
     if value.is_bool or operation in ("number", "sign"):
-        return 1.0
-    if operation in ("neg", "abs", "trunc", "round", "floor", "ceil"):
-        return _magnitude(args[0])
-    if operation in ("add", "sub"):
-        return _magnitude(args[0]) + _magnitude(args[1])
-    if operation == "mul":
-        left, right = map(_magnitude, args)
-        return left * right if left and right else 0.0
+        return -1.0 if operation == "sign" else 0.0, 1.0
+    args = [_bounds(arg) for arg in value.args[operation == "where" :]]
+    lows, highs = [low for low, _ in args], [high for _, high in args]
+    if operation in ("trunc", "round", "floor", "ceil"):
+        return args[0]
+    if operation in ("minimum", "maximum"):
+        choose = min if operation == "minimum" else max
+        return choose(lows), choose(highs)
     if operation == "where":
-        return max(map(_magnitude, args[1:]))
-    clamped = {"minimum": "maximum", "maximum": "minimum"}.get(operation)
-    if clamped and args[0].operation == clamped:
-        return max(_magnitude(args[1]), _magnitude(args[0].args[1]))
-    return max(map(_magnitude, args)) if clamped else math.inf
+        return min(lows), max(highs)
+    if operation == "neg":
+        return -highs[0], -lows[0]
+    if operation == "abs":
+        return max(0.0, lows[0], -highs[0]), max(-lows[0], highs[0])
+    if operation == "add":
+        return sum(lows), sum(highs)
+    if operation == "sub":
+        return lows[0] - highs[1], highs[0] - lows[1]
+    if operation == "mul":
+        products = [left * right if left and right else 0.0 for left in args[0] for right in args[1]]
+        return min(products), max(products)
+    return -math.inf, math.inf
 
 
 LOWERINGS: dict[str, Lowering] = {
