@@ -94,5 +94,5 @@ def test_norms_have_lanes_of_their_own(norm_type: float, dtype: torch.dtype) -> 
     for flags in ((), wide_vectors()):
         norms.append(torch.zeros(1, dtype=torch.float64))
         library = cpu_backend.with_signatures(load_library("norm", cpu_backend.SOURCE, flags))
-        cpu_backend.CpuNorm(library, tiles).launch(addresses, norms[-1], norm_type, True)
+        cpu_backend.CpuNorm(library, *tiles).launch(addresses, norms[-1], norm_type, True)
     assert torch.equal(*norms)

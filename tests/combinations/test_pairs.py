@@ -192,7 +192,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("fsdp2", "shard"): "FSDPModule, which reduces",
     **{(name, "capture"): "CPU, which has" for name in PUT if name not in [*OVERLAPS, *OFFLOADS, "joint norm"]},
     ("offload", "capture"): "CPU, which has",
-    **{(name, "capture"): "lives in host memory" for name in OFFLOADS if name != "offload"},
+    **{(name, "capture"): "is in host memory" for name in OFFLOADS if name != "offload"},
 }
 """What is there, what is added, and the refusal."""
 
