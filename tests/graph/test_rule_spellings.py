@@ -328,6 +328,16 @@ def test_integers_that_kernels_would_round_are_refused(function: Any) -> None:
         trace(tilestep.rule(function), {"lr": 1.0})
 
 
+def test_bounds_of_integers_are_found_once_for_each_value() -> None:
+    def shares(param: Any, grad: Any, *, lr: Any = 1.0) -> Any:
+        value = grad
+        for _ in range(60):
+            value = value * value + value
+        return param - lr * value.clamp(-9, 9).to(torch.int8)
+
+    assert trace(tilestep.rule(shares), {"lr": 1.0}).outputs
+
+
 def test_integers_that_are_small_or_not_computed_with_are_as_in_torch() -> None:
     def rule(param: Any, grad: Any, *, lr: Any = 1.0, step: Any) -> Any:
         signs = (grad > 0).long() * 2 - 1

@@ -14,7 +14,7 @@ import torch
 from ..errors import MatrixError
 from ..linalg import MATRIX_OPERATIONS
 from ..linalg.operations import PARAMETER, Space
-from .ir import OPERATIONS, SCALAR_LEVELS, Builder, Level, Over, Value
+from .ir import OPERATIONS, SCALAR_LEVELS, Builder, Level, Over, Value, folded
 from .terms import Term, where
 
 ALTERNATIVE = (
@@ -386,7 +386,7 @@ def check_integers(build: Builder, operation: str, value: Value, operand: Any, d
     exact = _SUMMED_EXACTLY if is_sum else 2 ** (53 if build.dtype is torch.float64 else 24)
     # torch wraps numbers around that a narrow dtype does not hold.
     least, most = max(-exact, held.min), min(exact, held.max)
-    low, high = _bounds(checked)
+    low, high = folded([checked], _bounds)[id(checked)]
     if checked.level not in SCALAR_LEVELS and not least <= low <= high <= most:
         raise Unsupported(
             f"integer elements may exceed {most:,} or be less than {least:,}, and kernels compute integers in floating "
@@ -394,14 +394,13 @@ def check_integers(build: Builder, operation: str, value: Value, operand: Any, d
         )
 
 
-def _bounds(value: Value) -> tuple[float, float]:
-    """Return bounds of the elements of a value, as far as constants determine them."""
+def _bounds(value: Value, args: list[tuple[float, float]]) -> tuple[float, float]:
+    """Return bounds of the elements of a value, as far as constants determine them, from its operands' bounds."""
     operation = value.operation
     if operation == "constant":
         return float(value.attribute), float(value.attribute)
     if value.is_bool or operation in ("number", "sign"):
         return -1.0 if operation == "sign" else 0.0, 1.0
-    args = [_bounds(arg) for arg in value.args[operation == "where" :]]
     lows, highs = [low for low, _ in args], [high for _, high in args]
     if operation in ("trunc", "round", "floor", "ceil"):
         return args[0]
@@ -409,7 +408,7 @@ def _bounds(value: Value) -> tuple[float, float]:
         choose = min if operation == "minimum" else max
         return choose(lows), choose(highs)
     if operation == "where":
-        return min(lows), max(highs)
+        return min(lows[1:]), max(highs[1:])
     if operation == "neg":
         return -highs[0], -lows[0]
     if operation == "abs":
