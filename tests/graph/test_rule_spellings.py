@@ -350,6 +350,7 @@ def test_integers_that_are_small_or_not_computed_with_are_as_in_torch() -> None:
             - grad.clamp(-128, 127).to(torch.int8)
             - grad.clamp(-128, 127).floor().to(torch.int8)
             - (1 - grad.clamp(-254, 1)).to(torch.uint8)
+            - (127 * grad.sin()).to(torch.int8)
             - (grad > 0).sum()
             - step.long() // 2
             + signs.sum()

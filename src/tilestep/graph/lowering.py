@@ -390,7 +390,8 @@ def check_integers(build: Builder, operation: str, value: Value, operand: Any, d
     if checked.level not in SCALAR_LEVELS and not least <= low <= high <= most:
         raise Unsupported(
             f"integer elements may exceed {most:,} or be less than {least:,}, and kernels compute integers in floating "
-            f"point; cast to the gradient's dtype before {'the sum' if is_sum else 'the arithmetic'}, or clamp them"
+            f"point; cast to the gradient's dtype before {'the sum' if is_sum else 'the arithmetic'}, or clamp them to "
+            "constants"
         )
 
 
@@ -399,8 +400,8 @@ def _bounds(value: Value, args: list[tuple[float, float]]) -> tuple[float, float
     operation = value.operation
     if operation == "constant":
         return float(value.attribute), float(value.attribute)
-    if value.is_bool or operation in ("number", "sign"):
-        return -1.0 if operation == "sign" else 0.0, 1.0
+    if value.is_bool or operation in ("number", "sign", "tanh", "erf", "sin", "cos"):
+        return 0.0 if value.is_bool or operation == "number" else -1.0, 1.0
     lows, highs = [low for low, _ in args], [high for _, high in args]
     if operation in ("trunc", "round", "floor", "ceil"):
         return args[0]
