@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import tilestep
+from tilestep.rules.limits import first_numbers
 
 KINDS = {"ours": tilestep.AdamW, "torch's": torch.optim.AdamW}
 PAIRS = [("torch's", "ours"), ("ours", "torch's"), ("ours", "ours")]
@@ -101,25 +102,35 @@ def test_a_hyperparameter_that_a_checkpoint_lacks_stays_the_optimizer_s() -> Non
     assert target[1].param_groups[0]["lr"] == 0.25
 
 
+@pytest.mark.parametrize("limit", [{"skip_above": tilestep.Sigma(6)}, {"max_grad_norm": tilestep.ZClip()}])
 @pytest.mark.parametrize("steps", [0, 1])
-def test_the_memory_of_limits_is_loaded_and_stays_without_any(steps: int, tmp_path: Path) -> None:
-    def stepped(number: int, skip_above: Any) -> Any:
+def test_the_memory_of_limits_is_loaded_and_stays_without_any(steps: int, limit: Any, tmp_path: Path) -> None:
+    (name,), (numbers,) = zip(*((type(one).__name__, first_numbers(one)) for one in limit.values()))
+
+    def stepped(number: int, options: Any) -> Any:
         weight = torch.nn.Parameter(torch.ones(3))
-        optimizer = tilestep.AdamW([weight], skip_above=skip_above)
+        optimizer = tilestep.AdamW([weight], **options)
         for _ in range(number):
             weight.grad = torch.ones(3)
             optimizer.step()
         return optimizer
 
-    def loaded(name: str) -> Any:
-        optimizer = stepped(steps, tilestep.Sigma(6))
+    def loaded(folder: str) -> Any:
+        optimizer = stepped(steps, limit)
         state = {"optimizer": optimizer.state_dict()}
-        dcp.load(state, checkpoint_id=tmp_path / name, planner=tilestep.LoadPlanner(), no_dist=True)
+        dcp.load(state, checkpoint_id=tmp_path / folder, planner=tilestep.LoadPlanner(), no_dist=True)
         optimizer.load_state_dict(state["optimizer"])
-        return optimizer.state_dict()["param_groups"][0]["limits"]["Sigma"]
+        assert optimizer.param_groups[0].get("max_grad_norm") == limit.get("max_grad_norm")
+        return optimizer.state_dict()["param_groups"][0]["limits"][name]
 
-    sources = {"with": stepped(3, tilestep.Sigma(6)), "without": stepped(3, None)}
-    for name, source in sources.items():
-        dcp.save({"optimizer": source.state_dict()}, checkpoint_id=tmp_path / name, no_dist=True)
-    assert torch.equal(loaded("with"), sources["with"].state_dict()["param_groups"][0]["limits"]["Sigma"])
-    assert loaded("without")[0] == steps
+    sources = {"with": stepped(3, limit), "without": stepped(3, {})}
+    for folder, source in sources.items():
+        dcp.save({"optimizer": source.state_dict()}, checkpoint_id=tmp_path / folder, no_dist=True)
+    assert torch.equal(loaded("with"), sources["with"].state_dict()["param_groups"][0]["limits"][name])
+    own = stepped(steps, limit).state_dict()["param_groups"][0].get("limits", {name: torch.tensor(numbers)})
+    assert loaded("without").tolist() == own[name].tolist()
+    if "max_grad_norm" in limit:
+        other = stepped(1, {"max_grad_norm": 1.0})
+        dcp.save({"optimizer": other.state_dict()}, checkpoint_id=tmp_path / "other", no_dist=True)
+        with pytest.raises(dcp.api.CheckpointException, match=r"Missing key.*\.ZClip"):
+            loaded("other")

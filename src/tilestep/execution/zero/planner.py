@@ -87,6 +87,10 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
                 return not counts or place not in places
             # `load_state_dict` keeps the optimizer's value of hyperparameters that the checkpoint's group lacks.
             is_own = name in OWN_KEYS or place.endswith(f".{LIMITS_KEY}")
+            clip, is_of_limit, _ = key.partition(".max_grad_norm.")
+            if is_of_limit:
+                # A limit has a key per field; a checkpoint without a clip has none, and another clip is missing.
+                is_own = not any(str(other).startswith(f"{clip}.max_grad_norm") for other in saved)
             return "param_groups." in f"{place}." and (is_own or (place in places and name != "params"))
 
         self.state_dict = {
