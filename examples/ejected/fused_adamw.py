@@ -577,7 +577,7 @@ class AdamW(torch.optim.Optimizer):
                 tables.launch(*launch)
 
     def identities(self, found: dict[Kind, list[Any]]) -> list[Any]:
-        """What the tables depend on: kinds, groups, shapes, and the parameters' and states' tensors."""
+        """Kinds, groups, shapes, and tensors of parameters and states: the tables depend on them."""
         return [
             (kind, place, param.shape, param.stride(), [(id(x), local(x).data_ptr()) for x in (param, *state.values())])
             for kind, members in found.items()

@@ -44,8 +44,8 @@ CppNames = partial(
 )
 """Makes unique identifiers for a C++ function.
 
-What begins with capitals may be a macro (INFINITY, M_PIf64) or a control number; join, split, keep and measure are
-functions of storage formats; numbered names are those of reductions.
+A name that begins with capitals may be a macro (INFINITY, M_PIf64) or a control number; join, split, keep and measure
+are functions of storage formats; numbered names belong to reductions.
 """
 
 _OF_NAMES = {

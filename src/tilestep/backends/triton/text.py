@@ -357,8 +357,8 @@ TritonNames = partial(
 )
 """Makes unique identifiers for a Triton function and the kernels that call it.
 
-What is in capitals may be a constant of a kernel; join and split are functions of storage formats; numbered names are
-those of its slots, reductions and arrays.
+A name in capitals may be a constant of a kernel; join and split are functions of storage formats; numbered names belong
+to its slots, reductions and arrays.
 """
 
 
